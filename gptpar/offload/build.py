@@ -12,9 +12,9 @@ from gptpar.config import Config
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.offload.copying_transfers import copying_bytes
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
-from gptpar.offload.transfers import RING_BYTES
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.reporting.banner import format_bytes

@@ -13,15 +13,8 @@ from collections import deque
 import torch
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
-from gptpar.offload.transfers import (
-    NUM_H2D_BUFFERS,
-    D2HCopy,
-    DeviceEvent,
-    GpuTransfers,
-    Passed,
-    SameMemory,
-    StagingBuffer,
-)
+from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, GpuTransfers
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, Passed, SameMemory, StagingBuffer
 from gptpar.system.pinned import PinnedMemory
 
 ALIGNMENT = 4096

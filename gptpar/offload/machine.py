@@ -10,8 +10,9 @@ import torch
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMemory, max_bytes_waiting
+from gptpar.offload.gpu_transfers import RING_BYTES, GpuTransfers
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
+from gptpar.offload.transfers import SameMemory, Transfers
 from gptpar.optim.cpu_adam import default_threads
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.group_ranges import OffloadedPartition

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from gptpar.config.roles import BEFORE_BLOCKS
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.machine import KEPT_FREE
-from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
 

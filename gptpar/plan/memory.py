@@ -17,7 +17,7 @@ from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.model.flops import distance_width, gated_width, normed_width, num_norms, window_of
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
-from gptpar.offload.transfers import RING_BYTES
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
 from gptpar.plan.states import gradient_bytes

@@ -19,7 +19,7 @@ from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.buckets import BUCKET_ELEMENTS
-from gptpar.offload.transfers import ring_bytes
+from gptpar.offload.gpu_transfers import ring_bytes
 from gptpar.plan.states import gradient_bytes
 from gptpar.reporting.banner import format_bytes, format_count
 from gptpar.topology.groups import Topology

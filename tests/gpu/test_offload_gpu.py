@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.offload import buckets, machine, transfers
+from gptpar.offload import buckets, gpu_transfers, machine
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
@@ -54,7 +54,7 @@ def test_a_step_in_recorded_parts_is_bit_identical(
     words = f"--bf16 --clip-grad 1.75 {words} --micro-batch-size {4 // micro_batches}"
     one_by_one = run(f"{words} --cuda-graph off", micro_batches=micro_batches)
     monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
-    monkeypatch.setattr(transfers, "RING_BYTES", 1)  # gradients wait on the device
+    monkeypatch.setattr(gpu_transfers, "RING_BYTES", 1)  # gradients wait on the device
     in_parts = run(f"{words} --cuda-graph on", micro_batches=micro_batches)
     assert in_parts[0] == one_by_one[0]
     assert all(torch.equal(in_parts[1][name], values) for name, values in one_by_one[1].items())
@@ -72,7 +72,7 @@ class InParts(CpuAdam):
 
 @pytest.mark.parametrize("graph", ["off", "on"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("ring_bytes", [1, transfers.RING_BYTES])
+@pytest.mark.parametrize("ring_bytes", [1, gpu_transfers.RING_BYTES])
 @pytest.mark.parametrize("clip, ratio", [("1000", "1"), ("1000", "0.99"), ("1.75", "1")])
 def test_an_early_gradient_of_the_embedding_changes_no_bit(
     clip: str, ratio: str, ring_bytes: int, micro_batches: int, graph: str, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +95,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: InParts(threads))
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)  # cuts rows of 128
     monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 3333)
-    monkeypatch.setattr(transfers, "RING_BYTES", ring_bytes)  # 1: three slots, of which two are not for early ones
+    monkeypatch.setattr(gpu_transfers, "RING_BYTES", ring_bytes)  # 1: three slots, of which two are not for early ones
     InParts.parts = 0
     early = run(f"{words} --offload-speculation on --cuda-graph {graph}", micro_batches=micro_batches)
     assert early[0] == plain[0]

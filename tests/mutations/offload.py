@@ -103,15 +103,15 @@ OFFLOAD = [
     Mutation(
         "closed-ranges-of-a-partial-gradient-computed-again",
         THREAD,
-        "What.COMMITTED, aside=True, only=bucket.partial.open)",
+        "What.COMMITTED, aside=True, only=bucket.partial.to_complete())",
         "What.COMMITTED, aside=True, only=bucket.partial.closed)",
         (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Mutation(
         "open-ranges-one-row-off",
         "gptpar/offload/index_ranges.py",
-        "marked[rows + 1] = 1",
         "marked[rows] = 1",
+        "marked[rows - 1] = 1",
         (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Mutation(

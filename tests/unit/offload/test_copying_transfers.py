@@ -24,8 +24,9 @@ from gptpar.offload.copying_transfers import (
     max_bytes_waiting,
     slots_bytes,
 )
+from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import NUM_H2D_BUFFERS, DeviceEvent
+from gptpar.offload.transfers import DeviceEvent
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done

@@ -12,15 +12,9 @@ import torch
 
 from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
+from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, RESERVED, RING_BYTES, ring_slots
 from gptpar.offload.next_action import NEAR, begin_copies
-from gptpar.offload.transfers import (
-    NUM_H2D_BUFFERS,
-    RESERVED,
-    RING_BYTES,
-    D2HCopy,
-    StagingBuffer,
-    ring_slots,
-)
+from gptpar.offload.transfers import D2HCopy, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam

@@ -17,9 +17,7 @@ from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.offload import build, machine
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.transfers import (
-    RING_BYTES,
-)
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam

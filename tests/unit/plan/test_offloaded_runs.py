@@ -14,7 +14,7 @@ from gptpar.config.roles import Role
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
-from gptpar.offload.transfers import RING_BYTES
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting

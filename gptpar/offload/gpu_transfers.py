@@ -1,0 +1,216 @@
+"""Copies gradients to the host and new parameters to a GPU through a ring of pinned memory, on streams of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from gptpar.offload.transfers import CopiedWhenSent, D2HCopy, H2DCopy, PendingScalar, StagingBuffer, WrittenInPlace
+from gptpar.system.pinned import PinnedMemory, as_device_memory
+
+RING_BYTES = 1 << 30
+"""Pinned memory for copies in flight, whatever the model's size."""
+
+RESERVED = 2
+"""Slots that only the updating thread may take. Without them, gradients that it does not need yet could fill the ring,
+and it would wait for ever."""
+
+NUMBERS = 16
+"""Places for scalars that are being copied, used in turn; at most two are in use at once."""
+
+NUM_H2D_BUFFERS = 3
+"""Slots for new parameters: one is being filled, one will be filled next, one is being copied."""
+
+
+def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
+    """(slots for gradients, slots for parameters) that fit in ``RING_BYTES``, or the minimum if that is more.
+
+    Args:
+        num_buckets: number of buckets whose gradients come through the ring.
+    """
+    if not num_buckets:
+        return 0, NUM_H2D_BUFFERS
+    total = max(RESERVED + 1 + NUM_H2D_BUFFERS, RING_BYTES // max(1, bucket_bytes))
+    return min(num_buckets + RESERVED, total - NUM_H2D_BUFFERS), NUM_H2D_BUFFERS
+
+
+def ring_bytes(num_buckets: int, bucket_bytes: int) -> int:
+    """Bytes of pinned memory of :class:`GpuTransfers`."""
+    slot_bytes = _slot_bytes(bucket_bytes)
+    return sum(ring_slots(num_buckets, slot_bytes)) * slot_bytes
+
+
+def _slot_bytes(bucket_bytes: int) -> int:
+    return math.ceil(bucket_bytes / 4096) * 4096
+
+
+class GpuTransfers:
+    """Copies through a pinned ring. Gradients are copied in the order of submission, unless one is urgent.
+
+    Args:
+        num_buckets: number of buckets whose gradients share the ring.
+        bucket_bytes: size of the largest bucket, in the widest dtype in which gradients or parameters are copied.
+    """
+
+    def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int):
+        self._device = device
+        slot_bytes = _slot_bytes(bucket_bytes)
+        incoming, outgoing = ring_slots(num_buckets, slot_bytes)
+        self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
+        # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
+        self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
+        self._flags = torch.empty(0, dtype=torch.int8)
+        slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
+        self.free: list[StagingBuffer] = [*slots[:incoming]]
+        self._out = slots[incoming:]
+        self._turn, self._shared = 0, incoming // 2
+        self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
+            torch.cuda.Stream(device) for _ in range(4)
+        )
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+        coming = _GpuD2HCopy(self, grad, slot)
+        if slot is not None:
+            coming.start(self._reserved)
+        elif len(self.free) > RESERVED:
+            coming.start(self.d2h_stream)
+        return coming
+
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
+        return None
+
+    def hold_back(self) -> None: ...
+
+    def reserve_staging(self) -> StagingBuffer | None:
+        return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
+
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+        if target.device.type == "cpu":  # the model parameters live in host memory, too
+            return WrittenInPlace(target)
+        slot, left = self._out[self._turn]
+        self._turn = (self._turn + 1) % len(self._out)
+        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._h2d_stream)
+
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+        if target.device.type == "cpu":
+            return CopiedWhenSent(torch.empty_like(target), target)
+        self._pinned.append(PinnedMemory(target.nbytes))
+        return _GpuH2DCopy(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._h2d_stream)
+
+    def read_scalar(self, number: torch.Tensor) -> PendingScalar:
+        return _GpuScalar(number.to(self._device), next(self._numbers))
+
+    def read_flags(self, flags: torch.Tensor) -> Callable[[], np.ndarray]:
+        if len(self._flags) != len(flags):
+            self._flags = torch.zeros(len(flags), dtype=torch.int8, pin_memory=True)
+        here = self._flags
+        torch.mul(flags.view(torch.int8), 1, out=as_device_memory(here))  # by a kernel, as in _GpuScalar
+        there = torch.cuda.Event()
+        there.record()
+
+        def read() -> np.ndarray:
+            there.synchronize()
+            return here.numpy()
+
+        return read
+
+    def close(self) -> None:
+        for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):
+            stream.synchronize()
+        self.free, self._out = [], []
+        for memory in self._pinned:
+            memory.close()
+
+
+@dataclass(frozen=True)
+class _GpuH2DCopy:
+    memory: torch.Tensor
+    target: torch.Tensor
+    left: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+    @property
+    def values(self) -> torch.Tensor:
+        if not self.left.query():  # query() keeps Python's lock; synchronize() would give it away even with no wait
+            self.left.synchronize()
+        return self.memory
+
+    def send(self) -> Callable[[bool], None]:
+        there = torch.cuda.Event()
+        with torch.cuda.stream(self.stream):
+            self.target.copy_(self.memory, non_blocking=True)
+            self.left.record()
+            there.record()
+        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
+
+
+class _GpuScalar:
+    """A number that a kernel writes to host memory: a copy would be queued behind the copies of gradients."""
+
+    def __init__(self, number: torch.Tensor, memory: torch.Tensor):
+        self._here = memory[: number.nbytes].view(number.dtype)[0]
+        torch.mul(number, 1, out=as_device_memory(self._here))
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def known(self) -> bool:
+        return self._ready.query()
+
+    def value(self) -> float:
+        self._ready.synchronize()
+        return self._here.item()
+
+
+class _GpuD2HCopy:
+    """A gradient that stays on the device until a slot of the ring is free, or is copied to its bucket's own slot."""
+
+    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
+        self._transfers, self._grad = transfers, grad
+        self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
+        self._made.record()
+        self._is_made = False
+        self._slot = self._own = own
+        self._here: torch.Tensor | None = None
+
+    def made(self) -> bool:
+        self._is_made = self._is_made or self._made.query()
+        return self._is_made
+
+    def begin(self, *, urgent: bool) -> bool:
+        if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):
+            self.start(self._transfers.urgent_stream)
+        return self._slot is not None
+
+    def start(self, stream: torch.cuda.Stream) -> None:
+        self._slot = self._own or self._transfers.free.pop()
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._made)
+            # A copy that was released unread may still be writing to the slot.
+            stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
+            self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
+            self._here.copy_(self._grad, non_blocking=True)
+            self._there = stream.record_event()
+
+    def arrived(self) -> bool:
+        return self._slot is not None and self._there.query()
+
+    def tensor(self) -> torch.Tensor:
+        self.begin(urgent=True)
+        if not self._there.query():
+            self._there.synchronize()
+        assert self._here is not None
+        return self._here
+
+    def release(self) -> None:
+        if self._slot is not None and self._own is None:
+            self._transfers.free.append((self._slot[0], self._there))
+            self._slot = None

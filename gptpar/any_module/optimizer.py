@@ -37,8 +37,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     ):
         self._complete, self._described = False, described
         # Schedulers that move a beta, too, look for it among the defaults.
-        names = described.group_of(described.of_group(groups[0]))
-        super().__init__(list(groups), {name: groups[0][name] for name in names})
+        values = described.group_of(described.of_group(groups[0]))
+        super().__init__(list(groups), values | {name: groups[0][name] for name in values.keys() & groups[0].keys()})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
         self._scaler = scaler
 

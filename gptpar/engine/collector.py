@@ -131,7 +131,7 @@ class GradientCollector:
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        unit, grad = self._unit_of[name], parameter.grad.detach()
+        unit, grad = self._unit_of[name], parameter.grad
         parameter.grad = None
         if grad.layout != torch.strided:  # of an embedding with sparse=True
             grad = grad.to_dense()
@@ -167,7 +167,7 @@ class GradientCollector:
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum in one launch: a launch for each would keep the host busy."""
         fresh, total = self._fresh.pop(unit.name), self._memory.sum_of(unit)
-        views = {name: unit.params[name].view(total) for name in fresh}
+        views = unit.views(total) if len(fresh) > 1 else {name: unit.params[name].view(total) for name in fresh}
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
             torch._foreach_add_([views[name] for name in known], [fresh[name] for name in known])

@@ -114,7 +114,8 @@ class GradientRouter:
         norms = self._norm.measured({unit.name: shard})
         on_device = self._memory.shards[unit.name]
         low = on_device.numel()
-        on_device.copy_(shard[:low])
+        if low:
+            on_device.copy_(shard[:low])
         if self._counts_zeros:
             self._count_zeros(unit, shard)
         # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -130,8 +131,28 @@ class Unit:
                 yield end, start
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each parameter's view of a buffer of the unit's length."""
-        return {name: param.view(buffer) for name, param in self.params.items()}
+        """Each parameter's view of a buffer of the unit's length.
+
+        One call of torch makes all of them: each call gives Python's lock to other threads, and waits to get it back.
+        """
+        pieces: list[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(buffer, self._pieces)
+        views = dict(zip(self.params, pieces[::2], strict=True))
+        for name, param in self.params.items():
+            if param.info.strides is not None or not param.shape.numel():
+                views[name] = param.view(buffer)
+        return views
+
+    @cached_property
+    def _pieces(self) -> list[torch.Tensor]:
+        """Without memory: a tensor of each parameter's shape, and the padding after it."""
+        params = list(self.params.values())
+        starts = [param.start for param in params[1:]] + [self.length]
+        shapes = [
+            shape
+            for param, start in zip(params, starts, strict=True)
+            for shape in (param.shape, torch.Size([start - param.stop]))
+        ]
+        return [torch.empty(shape, device="meta") for shape in shapes]
 
 
 def _round_up(number: int, multiple: int) -> int:

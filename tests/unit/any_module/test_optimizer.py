@@ -20,7 +20,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.loss_scale import LossScale
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}}
-FROM_FILE = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
+FROM_FILE = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2, "bias_correction": 1.0}
 
 
 def options(**keys: Any) -> EngineOptions:

@@ -181,7 +181,9 @@ class Weights(NotCopied):
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         self._engine.finish()
-        with self._engine.gatherer.held():
+        subscriber = self._engine.subscriber
+        unchanged = contextlib.nullcontext() if subscriber is None else subscriber.without_speculation()
+        with unchanged, self._engine.gatherer.held():
             with self._guard.writing():
                 yield
             if self._has_ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -51,6 +52,9 @@ class Subscriber(Protocol):
 
     def finish(self) -> None:
         """Return when the last step is done and its gradients are no longer needed."""
+
+    def without_speculation(self) -> AbstractContextManager[None]:
+        """A context in which the subscriber does not change the model's parameters before the next step."""
 
     def publish(self) -> None:
         """Copy all master weights to the model's parameters."""

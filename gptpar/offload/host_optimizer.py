@@ -14,6 +14,7 @@ two times, with the same result:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -183,7 +184,7 @@ class HostOptimizer(UpdatingThread):
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
         """Whether a bucket can speculate with a partial gradient, and has none yet."""
         is_formed = bucket.stop <= formed and bucket.state is BucketState.IDLE
-        return is_formed and bucket.own_copy is not None and not self.backs_off
+        return is_formed and bucket.own_copy is not None and not self.backs_off and not self._holds
 
     def step(
         self,
@@ -268,6 +269,18 @@ class HostOptimizer(UpdatingThread):
     def backs_off(self) -> bool:
         """Whether the coming step does not speculate, because a recent speculation was wrong."""
         return self._back_off.steps > 0
+
+    @contextlib.contextmanager
+    def without_speculation(self) -> Iterator[None]:
+        """A context in which no speculation begins: the device's parameters do not change before the next step."""
+        with self._changed:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
 
     # Between steps.
 

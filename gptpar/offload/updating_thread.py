@@ -66,6 +66,7 @@ class UpdatingThread:
     a bucket's sent                   thread sets it, loop clears it   the loop waits for "not due" before
     ``_request``, ``_expected``       loop; thread clears the former   under the lock
     ``_back_off``                     thread                           the loop reads it without the lock
+    ``_holds``                        loop                             under the lock
     ================================  ===============================  ========================================
 
     Args:
@@ -104,7 +105,7 @@ class UpdatingThread:
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
         self._request: StepRequest | None = None
         self._expected: StepHyperparameters | None = None
-        self._back_off = BackOff()
+        self._back_off, self._holds = BackOff(), 0
         self._at_work: _AtWork | None = None
         self._groups: Sequence[Any] = ()
         self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
@@ -173,7 +174,7 @@ class UpdatingThread:
             bucket.use_newer()
             bucket.partial = None
             self._advance(bucket, What.PARTIAL_DROPPED)
-        return [] if self._back_off.steps else speculable(self._buckets)
+        return [] if self._back_off.steps or self._holds else speculable(self._buckets)
 
     def _take_step(self, request: StepRequest) -> None:
         hyperparameters = request.clipped(self._clip_grad)

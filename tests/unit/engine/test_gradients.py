@@ -112,7 +112,8 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
     parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
     total.collector.watch(parameters)
-    monkeypatch.setattr(gradient_memory.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
+    empty = torch.empty
+    monkeypatch.setattr(gradient_memory.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     total.begin(1)
     total.begin_backward(0, last=True)
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver,
 from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
+from gptpar.offload.back_off import BackOff
 from gptpar.system.blocks import span
 from gptpar.system.snapshot import Snapshot, StateGuard
 from gptpar.training import resume, saving
@@ -64,6 +65,15 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Ev
     return gate
 
 
+def back_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a wrong speculation, all further steps of these tests are in place."""
+
+    def after_step(self: BackOff, *, wrong: bool, right: bool) -> None:
+        self.steps = max(self.steps - 1, 10 * wrong)
+
+    monkeypatch.setattr(BackOff, "after_step", after_step)
+
+
 def done(iteration: int) -> Progress:
     return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
 
@@ -73,6 +83,7 @@ def done(iteration: int) -> Progress:
 def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
     monkeypatch.setattr(background, "NUM_COPIERS", 2 if room == "copied ahead" else 0)
+    back_off_for_long(monkeypatch)
     trainer, behind, said = make(tmp_path / "behind", words)
     train(trainer, 0, 3)
     resume.save(trainer, done(3), inputs_of(trainer.config.update("checkpoint", save=str(tmp_path))), keep=None)
@@ -106,6 +117,7 @@ def test_state_with_a_double_buffer_is_never_copied(
 ) -> None:
     """Its memory is kept, and the update goes on with other memory: the traffic would slow down the update."""
     copied: list[int] = []
+    back_off_for_long(monkeypatch)
     monkeypatch.setattr(Snapshot, "_copy", lambda _, region: copied.append(region.num_bytes))
     trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad {clip}")
     train(trainer, 0, 3)

@@ -67,16 +67,18 @@ class Claim:
 
 def current_claim(root: Path) -> Claim | None:
     """The claim that owns the folder, alive or dead; None if there is none."""
-    try:
-        matches = [match for name in os.listdir(root) if (match := _CLAIM.fullmatch(name))]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    for match in sorted(matches, key=lambda match: int(match[1]), reverse=True):
+    while True:
         try:
-            return _read(root / match[0], int(match[1]))
-        except FileNotFoundError:  # given back meanwhile
-            continue
-    return None
+            matches = [match for name in os.listdir(root) if (match := _CLAIM.fullmatch(name))]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not matches:
+            return None
+        for match in sorted(matches, key=lambda match: int(match[1]), reverse=True):
+            try:
+                return _read(root / match[0], int(match[1]))
+            except FileNotFoundError:  # given back, or taken over: then a newer claim is there, so look again
+                continue
 
 
 class Owner:
@@ -153,6 +155,10 @@ class Owner:
                         continue
                 path = self._root / f"owner-{1 if claim is None else claim.number + 1}.json"
                 if _create(path, draft, text):
+                    newest = current_claim(self._root)
+                    if newest is not None and newest.path.name != path.name:
+                        path.unlink(missing_ok=True)  # the list of names had missed another run's claim
+                        continue
                     if claim is not None:
                         claim.path.unlink(missing_ok=True)
                     return path

@@ -140,6 +140,25 @@ def test_without_hard_links_there_is_one_owner_as_well(
         Owner(tmp_path, silent)
 
 
+def test_a_claim_that_is_taken_over_while_it_is_read_is_no_free_folder(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run takes over a dead run's folder between another one's list of names and its look at the claim."""
+    os.waitpid(leave_dead(tmp_path), 0)
+    read, others = owner._read, []
+
+    def read_late(path: Path, number: int) -> owner.Claim:
+        if not others:
+            monkeypatch.setattr(owner, "_read", read)
+            others.append(closing(Owner(tmp_path, silent)))
+        return read(path, number)
+
+    monkeypatch.setattr(owner, "_read", read_late)
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()}"):
+        Owner(tmp_path, silent)
+    assert [path.name for path in tmp_path.glob("owner-*")] == ["owner-2.json"]
+
+
 def test_of_many_that_start_together_one_owns_the_folder(tmp_path: Path) -> None:
     os.waitpid(leave_dead(tmp_path), 0)
     start, alive, (tried, done) = os.pipe(), os.pipe(), os.pipe()

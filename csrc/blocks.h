@@ -1,4 +1,4 @@
-// Decides how vectors are divided into blocks, of which threads take one at a time.
+// Divides vectors into blocks. Each thread takes one block at a time.
 
 #pragma once
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LONGEST = 10
-"""Steps: often a step that is clipped is followed by others. A wrong speculation takes memory bandwidth, no more."""
+"""Steps. A step that is clipped is often followed by others, and each wrong speculation is work for nothing."""
 
 
 class BackOff:

@@ -138,7 +138,8 @@ def build_engine(
     with all_or_none(topology.layout.world_size):  # memory may be short on one machine only
         parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
         tied_weight = tied_unit(stage, table, options, topology.layout.world_size)
-        host = _host_optimizer(table, parameters, settings, options, device, tied_weight)
+        order = [unit for scope in plan.scopes for unit in scope.units]
+        host = _host_optimizer(table, parameters, settings, options, device, tied_weight, order)
     engine = Engine(
         stage.stages,
         table,
@@ -202,8 +203,15 @@ def _host_optimizer(
     options: EngineOptions,
     device: torch.device,
     tied_weight: Unit | None,
+    order: Sequence[str],
 ) -> HostOptimizer | None:
-    pieces, offload = table.offloaded(), options.offload
+    """The CPU optimizer of a module.
+
+    Args:
+        order: the units as forward passes wait for them. The whole model's come first: they are brought before anything
+            is called, wherever the model defines them.
+    """
+    pieces, offload = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit)), options.offload
     elements = sum(piece.length for piece in pieces)
     if not elements:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -20,9 +19,9 @@ from gptpar.errors import GptparError
 class GradientCollector:
     """Adds gradients to their units' sums, and hands complete units on to the reducer.
 
-    Units are handed on in a fixed order, the reverse of the forward pass, even if they complete in another order.
-    Processes match collectives by their order alone: if autograd's order differed on one process, the collectives would
-    hang or add up different units.
+    Between processes, units are handed on in a fixed order, the reverse of the forward pass, even if they complete in
+    another order. Processes match collectives by their order alone: if autograd's order differed on one process, the
+    collectives would hang or add up different units.
 
     A unit is complete when each of its parameters has got a gradient in a backward pass. In a user's module a parameter
     may get several gradients, from nested backward passes (reentrant recomputation). The first pass counts them, and
@@ -34,6 +33,8 @@ class GradientCollector:
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
         kept: called instead of ``done`` in a pass that only adds to the sums and reduces nothing.
         learns: whether backward passes may be nested.
+        in_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
+            complete.
 
     Attributes:
         in_last_forward: whether the running forward pass is the step's last of its stage.
@@ -50,8 +51,10 @@ class GradientCollector:
         *,
         kept: Callable[[str], None] | None = None,
         learns: bool = False,
+        in_order: bool = True,
     ):
-        self._memory, self._reducer, self._done, self._learns = memory, reducer, done, learns
+        self._memory, self._reducer, self._done = memory, reducer, done
+        self._learns, self._in_order, self._has_learned = learns, in_order, False
         self._kept = kept or (lambda unit: None)
         self._units = {unit.name: unit for unit in units}
         self._unit_of = {name: unit for unit in units for name in unit.params}
@@ -64,7 +67,7 @@ class GradientCollector:
         self._arrived: set[str] = set()
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
-        self._waiting: deque[tuple[Unit, bool]] = deque()
+        self._waiting: dict[str, tuple[Unit, bool]] = {}
         self._handed_on: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
@@ -108,7 +111,7 @@ class GradientCollector:
         for name in reversed(self._virtual_stages[virtual_stage]):
             final = last and self._last_stage[name] == virtual_stage
             if final or not self._memory.keeps_all:
-                self._waiting.append((self._units[name], final))
+                self._waiting[name] = self._units[name], final
         self._hands_on = bool(self._waiting)
 
     def enter_backward(self, task: int) -> None:
@@ -121,13 +124,14 @@ class GradientCollector:
         for unit in list(self._fresh):
             self._add(self._units[unit])
         while self._waiting:
-            self._hand_on(*self._waiting.popleft())
+            self._hand_on(next(iter(self._waiting)))
         if self._learns:
             self._learn()
 
     def _learn(self) -> None:
         for name, arrivals in self._arrivals.items():
             self._expected[name] = max(arrivals, self._expected[name])
+        self._has_learned = True
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -154,8 +158,16 @@ class GradientCollector:
             self._add(unit)
             if not self._hands_on:
                 self._kept(unit.name)
-        while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
-            self._hand_on(*self._waiting.popleft())
+        self._hand_on_after(unit.name)
+
+    def _hand_on_after(self, arrived: str) -> None:
+        """Hand on what a unit's new gradient has completed."""
+        in_order = self._in_order or not self._has_learned
+        waiting = self._waiting if in_order else {arrived} & self._waiting.keys()
+        for name in list(waiting):
+            if self._missing[name] > 0:
+                break
+            self._hand_on(name)
 
     def _note_arrival(self, unit: Unit) -> None:
         self._arrivals[unit.name] = self._arrivals.get(unit.name, 0) + 1
@@ -176,7 +188,8 @@ class GradientCollector:
         self._arrived.update(first)
 
     @torch.no_grad()
-    def _hand_on(self, unit: Unit, last: bool) -> None:
+    def _hand_on(self, which: str) -> None:
+        unit, last = self._waiting.pop(which)
         total = self._memory.sum_of(unit)
         for name, param in unit.params.items():
             if name not in self._arrived:

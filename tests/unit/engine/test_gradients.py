@@ -33,14 +33,14 @@ def make_gradients(
     ahead: bool = False,
     subscriber: Any = None,
     reduce_dtype: torch.dtype = torch.float32,
+    **order: bool,
 ) -> Gradients:
     table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
     router = GradientRouter(table, memory, None, {}, subscriber, GraphBreaks(), counts_zeros=False)
     sums = GradientReducer(memory, axis, reduce_dtype, router)
-    return Gradients(
-        memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router
-    )
+    names = [unit.name for unit in units]
+    return Gradients(memory, GradientCollector(units, [names], memory, sums, done, **order), sums, router)
 
 
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +76,25 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         done.clear()
         expected = {f"unit {n}": [(3.0 if n == "b" else 0.0) + (n in arrivals)] for n in "abc"}
         assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
+
+
+def test_a_process_alone_hands_units_on_as_they_complete_after_the_first_pass() -> None:
+    """The first pass finds out which units get several gradients; until then, the fixed order is the safe one."""
+    done: list[str] = []
+    parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
+    units = [Unit.of(name, infos({name: (8, 8)}), 1) for name in "abc"]
+    total = make_gradients(units, DataAxis(), done=done.append, learns=True, in_order=False)
+    total.collector.watch(parameters)
+    for expected in (["c", "b", "a"], ["b", "a", "c"]):
+        total.begin(1)
+        total.begin_backward(0, last=True)
+        for name in "ba":
+            parameters[name].sum().backward()
+        total.end_backward()  # c got no gradient
+        total.finish()
+        assert done == expected
+        assert [total.shards[name].unique().tolist() for name in "abc"] == [[1.0], [1.0], [0.0]]
+        done.clear()
 
 
 def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

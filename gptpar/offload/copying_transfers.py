@@ -15,7 +15,7 @@ import torch
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, GpuTransfers
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, Passed, SameMemory, StagingBuffer
-from gptpar.system.pinned import PinnedMemory
+from gptpar.system.pinned import PinnedMemory, begin_copy
 
 ALIGNMENT = 4096
 """Bytes: each slot begins at the beginning of a page."""
@@ -170,10 +170,9 @@ class CopyingGpuTransfers(GpuTransfers):
         values = _values_in(slot, grad)
         is_made = torch.cuda.current_stream().record_event()
         # One stream copies all gradients in order, so the bucket's previous gradient is there before this one.
-        with torch.cuda.stream(self.d2h_stream):
-            self.d2h_stream.wait_event(is_made)
-            values.copy_(grad, non_blocking=True)
-            is_there = self.d2h_stream.record_event()
+        self.d2h_stream.wait_event(is_made)
+        begin_copy(values, grad, self.d2h_stream)
+        is_there = self.d2h_stream.record_event()
         return self._under_way.add(GradientCopy(grad, values, is_made, is_there))
 
     def hold_back(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gptpar.offload.transfers import CopiedWhenSent, D2HCopy, H2DCopy, PendingScalar, StagingBuffer, WrittenInPlace
-from gptpar.system.pinned import PinnedMemory, as_device_memory
+from gptpar.system.pinned import PinnedMemory, as_device_memory, begin_copy
 
 RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size."""
@@ -76,6 +76,7 @@ class GpuTransfers:
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
+        self._h2d_stream.query()  # the driver knows the device of a thread from its first call
 
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         coming = _GpuD2HCopy(self, grad, slot)
@@ -146,10 +147,9 @@ class _GpuH2DCopy:
 
     def send(self) -> Callable[[bool], None]:
         there = torch.cuda.Event()
-        with torch.cuda.stream(self.stream):
-            self.target.copy_(self.memory, non_blocking=True)
-            self.left.record()
-            there.record()
+        begin_copy(self.target, self.memory, self.stream)
+        self.left.record(self.stream)
+        there.record(self.stream)
         return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
 
 
@@ -192,13 +192,12 @@ class _GpuD2HCopy:
 
     def start(self, stream: torch.cuda.Stream) -> None:
         self._slot = self._own or self._transfers.free.pop()
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._made)
-            # A copy that was released unread may still be writing to the slot.
-            stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
-            self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
-            self._here.copy_(self._grad, non_blocking=True)
-            self._there = stream.record_event()
+        stream.wait_event(self._made)
+        # A copy that was released unread may still be writing to the slot.
+        stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
+        self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
+        begin_copy(self._here, self._grad, stream)
+        self._there = stream.record_event()
 
     def arrived(self) -> bool:
         return self._slot is not None and self._there.query()

@@ -35,9 +35,9 @@ from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel, Hyperparameters
 from gptpar.optim.group_ranges import OffloadedPartition
 
-SWITCH_SECONDS = 5e-5
+SWITCH_SECONDS = 1e-3
 """How long a thread may keep Python's lock. With the default of 5 ms, the updating thread would wait 5 ms after each
-bucket while the training loop launches kernels."""
+bucket while the training loop launches kernels; with 50 us, they would interrupt each other all the time."""
 
 CLOSE_SECONDS = 60.0
 

@@ -1,7 +1,9 @@
-"""Allocates page-locked host memory, which a GPU can read and write while the CPU does other work."""
+"""Page-locked host memory, which a GPU can read and write while the CPU does other work, and copies from and to it."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import weakref
 
 import torch
@@ -61,3 +63,31 @@ def as_device_memory(pinned: torch.Tensor) -> torch.Tensor:
     """
     seen: torch.Tensor = torch.as_tensor(_AsDeviceMemory(pinned), device="cuda")
     return seen.view(pinned.dtype).view(pinned.shape)
+
+
+def begin_copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Put a copy between page-locked memory and the GPU into a stream; both tensors must live until it is done.
+
+    Unlike torch's ``copy_`` it keeps Python's lock. A thread that gives the lock away beside another one that launches
+    kernels waits for it again, and interrupts the other one to get it.
+
+    Args:
+        target, source: contiguous, of the same dtype and length.
+        stream: of the current device, which this thread has used before.
+
+    Raises:
+        GptparError: the driver refuses the copy.
+    """
+    assert target.dtype == source.dtype and target.shape == source.shape
+    assert target.is_contiguous() and source.is_contiguous()
+    driver = _driver()
+    status = driver.cuMemcpyAsync(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
+    if status != 0:
+        raise GptparError(f"the GPU's driver refused a copy of {source.nbytes:,} bytes (CUDA error {status}).")
+
+
+@functools.cache
+def _driver() -> ctypes.PyDLL:
+    driver = ctypes.PyDLL("libcuda.so.1")  # loaded by torch already
+    driver.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return driver

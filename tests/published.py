@@ -12,6 +12,7 @@ is trained: a file starts if its configuration resolves.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -79,23 +80,34 @@ ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\
 """The program that a launch starts, with Megatron's flags for a decoder."""
 ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0", "--save-interval": "1000", "--norm-epsilon": "1e-5"}
 """Numbers that a script's user gives as its arguments, and others in their place."""
-LAUNCHERS = ("deepspeed", "torchrun", "mpirun", "python", "python3", "accelerate")
+LAUNCHERS = (*("deepspeed", "torchrun", "mpirun", "mpiexec", "aprun", "jsrun", "python", "python3", "accelerate"),)
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
     "sed cat date dirname basename expr bc cp seq grep awk cut tr env tee touch head tail wc sort test uname bash sh "
-    "realpath readlink"
+    "realpath readlink ln mv nohup"
 )
 """What a script may call besides: nothing that fetches, installs or removes."""
 OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -\w+)\b[^;\n]*;?", re.MULTILINE)
 """What only its author has: folders of logs and programs, and a script that stops without them."""
 PLACEHOLDER = re.compile(r"(?<=[=\s])<[A-Za-z][^<>|&;\n]*>")
 """What a script's user is to fill in."""
-SRUN = '#!/bin/bash\nfor word in "$@"; do shift; [[ "$word" == -c ]] && exec bash -c "$1"; done\n'
+SRUN = (
+    '#!/bin/bash\nwords=("$@")\nwhile (($#)); do [[ "$1" == -c && "$2" == *" "* ]] && exec bash -c "$2"; shift; done\n'
+    'set -- "${words[@]}"\n'
+)
+"""Of a launcher that may start a shell's words."""
 MKDIR = (
     '#!/bin/bash\nfor word in "$@"; do [[ "$word" == [-/.]* && "$word" != "$HOME"/* ]] || /bin/mkdir -p "$word"; done\n'
 )
-LINES = "#!/bin/bash\nfor _ in 1 2 3 4 5 6 7 8; do echo name; done\n"
+SLURM = {
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "1"),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
+    **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NAME"), "name"),
+}
+"""A job's variables, without which a script submits itself and ends."""
+OPTION = re.compile(r"^\s*(--?[\w-]+)\)\s*\w+=\"?\$\{?2", re.MULTILINE)
+"""A flag of the script's own, with a value."""
 STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORDS"; printf "\\n\\0" >> "$WORDS"\n'
 
 
@@ -149,18 +161,23 @@ def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
 def command_lines(script: Path) -> list[list[str]]:
     """The words behind the program of each launch that the script makes, with stubs for the launchers.
 
-    A script that starts nothing without arguments is given some.
+    A script that starts nothing without arguments is given some: its own flags with values, or words.
     """
-    return list(launches_of(script, 0)) or list(launches_of(script, 6))
+    own = [word for name in OPTION.findall(script.read_text(errors="replace")) for word in (name, "1")]
+    for arguments in ([], own, [f"argument{i}" for i in range(6)]):
+        if launches := list(launches_of(script, arguments)):
+            return launches
+    return []
 
 
-def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
-    """What it starts with a number of arguments."""
+def launches_of(script: Path, words: list[str]) -> Iterator[list[str]]:
+    """What it starts with the words behind its name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stubs = folder / "stubs"
         stubs.mkdir()
-        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR, "srun": SRUN + STUB}
+        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR}
+        texts |= dict.fromkeys(("srun", "singularity", "apptainer", "docker"), SRUN + STUB)
         texts |= {program: "#!/bin/bash\n" + "echo name\n" * number for program, number in COUNTED.items()}
         for program, text in texts.items():
             (stubs / program).write_text(text)
@@ -183,16 +200,14 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
             (above / "pretrain_gpt.py").touch()
         text = PLACEHOLDER.sub("filled_in", script.read_text(errors="replace"))
         (work / script.name).write_text(OWN.sub("", text))
-        environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words")}
-        arguments = [str(folder / f"argument{i}") for i in range(num_arguments)]
-        with open(os.devnull, "w") as nothing:
-            try:
-                subprocess.run(
-                    ["/bin/bash", script.name, *arguments],
-                    cwd=work, env=environment, stdout=nothing, stderr=nothing, stdin=subprocess.DEVNULL, timeout=20,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return
+        environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words"), **SLURM}
+        arguments = [str(folder / word) if word.startswith("argument") else word for word in words]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # such as a script that follows its log
+            subprocess.run(
+                ["/bin/bash", script.name, *arguments],
+                cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, timeout=20,
+            )  # fmt: skip
         if not (folder / "words").exists():
             return
         for launch in (folder / "words").read_text(errors="replace").split("\n\0"):

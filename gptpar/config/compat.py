@@ -147,6 +147,12 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
     **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
     "--zero-bubble-max-pending-backward": (1, SCHEDULES),
+    "--no-scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),
+    "--num-dataset-builder-threads": (1, "the indices of data sets are built by compiled code"),
+    "--no-merge-qkv": (0, "queries, keys and values are one product; it changes no number"),
+    "--world-size": (1, "the launcher says it"),
+    "--structured-logs": (0, "metrics.jsonl tells of every step"),
+    "--structured-logs-dir": (1, "metrics.jsonl, in the --save folder, tells of every step"),
 }
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
@@ -209,6 +215,7 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), (("fp32",), ALL_FP32)
     ),
+    "--softmax-type": (("vanilla",), "attention has the plain softmax, without a further term in its sum"),
     "--remote-device": (("none",), "what leaves the GPU is said by --cpu-optimizer and --cpu-parameters"),
     "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
     "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
@@ -233,6 +240,9 @@ MEANT: dict[str, str] = {
     "--pipeline-model-parallel-layout": "--partition-method",
     "--use-z-loss": "--z-loss-weight",
     "--reset-progress": "--finetune",
+    "--save-total-limit": "--keep-checkpoints",
+    "--attention-head-type": "--num-query-groups",
+    "--tokenizer-file": "--tokenizer-model",
     **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
     "--check-for-spiky-loss": "--skip-step-sigma",
     **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},

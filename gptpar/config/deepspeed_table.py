@@ -92,7 +92,6 @@ DEFAULTS_SINCE = {
 _FP32_STATE = "master weights, moments and gradient sums are always fp32: leave it out"
 _MEASURED = "iteration time and throughput are always measured; see gptpar benchmark --breakdown"
 _TIMES = NoEffect("the engine measures nothing: time your loop")
-_RECORDS = "the engine writes no records: log what it returns"
 _PINNED = NoEffect("host memory that a GPU reads or writes is always pinned")
 _NVME = NoEffect("the operating system reads ahead and writes back")
 _ANY_LAYOUT = NoEffect("checkpoints load into any layout")
@@ -270,15 +269,13 @@ _LOGS = (
         NoEffect("the engine prints no configuration")),
     Key("log_level", NoEffect("what is logged is one line each --log-interval"), NoEffect("see steps_per_print")),
     Key("comms_logger", NoEffect("see gptpar benchmark --breakdown"), _TIMES),
-    Key("tensorboard", Sets(if_enabled(monitor_folder), "logging.tensorboard_dir", inside=_MONITOR), NoEffect(_RECORDS,
-        _MONITOR)),
-    Key("csv_monitor", Sets(if_enabled(monitor_folder), "logging.csv_dir", inside=_MONITOR), NoEffect(_RECORDS,
-        _MONITOR)),
+    Key("tensorboard", Sets(if_enabled(monitor_folder), "logging.tensorboard_dir", inside=_MONITOR)),
+    Key("csv_monitor", Sets(if_enabled(monitor_folder), "logging.csv_dir", inside=_MONITOR)),
     Key("wandb", Sets(if_enabled(wandb_words), "logging.wandb_project logging.wandb_entity logging.wandb_group",
-        inside="enabled group team project"), NoEffect(_RECORDS, "enabled group team project")),
+        inside="enabled group team project")),
     *_same(NoEffect("see --tensorboard-dir and --wandb-project",
         "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"), "",
-        "comet", NoEffect(_RECORDS)),
+        "comet", NoEffect("see tensorboard, csv_monitor and wandb")),
     Key("flops_profiler", Sets(if_enabled(lambda section: True), "logging.log_throughput",
         "each line tells TFLOP/s; gptpar benchmark --breakdown tells which part takes which time",
         "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"), _TIMES),

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from gptpar.errors import GptparError, printable
+from gptpar.errors import GptparError, missing_package, printable
 from gptpar.system.activity import FOLDER_VARIABLE
 from gptpar.system.restart import note_final
 from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
@@ -156,6 +156,8 @@ def _failed(error: Exception) -> int:
         if not error.is_accident:
             note_final()
         return _fail(str(error), error.exit_status)
+    if isinstance(error, ModuleNotFoundError) and (sentence := missing_package(error)) is not None:
+        return _fail(sentence, 1)
     if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

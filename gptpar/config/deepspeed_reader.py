@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,11 +140,12 @@ class KeyReader:
             self.without_effect.append(f"{key}: {IGNORED}")
 
     def _nearest(self, name: str, prefix: str, tree: Tree) -> str:
-        """A key of the same name elsewhere, else the nearest beside it, else the nearest anywhere."""
-        beside, anywhere = {other: prefix + other for other in tree}, dict(_paths(self.tree))
+        """The only key of the same name elsewhere, else the nearest beside it; of a key in no section, anywhere."""
+        beside, words = {other: prefix + other for other in tree}, Counter(word for word, _ in _paths(self.tree))
+        anywhere = {word: path for word, path in _paths(self.tree) if words[word] == 1}
         if name in anywhere:
             return anywhere[name]
-        for paths in (beside, anywhere):
+        for paths in (beside, {} if prefix else anywhere):
             if near := difflib.get_close_matches(name, paths, n=1, cutoff=MISTYPED):
                 return paths[near[0]]
         return ""

@@ -48,6 +48,8 @@ def problems(flags: str) -> list[str]:
         "--profile --profile-step-start 8 --profile-step-end 12 --profile-ranks 0 1 --use-pytorch-profiler",
         "--init-model-with-meta-device --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration",
         "--log-straggler --straggler-minmax-count 4",
+        "--no-scatter-gather-tensors-in-pipeline --num-dataset-builder-threads 2 --no-merge-qkv --world-size 8",
+        "--structured-logs --structured-logs-dir X --softmax-type vanilla",
         "--enable-zbh1-pipeline --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
     ],
 )
@@ -128,6 +130,9 @@ def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
 def test_older_and_other_names_mean_the_same() -> None:
     older = resolved("--model-parallel-size 1 --batch-size 4 --warmup 0.1 --optimizer adamw")
     assert older == resolved("--micro-batch-size 4 --lr-warmup-fraction 0.1")
+    assert resolved("--distribute-checkpointed-activations") == resolved("--partition-activations")
+    logged = resolved("--wandb-project-name p --wandb-entity-name e").logging
+    assert (logged.wandb_project, logged.wandb_entity) == ("p", "e")
     assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3
     assert resolved("--check-weight-hash-across-dp-replicas-interval 5").health.check_replicas_interval == 5
 
@@ -254,9 +259,13 @@ def test_the_shapes_of_well_known_examples_start(
     ) == expected
 
 
-def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
+def test_a_constant_scale_of_a_loss_is_neutral_without_fp16() -> None:
     assert resolved("--bf16 --loss-scale 12") == resolved("--bf16")
-    assert problems("--loss-scale 12") == ["--loss-scale 12 has a meaning with --fp16 only."]
+    config, derived = resolve(parse_flags([*TINY.split(), "--loss-scale", "12"]), 1)
+    assert config == resolved("")
+    assert [one.reason for one in derived if one.name == "loss scale"] == [
+        "without --fp16: the constant 12 would be divided out again"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +277,9 @@ def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
         ("--decoder-first-pipeline-num-layers", "--partition-method"),
         ("--non-persistent-save-interval", "--save-local-interval"),
         ("--offload-optimizer", "--cpu-optimizer"),
+        ("--save-total-limit", "--keep-checkpoints"),
+        ("--attention-head-type", "--num-query-groups"),
+        ("--tokenizer-file", "--tokenizer-model"),
         ("--use-fancy-things", ""),
         ("--tokenizer-prompt-format", ""),
     ],

@@ -69,7 +69,12 @@ TAKEN_AWAY = {
         "--tokenizer-name-or-path",
         "--num-virtual-stages-per-pipeline-rank",
     ),
-    *("--num-layers-per-virtual-pipeline-stage", "--partition-activations", "--distribute-saved-activations"),
+    *(
+        "--num-layers-per-virtual-pipeline-stage",
+        "--partition-activations",
+        "--distribute-checkpointed-activations",
+        "--distribute-saved-activations",
+    ),
     *("--padded-vocab-size", "--patch-tokenizer-type", "--extra-vocab-size", "--dataset", "--max-padding-length"),
     *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
 }

@@ -201,7 +201,6 @@ ABSENT: dict[str, str] = {
     "--use-bnb-optimizer": "an 8-bit optimizer (see --cpu-optimizer)",
     "--compression-training": "compression",
     "--rotary-interleaved": "the interleaved form of rotary positions",
-    "--use-rope-scaling": "scaled rotary positions",
     "--skip-train-iteration-range": "leaving out the data of some steps (see --skip-step-sigma)",
     "--error-injection-": "the injection of errors",
 }

@@ -295,7 +295,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"fp16.enabled": True}, "fp16.enabled is unknown;"),
         ({"pipeline": {"schedule": "1f1b"}}, "pipeline.schedule is unknown; the keys there are stages, partition, "),
         ({"pipeline": {"enabled": True}}, "pipeline.enabled is unknown; the keys there are stages, partition, "),
-        ({"optimizer": {"params": {}, "stage": 1}}, "optimizer.stage is unknown; did you mean zero_optimization.stage?"),
+        ({"bf16": {"stage": 1}}, "bf16.stage is unknown; did you mean zero_optimization.stage?"),
         ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),
         ({"tensorboard": 1}, "tensorboard is 1: an object in braces is needed."),
         ({"zero_optimization": True}, "zero_optimization is true: an object in braces is needed."),

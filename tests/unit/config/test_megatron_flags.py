@@ -130,7 +130,8 @@ def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
 def test_older_and_other_names_mean_the_same() -> None:
     older = resolved("--model-parallel-size 1 --batch-size 4 --warmup 0.1 --optimizer adamw")
     assert older == resolved("--micro-batch-size 4 --lr-warmup-fraction 0.1")
-    assert resolved("--distribute-checkpointed-activations") == resolved("--partition-activations")
+    assert parse_flags(["--distribute-checkpointed-activations"]).flags.recompute.distribute_saved_activations
+    assert parse_flags(["--use-packed-seq-params"]).flags == parse_flags(["--reset-attention-mask"]).flags
     logged = resolved("--wandb-project-name p --wandb-entity-name e").logging
     assert (logged.wandb_project, logged.wandb_entity) == ("p", "e")
     assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3

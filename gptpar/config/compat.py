@@ -20,6 +20,7 @@ ONE_FORMAT = "there is one checkpoint format"
 LESS_MEMORY = "it changes no number; see --recompute-granularity and --cpu-parameters"
 ALL_FP32 = "master weights, moments and gradient sums are always fp32"
 PROFILED = "gptpar benchmark --trace records steps, and an outer profiler needs no flag"
+BOTH_PASSES = "each process runs both passes of its micro-batches; it changes no number"
 ANY_NUMBER = -1
 """Of values."""
 
@@ -149,6 +150,9 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--zero-bubble-max-pending-backward": (1, SCHEDULES),
     "--no-scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),
     "--num-dataset-builder-threads": (1, "the indices of data sets are built by compiled code"),
+    "--optimizer-split-size": (1, "the optimizer's pieces are chosen here"),
+    **dict.fromkeys(("--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"), (0, BOTH_PASSES)),
+    "--use-wandb": (0, "--wandb-project says it"),
     "--no-merge-qkv": (0, "queries, keys and values are one product; it changes no number"),
     "--world-size": (1, "the launcher says it"),
     "--structured-logs": (0, "metrics.jsonl tells of every step"),
@@ -239,7 +243,6 @@ MEANT: dict[str, str] = {
     "--pipeline-model-parallel-layout": "--partition-method",
     "--use-z-loss": "--z-loss-weight",
     "--reset-progress": "--finetune",
-    "--save-total-limit": "--keep-checkpoints",
     "--attention-head-type": "--num-query-groups",
     "--tokenizer-file": "--tokenizer-model",
     **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),

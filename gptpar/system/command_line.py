@@ -89,6 +89,10 @@ class Parser(argparse.ArgumentParser):
         self.problems.append(message.removeprefix("argument ") + ".")
         raise Unread
 
+    def takes(self, name: str) -> bool:
+        """Whether it has a flag of this name."""
+        return name in self._option_string_actions
+
     def nearest(self, flag: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str | None:
         """The flag, among this parser's and ``others``, that is most similar to a mistyped one."""
         known = [*self._option_string_actions, *others]

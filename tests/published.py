@@ -77,6 +77,7 @@ TAKEN_AWAY = {
     ),
     *(
         "--use-dataset-manager",
+        "--use-dataloader-manager",
         "--padded-vocab-size",
         "--patch-tokenizer-type",
         "--extra-vocab-size",

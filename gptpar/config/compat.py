@@ -152,6 +152,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--num-dataset-builder-threads": (1, "the indices of data sets are built by compiled code"),
     "--optimizer-split-size": (1, "the optimizer's pieces are chosen here"),
     **dict.fromkeys(("--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"), (0, BOTH_PASSES)),
+    "--wandb-tag": (1, "runs at Weights & Biases get no tags; see --wandb-group"),
     "--use-wandb": (0, "--wandb-project says it"),
     "--no-merge-qkv": (0, "queries, keys and values are one product; it changes no number"),
     "--world-size": (1, "the launcher says it"),
@@ -160,7 +161,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
 }
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
-EXPERTS = ("--moe-", "--expert-")
+EXPERTS = ("--moe-", "--expert-", "--num-experts-switch")
 """How flags for mixture-of-experts begin; those that are not in ``DENSE`` ask for a model that is not there."""
 ANY = ("any value",)
 DENSE: dict[str, tuple[str, ...]] = {

@@ -236,7 +236,7 @@ _ZERO = (
     *_same(Sets(truth, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
     Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
     *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
-    Key(f"{_ZERO_}ignore_unused_parameters", NoEffect("every parameter of a GPT is used"),
+    *_same(NoEffect("every parameter of a GPT is used"), _ZERO_, "ignore_unused_parameters find_unused_parameters",
         NoEffect("a parameter without gradient in a step is updated with a gradient of zero")),
     Key(f"{_ZERO_}sub_group_size", NoEffect("the optimizer's pieces are chosen here")),
     *_same(_ANY_LAYOUT, _ZERO_,

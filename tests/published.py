@@ -6,7 +6,8 @@ FOLDER holds other projects' files, such as checkouts; nothing of them is kept. 
 if it has keys of DeepSpeed's and is no template, which its script fills. A shell script is run with stubs in
 place of the launchers, and counts if one of them was to start ``pretrain_gpt.py`` or its like. What a script's author
 has and nobody else, data, vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing
-is trained: a file starts if its configuration resolves.
+is trained: a file starts if its configuration resolves. Files that ask for what gptpar lacks on purpose, and launches
+whose variables or files nobody else has, are counted apart.
 """
 
 from __future__ import annotations
@@ -122,6 +123,17 @@ SLURM = {
 OPTION = re.compile(r"^\s*(--?[\w-]+)\)\s*\w+=\"?\$\{?2", re.MULTILINE)
 """A flag of the script's own, with a value."""
 STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORDS"; printf "\\n\\0" >> "$WORDS"\n'
+
+
+ON_PURPOSE = (
+    *("mixture-of-experts is", "training in FP8", "context parallelism is", "a vision model is", "retrieval is"),
+    *("an inference server", "a model with an encoder is", "the Mamba architecture is"),
+)
+"""What gptpar lacks on purpose, as its sentences begin to say it."""
+INCOMPLETE = re.compile(
+    r"expected (one|at least one) argument|takes 1 value\(s\), 0 given|^it is empty|^cannot be read"
+)
+"""Sentences about a variable or a file that the script's author has and nobody else."""
 
 
 def configurations(folder: Path) -> Iterator[Path]:
@@ -280,9 +292,18 @@ def main() -> None:
     print(*(f"{name}: {count}" for name, count in sorted(found.items())), sep="\n")
 
 
+def outcome(problems: list[str]) -> str:
+    """What becomes of a file: it starts, it asks for what is absent on purpose, it came out incomplete, or neither."""
+    if not problems:
+        return "start"
+    if any(f"{what} " in problem for what in ON_PURPOSE for problem in problems):
+        return "ask for what is absent on purpose"
+    return "came out incomplete" if any(INCOMPLETE.search(problem) for problem in problems) else "do not start"
+
+
 def tell(found: Counter[str], kind: str, path: Path, problems: list[str], verbose: bool) -> None:
     """Count a file."""
-    found[f"{kind} that {'do not start' if problems else 'start'}"] += 1
+    found[f"{kind} that {outcome(problems)}"] += 1
     if verbose and problems:
         print(path, *(f"    {problem[:300]}" for problem in problems), sep="\n")
 

@@ -108,16 +108,22 @@ def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) 
     return found
 
 
-def _decided_by_the_file(
-    raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags, given: Set[str], found: FromFile
-) -> set[str]:
-    """Fields for which the file overrules the flags, as with DeepSpeed."""
+def _decided(raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags) -> set[str]:
+    """The fields on which the file decides."""
     formats = [name for name in _FORMATS if name in values and values[name].value is True]
     decided = {*_FORMATS} if formats else set()
     if "fp16" in raw and "precision.fp16" in (formats or [*_FORMATS[: flags.precision.fp16]]):
         decided |= {*_SCALE}
     if _STAGE in values and values[_STAGE].value != flags.parallel.zero_stage:
         decided |= {_STAGE}
+    return decided
+
+
+def _decided_by_the_file(
+    raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags, given: Set[str], found: FromFile
+) -> set[str]:
+    """Fields for which the file overrules the flags, as with DeepSpeed."""
+    decided = _decided(raw, values, flags)
     for name in sorted(decided & given):
         section, word = name.split(".")
         typed = getattr(getattr(flags, section), word)

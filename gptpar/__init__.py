@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from gptpar.errors import missing_package
+
 if TYPE_CHECKING:
     from gptpar.any_module.arguments import add_config_arguments
     from gptpar.any_module.deferred import deferred_init
@@ -57,4 +59,9 @@ def __getattr__(name: str) -> Any:
     """Public names are imported when they are used: preprocessing's workers, for one, need no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'gptpar' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if (sentence := missing_package(error)) is None:
+            raise
+        raise ModuleNotFoundError(sentence, name=error.name) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -84,3 +85,14 @@ def printable(text: str) -> str:
 def _numbered(problems: Sequence[str]) -> str:
     lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1))
     return f"{len(problems)} problem{'s' if len(problems) != 1 else ''}:\n{lines}"
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """A sentence that names a package which is not installed, and the command that installs it.
+
+    ``None``: what is missing is a module of gptpar's own.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "gptpar"):
+        return None
+    return f"gptpar needs the package {package}, which is not installed in {sys.prefix}: run pip install {package}."

@@ -6,12 +6,14 @@ FOLDER holds other projects' files, such as checkouts; nothing of them is kept. 
 if it has keys of DeepSpeed's and is no template, which its script fills. A shell script is run with stubs in
 place of the launchers, and counts if one of them was to start ``pretrain_gpt.py`` or its like. What a script's author
 has and nobody else, data, vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing
-is trained: a file starts if its configuration resolves.
+is trained: a file starts if its configuration resolves. Files that ask for what gptpar lacks on purpose, and launches
+whose variables or files nobody else has, are counted apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -41,7 +43,7 @@ SIZES = [
     "--eval-iters",
     "0",
 ]
-DATA = ["--mock-data", "--vocab-size=1000"]
+DATA = ["--mock-data", "--vocab-size=1000", "--tokenizer-type=NullTokenizer"]
 TAKEN_AWAY = {
     *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-cache-path", "--mock-data"),
     *("--vocab-file", "--merge-file", "--tokenizer-model", "--tokenizer-type", "--vocab-size", "--split"),
@@ -68,8 +70,21 @@ TAKEN_AWAY = {
         "--tokenizer-name-or-path",
         "--num-virtual-stages-per-pipeline-rank",
     ),
-    *("--num-layers-per-virtual-pipeline-stage", "--partition-activations", "--distribute-saved-activations"),
-    *("--padded-vocab-size", "--patch-tokenizer-type", "--extra-vocab-size", "--dataset", "--max-padding-length"),
+    *(
+        "--num-layers-per-virtual-pipeline-stage",
+        "--partition-activations",
+        "--distribute-checkpointed-activations",
+        "--distribute-saved-activations",
+    ),
+    *(
+        "--use-dataset-manager",
+        "--use-dataloader-manager",
+        "--padded-vocab-size",
+        "--patch-tokenizer-type",
+        "--extra-vocab-size",
+        "--dataset",
+        "--max-padding-length",
+    ),
     *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
 }
 """Data, folders and sizes of a script, with what measures the run in them."""
@@ -79,24 +94,46 @@ ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\
 """The program that a launch starts, with Megatron's flags for a decoder."""
 ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0", "--save-interval": "1000", "--norm-epsilon": "1e-5"}
 """Numbers that a script's user gives as its arguments, and others in their place."""
-LAUNCHERS = ("deepspeed", "torchrun", "mpirun", "python", "python3", "accelerate")
+LAUNCHERS = (*("deepspeed", "torchrun", "mpirun", "mpiexec", "aprun", "jsrun", "python", "python3", "accelerate"),)
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
     "sed cat date dirname basename expr bc cp seq grep awk cut tr env tee touch head tail wc sort test uname bash sh "
-    "realpath readlink"
+    "realpath readlink ln mv nohup"
 )
 """What a script may call besides: nothing that fetches, installs or removes."""
 OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -\w+)\b[^;\n]*;?", re.MULTILINE)
 """What only its author has: folders of logs and programs, and a script that stops without them."""
 PLACEHOLDER = re.compile(r"(?<=[=\s])<[A-Za-z][^<>|&;\n]*>")
 """What a script's user is to fill in."""
-SRUN = '#!/bin/bash\nfor word in "$@"; do shift; [[ "$word" == -c ]] && exec bash -c "$1"; done\n'
+SRUN = (
+    '#!/bin/bash\nwords=("$@")\nwhile (($#)); do [[ "$1" == -c && "$2" == *" "* ]] && exec bash -c "$2"; shift; done\n'
+    'set -- "${words[@]}"\n'
+)
+"""Of a launcher that may start a shell's words."""
 MKDIR = (
     '#!/bin/bash\nfor word in "$@"; do [[ "$word" == [-/.]* && "$word" != "$HOME"/* ]] || /bin/mkdir -p "$word"; done\n'
 )
-LINES = "#!/bin/bash\nfor _ in 1 2 3 4 5 6 7 8; do echo name; done\n"
+SLURM = {
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "1"),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
+    **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NAME"), "name"),
+}
+"""A job's variables, without which a script submits itself and ends."""
+OPTION = re.compile(r"^\s*(--?[\w-]+)\)\s*\w+=\"?\$\{?2", re.MULTILINE)
+"""A flag of the script's own, with a value."""
 STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORDS"; printf "\\n\\0" >> "$WORDS"\n'
+
+
+ON_PURPOSE = (
+    *("mixture-of-experts is", "training in FP8", "context parallelism is", "a vision model is", "retrieval is"),
+    *("an inference server", "a model with an encoder is", "the Mamba architecture is"),
+)
+"""What gptpar lacks on purpose, as its sentences begin to say it."""
+INCOMPLETE = re.compile(
+    r"expected (one|at least one) argument|takes 1 value\(s\), 0 given|^it is empty|^cannot be read"
+)
+"""Sentences about a variable or a file that the script's author has and nobody else."""
 
 
 def configurations(folder: Path) -> Iterator[Path]:
@@ -132,7 +169,7 @@ def judge_configuration(path: Path) -> list[str]:
     sizes = ("train_micro_batch_size_per_gpu", "train_batch_size")
     if not any(isinstance(plain.get(name), int) for name in sizes):
         words += ["--micro-batch-size", "2"]
-    return verdict(words, world_of(plain, 2))
+    return [problem for problem in verdict(words, world_of(plain, 2)) if "is not a folder: make it" not in problem]
 
 
 def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
@@ -149,18 +186,23 @@ def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
 def command_lines(script: Path) -> list[list[str]]:
     """The words behind the program of each launch that the script makes, with stubs for the launchers.
 
-    A script that starts nothing without arguments is given some.
+    A script that starts nothing without arguments is given some: its own flags with values, or words.
     """
-    return list(launches_of(script, 0)) or list(launches_of(script, 6))
+    own = [word for name in OPTION.findall(script.read_text(errors="replace")) for word in (name, "1")]
+    for arguments in ([], own, [f"argument{i}" for i in range(6)]):
+        if launches := list(launches_of(script, arguments)):
+            return launches
+    return []
 
 
-def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
-    """What it starts with a number of arguments."""
+def launches_of(script: Path, words: list[str]) -> Iterator[list[str]]:
+    """What it starts with the words behind its name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stubs = folder / "stubs"
         stubs.mkdir()
-        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR, "srun": SRUN + STUB}
+        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR}
+        texts |= dict.fromkeys(("srun", "singularity", "apptainer", "docker"), SRUN + STUB)
         texts |= {program: "#!/bin/bash\n" + "echo name\n" * number for program, number in COUNTED.items()}
         for program, text in texts.items():
             (stubs / program).write_text(text)
@@ -183,16 +225,14 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
             (above / "pretrain_gpt.py").touch()
         text = PLACEHOLDER.sub("filled_in", script.read_text(errors="replace"))
         (work / script.name).write_text(OWN.sub("", text))
-        environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words")}
-        arguments = [str(folder / f"argument{i}") for i in range(num_arguments)]
-        with open(os.devnull, "w") as nothing:
-            try:
-                subprocess.run(
-                    ["/bin/bash", script.name, *arguments],
-                    cwd=work, env=environment, stdout=nothing, stderr=nothing, stdin=subprocess.DEVNULL, timeout=20,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return
+        environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words"), **SLURM}
+        arguments = [str(folder / word) if word.startswith("argument") else word for word in words]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # such as a script that follows its log
+            subprocess.run(
+                ["/bin/bash", script.name, *arguments],
+                cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, timeout=20,
+            )  # fmt: skip
         if not (folder / "words").exists():
             return
         for launch in (folder / "words").read_text(errors="replace").split("\n\0"):
@@ -252,9 +292,18 @@ def main() -> None:
     print(*(f"{name}: {count}" for name, count in sorted(found.items())), sep="\n")
 
 
+def outcome(problems: list[str]) -> str:
+    """What becomes of a file: it starts, it asks for what is absent on purpose, it came out incomplete, or neither."""
+    if not problems:
+        return "start"
+    if any(f"{what} " in problem for what in ON_PURPOSE for problem in problems):
+        return "ask for what is absent on purpose"
+    return "came out incomplete" if any(INCOMPLETE.search(problem) for problem in problems) else "do not start"
+
+
 def tell(found: Counter[str], kind: str, path: Path, problems: list[str], verbose: bool) -> None:
     """Count a file."""
-    found[f"{kind} that {'do not start' if problems else 'start'}"] += 1
+    found[f"{kind} that {outcome(problems)}"] += 1
     if verbose and problems:
         print(path, *(f"    {problem[:300]}" for problem in problems), sep="\n")
 

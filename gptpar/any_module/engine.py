@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -54,6 +55,8 @@ class ModuleEngine(TrainingEngine):
             self._recorded = RecordedWork(self.module, work, self.engine)
         self._no_sync = False
         self._boundary: bool | None = None
+        self._needs_losses = options.monitor.is_on or self.skip_step is not None
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are cast if the configuration has ``auto_cast``."""
@@ -138,14 +141,20 @@ class ModuleEngine(TrainingEngine):
         except BaseException:
             self.zero_grad()  # some of the step's gradients are incomplete: it has to begin again
             raise
+        if self._needs_losses:
+            self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
         self._is_final = last
         if not retain_graph:
             _notes_of(loss)[_SPENT] = True
         return loss
 
+    def _result_of_calls(self) -> StepResult:
+        return replace(super()._result_of_calls(), loss=self._loss)
+
     def _begin(self) -> None:
         self._take_note_of_last_step()
         self._prepare()
+        self._loss.zero_()
         passes = self.options.batch.accumulation_steps
         counted = not self._no_sync and self._boundary is None
         self._work.begin(passes if counted else max(passes, 2))

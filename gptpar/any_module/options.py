@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gptpar.any_module.monitor import MonitorOptions, monitor_problems
 from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config import Flags, PrecisionConfig
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
@@ -123,6 +124,7 @@ class EngineOptions:
         without_effect: keys that have no effect, each with the reason.
         pipeline: of a list of layers.
         async_save: whether ``save_checkpoint`` returns while training goes on and the files are written.
+        monitor: where DeepSpeed's curves are written.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
     """
 
@@ -147,6 +149,7 @@ class EngineOptions:
     async_save: bool = False
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
+    monitor: MonitorOptions = MonitorOptions()
 
 
 def read_options(
@@ -208,6 +211,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
         *_zero_problems(values),
         *_offload_problems(values, raw),
         *_pipeline_problems(values, world, model),
+        *monitor_problems(values.flags.logging),
     ]
     batch = None
     unclear = "train_", "gradient_accumulation_steps", "pipeline."
@@ -365,4 +369,5 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         pipeline=PipelineOptions(**values.section("pipeline")),
         async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
+        monitor=MonitorOptions.of(flags.logging, with_loss_scale=flags.precision.fp16),
     )

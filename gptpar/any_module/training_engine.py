@@ -20,6 +20,7 @@ from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.getters import Getters
+from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
@@ -90,6 +91,8 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._count = 0  # complete micro-batches of the current step
         self._has_begun = self._is_final = self._closed = False
         self._readings: Readings | None = None
+        self._monitor = make_monitor(options.monitor, warn, self._end_monitor) if self.topology.is_main else None
+        self._point = Point(0, 0, 0.0, 0.0)
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
@@ -129,7 +132,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self.weights.require_unchanged()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         self._watch.note("came to the optimizer's step")
-        result = self._result or self._work.result()
+        result = self._result or self._result_of_calls()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
         loss = self._addend_of_mean(result.loss)
@@ -138,11 +141,13 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
         numbers = self.optimizer.hyperparameters(), self._divisor
         skipped = step_unless_outlier(self.skip_step, sums[-1], norm, lambda judged: self.engine.step(judged, *numbers))
-        self._readings = Readings([norm, skipped, verdict], 60 * TIMEOUT_MINUTES, self._watch.check)
         self._mean_loss = sums[-1]
+        numbers_read = [norm, skipped, verdict, self._mean_loss]
+        self._readings = Readings(numbers_read, 60 * TIMEOUT_MINUTES, self._watch.check)
         self._follow(result.passes)
         self.global_steps += 1
-        self.global_samples += self.options.batch.train_batch_size
+        before, self.global_samples = self.global_samples, self.global_samples + self.options.batch.train_batch_size
+        self._point = Point(before, self.global_samples, self.get_lr()[0], self.loss_scaler.value)
         self._ended_step = True
         self._watch.begin_step(self.global_steps + 1)
         self._forget_step()
@@ -150,6 +155,10 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._skipped == NOT_FINITE):
             self.lr_scheduler.step()
+
+    def _result_of_calls(self) -> StepResult:
+        """The result of passes that the user has called."""
+        return self._work.result()
 
     def _sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.topology.layout.world_size > 1:
@@ -236,14 +245,16 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         if verdict:
             raise self._agreement.error(verdict, self.global_steps)
 
-    def _read_last_step(self) -> None:
+    def _read_last_step(self, monitor: Monitor | None = None) -> None:
         """The same without raising; the error is kept until all processes can raise it together."""
         readings, self._readings = self._readings, None
         if readings is None:
             return
-        self._norm, self._skipped, self._verdict = readings.read()
+        self._norm, self._skipped, self._verdict, loss = readings.read()
         if self._verdict:
             return
+        if (monitor := monitor or self._monitor) is not None:
+            monitor.write(replace(self._point, lm_loss=loss))
         self.skipped_steps += self._skipped == NOT_FINITE
         self.loss_scaler.update(self._skipped == NOT_FINITE)
         every = self.options.steps_per_print
@@ -341,6 +352,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         """
         if self._closed:
             return
+        self._end_monitor()
         alone = not self.engine.gatherer.gathers_in_call_order
         others_come = sys.exc_info()[0] is None and self._watch.error is None
         try:
@@ -365,6 +377,11 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             for name in _UNTIL_CLOSED:
                 delattr(self, name)
             gc.collect()  # hooks and engine refer to each other
+
+    def _end_monitor(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.finish(self._readings, lambda: self._read_last_step(monitor))
 
     def __getattr__(self, name: str) -> Any:
         if name in _UNTIL_CLOSED:

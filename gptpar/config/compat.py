@@ -20,6 +20,7 @@ ONE_FORMAT = "there is one checkpoint format"
 LESS_MEMORY = "it changes no number; see --recompute-granularity and --cpu-parameters"
 ALL_FP32 = "master weights, moments and gradient sums are always fp32"
 PROFILED = "gptpar benchmark --trace records steps, and an outer profiler needs no flag"
+BOTH_PASSES = "each process runs both passes of its micro-batches; it changes no number"
 ANY_NUMBER = -1
 """Of values."""
 
@@ -147,10 +148,20 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
     **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
     "--zero-bubble-max-pending-backward": (1, SCHEDULES),
+    "--no-scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),
+    "--num-dataset-builder-threads": (1, "the indices of data sets are built by compiled code"),
+    "--optimizer-split-size": (1, "the optimizer's pieces are chosen here"),
+    **dict.fromkeys(("--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"), (0, BOTH_PASSES)),
+    "--wandb-tag": (1, "runs at Weights & Biases get no tags; see --wandb-group"),
+    "--use-wandb": (0, "--wandb-project says it"),
+    "--no-merge-qkv": (0, "queries, keys and values are one product; it changes no number"),
+    "--world-size": (1, "the launcher says it"),
+    "--structured-logs": (0, "metrics.jsonl tells of every step"),
+    "--structured-logs-dir": (1, "metrics.jsonl, in the --save folder, tells of every step"),
 }
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
-EXPERTS = ("--moe-", "--expert-")
+EXPERTS = ("--moe-", "--expert-", "--num-experts-switch")
 """How flags for mixture-of-experts begin; those that are not in ``DENSE`` ask for a model that is not there."""
 ANY = ("any value",)
 DENSE: dict[str, tuple[str, ...]] = {
@@ -195,7 +206,6 @@ ABSENT: dict[str, str] = {
     "--use-bnb-optimizer": "an 8-bit optimizer (see --cpu-optimizer)",
     "--compression-training": "compression",
     "--rotary-interleaved": "the interleaved form of rotary positions",
-    "--use-rope-scaling": "scaled rotary positions",
     "--skip-train-iteration-range": "leaving out the data of some steps (see --skip-step-sigma)",
     "--error-injection-": "the injection of errors",
 }
@@ -209,6 +219,7 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), (("fp32",), ALL_FP32)
     ),
+    "--softmax-type": (("vanilla",), "attention has the plain softmax, without a further term in its sum"),
     "--remote-device": (("none",), "what leaves the GPU is said by --cpu-optimizer and --cpu-parameters"),
     "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
     "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
@@ -233,6 +244,8 @@ MEANT: dict[str, str] = {
     "--pipeline-model-parallel-layout": "--partition-method",
     "--use-z-loss": "--z-loss-weight",
     "--reset-progress": "--finetune",
+    "--attention-head-type": "--num-query-groups",
+    "--tokenizer-file": "--tokenizer-model",
     **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
     "--check-for-spiky-loss": "--skip-step-sigma",
     **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},

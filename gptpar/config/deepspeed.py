@@ -25,6 +25,9 @@ from gptpar.config.fields import flag_name
 _RATES_AS_FLAGS = "give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps"
 _FORMATS = ("precision.fp16", "precision.bf16")
 _SCALE = ("precision.loss_scale", "precision.initial_loss_scale")
+_STAGE = "parallel.zero_stage"
+_DECIDED = {**dict.fromkeys(_FORMATS, "number format"), **dict.fromkeys(_SCALE, "loss scale"), _STAGE: "ZeRO stage"}
+"""Field that a file decides, as with DeepSpeed -> its name in sentences."""
 
 
 @dataclass
@@ -105,14 +108,22 @@ def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) 
     return found
 
 
-def _decided_by_the_file(
-    raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags, given: Set[str], found: FromFile
-) -> set[str]:
-    """Fields for which the file overrules the flags, as with DeepSpeed: the number format and the loss scale."""
+def _decided(raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags) -> set[str]:
+    """The fields on which the file decides."""
     formats = [name for name in _FORMATS if name in values and values[name].value is True]
     decided = {*_FORMATS} if formats else set()
     if "fp16" in raw and "precision.fp16" in (formats or [*_FORMATS[: flags.precision.fp16]]):
         decided |= {*_SCALE}
+    if _STAGE in values and values[_STAGE].value != flags.parallel.zero_stage:
+        decided |= {_STAGE}
+    return decided
+
+
+def _decided_by_the_file(
+    raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags, given: Set[str], found: FromFile
+) -> set[str]:
+    """Fields for which the file overrules the flags, as with DeepSpeed."""
+    decided = _decided(raw, values, flags)
     for name in sorted(decided & given):
         section, word = name.split(".")
         typed = getattr(getattr(flags, section), word)
@@ -120,8 +131,8 @@ def _decided_by_the_file(
             continue
         if name in _FORMATS and name not in values:
             found.flags = found.flags.update(section, **{word: False})
-        what = "number format" if name in _FORMATS else "loss scale"
-        found.without_effect.append(f"{_typed(word, typed)}: {found.path} decides on the {what}, as with DeepSpeed")
+        decides = f"{found.path} decides on the {_DECIDED[name]}, as with DeepSpeed"
+        found.without_effect.append(f"{_typed(word, typed)}: {decides}")
     return decided
 
 

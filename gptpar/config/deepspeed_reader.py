@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,9 @@ MAX_LISTED = 12
 MISTYPED = 0.85
 """How alike (0 to 1) an unknown key and a known one must be: ``comment`` is not ``comet``."""
 WITHOUT_UNKNOWN = ("zero_optimization.", "fp16.", "bf16.", "bfloat16.", "optimizer.", "scheduler.", "gptpar.")
-"""Sections in which DeepSpeed (the last one: gptpar) refuses keys that it does not know; elsewhere it ignores them."""
+"""Sections in which DeepSpeed (the last one: gptpar) refuses keys that it does not know."""
+WITH_UNKNOWN = ("pipeline.", "activation_checkpointing.")
+"""Sections in which DeepSpeed ignores keys that it does not know, as it does in no section."""
 
 
 @dataclass(frozen=True)
@@ -132,18 +135,20 @@ class KeyReader:
         """Ignore a key that DeepSpeed ignores, unless it resembles a known key; refuse any other unknown key."""
         key = prefix + name
         near = self._nearest(name, prefix, tree)
-        listed = f"; the keys there are {', '.join(tree)}." if prefix and len(tree) <= MAX_LISTED else "; leave it out."
+        is_short = prefix and len(tree) <= MAX_LISTED and prefix not in WITH_UNKNOWN
+        listed = f"; the keys there are {', '.join(tree)}." if is_short else "; leave it out."
         if near or key.startswith(WITHOUT_UNKNOWN) or "." in name or listed.startswith("; the"):
             self.problems.append(f"{key} is unknown{f'; did you mean {near}?' if near else listed}")
         else:
             self.without_effect.append(f"{key}: {IGNORED}")
 
     def _nearest(self, name: str, prefix: str, tree: Tree) -> str:
-        """A key of the same name elsewhere, else the nearest beside it, else the nearest anywhere."""
-        beside, anywhere = {other: prefix + other for other in tree}, dict(_paths(self.tree))
+        """The only key of the same name elsewhere, else the nearest beside it; of a key in no section, anywhere."""
+        beside, words = {other: prefix + other for other in tree}, Counter(word for word, _ in _paths(self.tree))
+        anywhere = {word: path for word, path in _paths(self.tree) if words[word] == 1}
         if name in anywhere:
             return anywhere[name]
-        for paths in (beside, anywhere):
+        for paths in (beside, {} if prefix else anywhere):
             if near := difflib.get_close_matches(name, paths, n=1, cutoff=MISTYPED):
                 return paths[near[0]]
         return ""

@@ -92,7 +92,6 @@ DEFAULTS_SINCE = {
 _FP32_STATE = "master weights, moments and gradient sums are always fp32: leave it out"
 _MEASURED = "iteration time and throughput are always measured; see gptpar benchmark --breakdown"
 _TIMES = NoEffect("the engine measures nothing: time your loop")
-_RECORDS = "the engine writes no records: log what it returns"
 _PINNED = NoEffect("host memory that a GPU reads or writes is always pinned")
 _NVME = NoEffect("the operating system reads ahead and writes back")
 _ANY_LAYOUT = NoEffect("checkpoints load into any layout")
@@ -200,6 +199,7 @@ _FORMATS = (
     Key("fp16.consecutive_hysteresis", Only(_FALSE, "the hysteresis is restored when the scale doubles: leave it out")),
     Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.fp16_auto_cast")),
     Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, _FP32_STATE)),
+    Key("fp16.opt_level", NoEffect("it is for Apex (amp), which DeepSpeed does not use with fp16")),
     Key("fp16.fp16", NoEffect("GPT-NeoX's second name of fp16.enabled, which decides"), NoEffect("enabled decides")),
     *(row for bf16 in ("bf16.", "bfloat16.") for row in (
         Key(f"{bf16}enabled", Sets(truth, "precision.bf16")),
@@ -236,7 +236,7 @@ _ZERO = (
     *_same(Sets(truth, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
     Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
     *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
-    Key(f"{_ZERO_}ignore_unused_parameters", NoEffect("every parameter of a GPT is used"),
+    *_same(NoEffect("every parameter of a GPT is used"), _ZERO_, "ignore_unused_parameters find_unused_parameters",
         NoEffect("a parameter without gradient in a step is updated with a gradient of zero")),
     Key(f"{_ZERO_}sub_group_size", NoEffect("the optimizer's pieces are chosen here")),
     *_same(_ANY_LAYOUT, _ZERO_,
@@ -251,10 +251,8 @@ _ZERO = (
     Key(f"{_ZERO_}leaf_module", NoEffect("units follow from the layers"), NoEffect("see gptpar.units")),
     Key(f"{_ZERO_}log_trace_cache_warnings", NoEffect("nothing is traced")),
     Key(f"{_ZERO_}zenflow", Absent("ZenFlow")),
-    Key(f"{_ZERO_}zero_hpz_partition_size", Only((0, 1),
-        "a second partition within a node is not part of gptpar: leave it out")),
-    Key(f"{_ZERO_}mics_shard_size", Only((-1, 0), "MiCS is not part of gptpar: leave it out")),
-    Key(f"{_ZERO_}mics_hierarchical_params_gather", Absent("MiCS")),
+    *_same(NoEffect("parameters are divided over all processes; it changes no number"), _ZERO_,
+        "zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather"),
     *_same(Absent("quantized communication (ZeRO++)"), _ZERO_,
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights zeropp_loco_param"),
     *_same(NoEffect("the optimizer is gptpar's, with every ZeRO stage"), "", "zero_allow_untested_optimizer"),
@@ -270,15 +268,13 @@ _LOGS = (
         NoEffect("the engine prints no configuration")),
     Key("log_level", NoEffect("what is logged is one line each --log-interval"), NoEffect("see steps_per_print")),
     Key("comms_logger", NoEffect("see gptpar benchmark --breakdown"), _TIMES),
-    Key("tensorboard", Sets(if_enabled(monitor_folder), "logging.tensorboard_dir", inside=_MONITOR), NoEffect(_RECORDS,
-        _MONITOR)),
-    Key("csv_monitor", Sets(if_enabled(monitor_folder), "logging.csv_dir", inside=_MONITOR), NoEffect(_RECORDS,
-        _MONITOR)),
+    Key("tensorboard", Sets(if_enabled(monitor_folder), "logging.tensorboard_dir", inside=_MONITOR)),
+    Key("csv_monitor", Sets(if_enabled(monitor_folder), "logging.csv_dir", inside=_MONITOR)),
     Key("wandb", Sets(if_enabled(wandb_words), "logging.wandb_project logging.wandb_entity logging.wandb_group",
-        inside="enabled group team project"), NoEffect(_RECORDS, "enabled group team project")),
+        inside="enabled group team project")),
     *_same(NoEffect("see --tensorboard-dir and --wandb-project",
         "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"), "",
-        "comet", NoEffect(_RECORDS)),
+        "comet", NoEffect("see tensorboard, csv_monitor and wandb")),
     Key("flops_profiler", Sets(if_enabled(lambda section: True), "logging.log_throughput",
         "each line tells TFLOP/s; gptpar benchmark --breakdown tells which part takes which time",
         "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"), _TIMES),

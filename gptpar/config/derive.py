@@ -228,8 +228,8 @@ def _derive_recompute(notes: _Notes) -> None:
 def _derive_rest(notes: _Notes) -> None:
     _derive_tokenizer(notes)
     flags = notes.flags
-    if flags.precision.bf16 and flags.precision.loss_scale is not None:
-        reason = f"--bf16: the constant {flags.precision.loss_scale:g} would be divided out again"
+    if flags.precision.loss_scale is not None and not flags.precision.fp16:
+        reason = f"without --fp16: the constant {flags.precision.loss_scale:g} would be divided out again"
         notes.replace("precision", "loss_scale", None, reason)
     if flags.checkpoint.save_interval is not None and not flags.checkpoint.save:
         notes.add("save interval", "none", "--save is not given: nothing is saved")

@@ -119,6 +119,15 @@ def make_parser(prog: str, description: str, problems: list[str]) -> Parser:
     return parser
 
 
+def _with_dashes(word: str, parser: Parser) -> str:
+    """A flag of the parser's, or of other programs', that was written with underscores."""
+    name, equals, value = word.partition("=")
+    dashed = name.replace("_", "-")
+    if not name.startswith("--") or name == dashed or parser.takes(name) or name in ACCEPTED:
+        return word
+    return dashed + equals + value if parser.takes(dashed) or dashed in ACCEPTED else word
+
+
 def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """Sort words that no flag took: accepted, planned, or a mistake with its nearest match."""
     i = 0
@@ -177,7 +186,9 @@ def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
 def _planned(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     """A flag for what is not there; the size of one asks for nothing."""
     what, neutral = PLANNED[name]
-    if values == [neutral]:
+    if values in ([], [""]):
+        parsed.problems.append(f"{name} takes 1 value(s), 0 given.")
+    elif values == [neutral]:
         parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
     else:
         parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
@@ -232,7 +243,7 @@ def parse_flags(
     if extra is not None:
         extra(parser)
     try:
-        found, unknown = parser.parse_known_args(list(argv))
+        found, unknown = parser.parse_known_args([_with_dashes(word, parser) for word in argv])
     except Unread:  # nothing after that word was read, so it would all seem to be missing
         raise ConfigError(parsed.problems) from None
     _unknown(unknown, parser, parsed)

@@ -41,6 +41,8 @@ def read_object(text: str) -> dict[str, Any]:
         return found
 
     plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    if not plain.strip():
+        raise JsonError("it is empty")
     try:
         value = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:

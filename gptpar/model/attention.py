@@ -23,28 +23,8 @@ from gptpar.model.flops import DISTANCE_CHANNELS, qkv_width, query_width
 from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import WidthRMSNorm, make_norm, norm_arguments, norm_over_width
+from gptpar.model.rotary import rotate
 from gptpar.tensor_parallel import TensorAxis
-
-
-def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int, base: int) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021) on the first channels of each head; returns the shape of ``x``.
-
-    Channels i and i + rotated/2 form a pair (GPT-NeoX's and Megatron's convention), turned by the angle
-    ``position * base ** (-2i / rotated)``; angles are computed in fp32.
-
-    Args:
-        positions_BS: of each token; ``None``: 0, 1, 2, ...
-        rotated: how many channels are turned, an even number; the others stay as they are.
-        base: of the angles' frequencies.
-    """
-    device, length = x_BHSK.device, x_BHSK.shape[2]
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
-    positions = torch.arange(length, device=device)[None] if positions_BS is None else positions_BS
-    angles_B1SR = (positions[:, :, None].float() * base**-exponents)[:, None]
-    cos, sin = angles_B1SR.cos().to(x_BHSK.dtype), angles_B1SR.sin().to(x_BHSK.dtype)
-    first, second, rest = x_BHSK.split([rotated // 2, rotated // 2, x_BHSK.shape[-1] - rotated], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
-
 
 _DIGITS, _BASE = 3, 256
 """Of a token's position in ALiBi's channels; positions up to 16 million."""
@@ -131,6 +111,7 @@ class Attention(nn.Module):
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.head_width = config.kv_channels
         self.rotated, self.rotary_base = rotated_width(config), config.rotary_base
+        self.rotary_scaling = config.rope_scaling_factor if config.use_rope_scaling else 1.0
         self.dropout = config.attention_dropout
         self.num_groups = config.num_query_groups
         self.first_group = axis.rank * (config.num_query_groups // axis.size)
@@ -176,8 +157,8 @@ class Attention(nn.Module):
             q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.unsummed_bias, *shape)
         q_BHSK, k_BGSK = self._normed(q_BHSK, k_BGSK)
         if self.rotated:
-            q_BHSK = rotate(q_BHSK, positions_BS, self.rotated, self.rotary_base)
-            k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)
+            how = (positions_BS, self.rotated, self.rotary_base, self.rotary_scaling)
+            q_BHSK, k_BGSK = rotate(q_BHSK, *how), rotate(k_BGSK, *how)
         dropout = None
         if self.dropout and self.training:
             assert seeds is not None, NO_SEEDS

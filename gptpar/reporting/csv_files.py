@@ -12,18 +12,39 @@ import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from gptpar.reporting.record_file import RecordFile
-from gptpar.reporting.records import IterationRecord
 from gptpar.system.files import atomic_output
 
 LOSS_SCALE = "Train/Samples/loss_scale"
-CURVES: dict[str, Callable[[IterationRecord], float | None]] = {
+
+
+class CurvePoint(Protocol):
+    """The numbers of one step that DeepSpeed's monitors draw."""
+
+    @property
+    def consumed_samples(self) -> int: ...
+    @property
+    def lm_loss(self) -> float | None: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def loss_scale(self) -> float: ...
+
+
+CURVES: dict[str, Callable[[CurvePoint], float | None]] = {
     "Train/Samples/train_loss": lambda record: record.lm_loss,
     "Train/Samples/lr": lambda record: record.learning_rate,
     LOSS_SCALE: lambda record: record.loss_scale,
 }
 """Curve -> the function that takes its value from a step's record."""
+
+
+def curves_of(point: CurvePoint, *, with_loss_scale: bool) -> dict[str, float]:
+    """Curve -> its value at a step; a curve without a value is left out."""
+    values = {name: value(point) for name, value in CURVES.items() if with_loss_scale or name != LOSS_SCALE}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def open_curve(folder: Path, name: str, resume_samples: int = 0) -> RecordFile:

@@ -134,14 +134,19 @@ class TensorBoardSink:
         self._file.close()
 
     def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord | TaskRecord) -> None:
-        events = []
         versus = {f"{name}{SAMPLES_SUFFIX}": value for name, value in scalars.items() if name in VERSUS_SAMPLES}
-        for step, values in ((record.iteration, scalars), (record.consumed_samples, versus)):
-            summary = self._summaries.Summary(
-                value=[self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            )
-            events.append(self._bytes(self._events.Event(wall_time=time.time(), step=step, summary=summary)))
+        events = [self._event(record.iteration, scalars), self._event(record.consumed_samples, versus)]
         self._file.append(*events)  # together, so that both wait if one cannot be written
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write values under their own names."""
+        self._file.append(self._event(step, values))
+
+    def _event(self, step: int, values: Mapping[str, float]) -> bytes:
+        summary = self._summaries.Summary(
+            value=[self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        return self._bytes(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def _bytes(self, event: Any) -> bytes:
         record = io.BytesIO()
@@ -164,7 +169,11 @@ class CsvSink:
         self._files = {name: csv_files.open_curve(folder, name, resume_samples) for name in names}
 
     def iteration(self, record: IterationRecord) -> None:
-        rows = {name: csv_files.row(record.consumed_samples, csv_files.CURVES[name](record)) for name in self._files}
+        self.point(record)
+
+    def point(self, point: csv_files.CurvePoint) -> None:
+        """Add a row to each file."""
+        rows = {name: csv_files.row(point.consumed_samples, csv_files.CURVES[name](point)) for name in self._files}
         self._each(lambda name, file: file.append(rows[name]))
 
     def validation(self, record: ValidationRecord) -> None: ...
@@ -228,13 +237,13 @@ class WandbSink:
     def iteration(self, record: IterationRecord) -> None:
         if record.iteration % self._options.interval == 0:
             scalars = iteration_scalars(record, self._options, self._world_size)
-            self._log(scalars | {"samples vs steps": record.consumed_samples}, record.iteration)
+            self.log(scalars | {"samples vs steps": record.consumed_samples}, record.iteration)
 
     def validation(self, record: ValidationRecord) -> None:
-        self._log(validation_scalars(record, self._options), record.iteration)
+        self.log(validation_scalars(record, self._options), record.iteration)
 
     def task(self, record: TaskRecord) -> None:
-        self._log(task_scalars(record), record.iteration)
+        self.log(task_scalars(record), record.iteration)
 
     def flush(self) -> None:
         """Raise the last record's failure; only the next record shows whether the service works again."""
@@ -244,9 +253,10 @@ class WandbSink:
     def close(self) -> None:
         self._run.finish()
 
-    def _log(self, values: dict[str, float], iteration: int) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log values under their own names."""
         try:
-            self._run.log(values, step=iteration)
+            self._run.log(dict(values), step=step)
         except Exception as error:  # as above
             self._problem = error
             raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from gptpar.errors import GptparError, printable
+from gptpar.errors import GptparError, missing_package, printable
 from gptpar.system.activity import FOLDER_VARIABLE
 from gptpar.system.restart import note_final
 from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
@@ -89,6 +89,10 @@ class Parser(argparse.ArgumentParser):
         self.problems.append(message.removeprefix("argument ") + ".")
         raise Unread
 
+    def takes(self, name: str) -> bool:
+        """Whether it has a flag of this name."""
+        return name in self._option_string_actions
+
     def nearest(self, flag: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str | None:
         """The flag, among this parser's and ``others``, that is most similar to a mistyped one."""
         known = [*self._option_string_actions, *others]
@@ -156,6 +160,8 @@ def _failed(error: Exception) -> int:
         if not error.is_accident:
             note_final()
         return _fail(str(error), error.exit_status)
+    if isinstance(error, ModuleNotFoundError) and (sentence := missing_package(error)) is not None:
+        return _fail(sentence, 1)
     if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

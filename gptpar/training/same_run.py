@@ -36,7 +36,8 @@ _BY_RULE = {
     Rule.MODEL: (
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
         "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
-        "model.rotary_percent model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
+        "model.rotary_percent model.use_rope_scaling model.rope_scaling_factor "
+        "model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
         "model.apply_layernorm_1p model.embed_layernorm model.norm_placement "
         "model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
         "model.window_size model.window_pattern model.mlp_activation model.logit_softcap "
@@ -104,6 +105,8 @@ _MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
     "model.max_position_embeddings": lambda c: c.model.position_embedding_type == "learned_absolute",
     "model.rotary_base": lambda c: c.model.position_embedding_type == "rope",
     "model.rotary_percent": lambda c: c.model.position_embedding_type == "rope",
+    "model.use_rope_scaling": lambda c: c.model.position_embedding_type == "rope",
+    "model.rope_scaling_factor": lambda c: c.model.use_rope_scaling,
     "model.add_qkv_bias": lambda c: not c.model.add_bias_linear,
     "data.reset_position_ids": lambda c: c.model.position_embedding_type != "none",
     "data.split": lambda c: not c.data.mock_data,

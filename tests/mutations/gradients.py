@@ -177,8 +177,8 @@ GRADIENTS = [
     Mutation(
         "train-batch-forgets-its-loss",
         "gptpar/any_module/training_engine.py",
-        "result = self._result or self._work.result()",
-        "result = self._work.result()",
+        "result = self._result or self._result_of_calls()",
+        "result = self._result_of_calls()",
         (RECORDED,),
     ),
     Mutation(

@@ -94,6 +94,8 @@ def _heads(m: ModelFlags) -> Iterator[str]:
 
 
 def _rotation(m: ModelFlags) -> Iterator[str]:
+    if m.use_rope_scaling and m.position_embedding_type != "rope" and not m.use_rotary_position_embeddings:
+        yield "--use-rope-scaling changes rotary positions: give --position-embedding-type rope, or drop it."
     if m.position_embedding_type == "rope" and m.kv_channels:
         rotated = int(m.kv_channels * m.rotary_percent)
         if rotated % 2 or not 2 <= rotated <= m.kv_channels:

@@ -13,8 +13,6 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp64") if getattr(p, name)]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: choose one number format."
-    if p.loss_scale is not None and not p.fp16:
-        yield f"--loss-scale {p.loss_scale:g} has a meaning with --fp16 only."
     if p.initial_loss_scale < p.min_loss_scale:
         yield (f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale {p.min_loss_scale:g}.")
     if p.fp64 and flags.parallel.grad_reduce_in_bf16:

@@ -35,7 +35,9 @@ class CheckpointConfig:
     async_save: bool = on_unless(
         "--no-async-save", "do not train during a save: wait until the checkpoint is on the disk"
     )
-    keep_checkpoints: int | None = flag(None, "keep only this many of this run's newest checkpoints", least=1)
+    keep_checkpoints: int | None = flag(
+        None, "keep only this many of this run's newest checkpoints", names=("--save-total-limit",), least=1
+    )
     save_retain_interval: int | None = flag(
         None,
         "keep each checkpoint whose iteration is divisible by this; of the others, keep the newest only, or "

@@ -36,7 +36,9 @@ class DataOptions:
         "(Megatron's --no-data-sharding is the default here)",
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
-    reset_attention_mask: bool = flag(False, "attention does not cross an end of document")
+    reset_attention_mask: bool = flag(
+        False, "attention does not cross an end of document", names=("--use-packed-seq-params",)
+    )
     eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
     calculate_per_token_loss: bool = flag(
         False,

@@ -51,9 +51,11 @@ class LoggingOptions:
         None,
         "folder of CSV files: loss, learning rate and loss scale over samples, as DeepSpeed's csv_monitor writes them",
     )
-    wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
+    wandb_project: str | None = flag(None, "also log to this Weights & Biases project", names=("--wandb-project-name",))
     wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run", names=("--wandb-name",))
-    wandb_entity: str | None = flag(None, "team or user of Weights & Biases that the project belongs to")
+    wandb_entity: str | None = flag(
+        None, "team or user of Weights & Biases that the project belongs to", names=("--wandb-entity-name",)
+    )
     wandb_group: str | None = flag(None, "group of Weights & Biases runs that this one belongs to")
     wandb_save_dir: str | None = flag(None, "folder of Weights & Biases' own files (default: SAVE)")
 

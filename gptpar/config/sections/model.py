@@ -22,6 +22,10 @@ class ModelOptions:
         10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0, most=10**12
     )
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
+    use_rope_scaling: bool = flag(
+        False, "rotary positions of Llama 3.1: low frequencies, of a context of 8192 tokens, are lowered"
+    )
+    rope_scaling_factor: float = flag(8.0, "with --use-rope-scaling: divisor of the lowest frequencies", least=1)
     normalization: str = flag(
         "LayerNorm",
         "kind of normalisation",

@@ -29,7 +29,7 @@ class RecomputeOptions:
     distribute_saved_activations: bool = flag(
         False,
         "split the saved inputs of recomputed blocks between the tensor-parallel processes",
-        names=("--partition-activations",),
+        names=("--partition-activations", "--distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
 

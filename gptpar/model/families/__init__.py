@@ -131,6 +131,8 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     off = {
         "rotary_base": not rope,
         "rotary_percent": not rope,
+        "use_rope_scaling": not rope,
+        "rope_scaling_factor": not (rope and model.use_rope_scaling),
         "qk_layernorm_scope": not model.qk_layernorm,
         "mlp_activation": model.swiglu,
         "add_qkv_bias": model.add_bias_linear,

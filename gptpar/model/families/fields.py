@@ -8,6 +8,7 @@ from typing import Any
 
 from gptpar.config import ModelConfig
 from gptpar.model.flops import window_of
+from gptpar.model.rotary import LONGEST, SCALED_CONTEXT, SHORTEST
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -20,6 +21,15 @@ ACTIVATIONS = {
 
 ACTIVATIONS_BACK = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 """``--mlp-activation`` -> the name that transformers' own models use."""
+
+
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": float(LONGEST),
+    "high_freq_factor": float(SHORTEST),
+    "original_max_position_embeddings": SCALED_CONTEXT,
+}
+"""transformers' fields of Llama 3.1's rotary positions, but for the factor."""
 
 
 class HfConfig:
@@ -71,11 +81,26 @@ class HfConfig:
         base = together.get("rope_theta", self.get("rope_theta", self.get("rotary_emb_base", default_base)))
         share = together.get("partial_rotary_factor", self.get("rotary_pct", default_share))
         kind = together.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-        if kind != "default":
-            self.problems.append(f"rope_type is {kind!r}, and gptpar has rotary positions without scaling alone.")
+        scaled = self._scaled(kind, {**scaling, **together})
         if base != int(base):
             self.problems.append(f"rope_theta is {base}, and --rotary-base is a whole number.")
-        return {"position_embedding_type": "rope", "rotary_base": int(base), "rotary_percent": float(share)}
+        return {
+            "position_embedding_type": "rope",
+            "rotary_base": int(base),
+            "rotary_percent": float(share),
+            **scaled,
+        }
+
+    def _scaled(self, kind: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags for Llama 3.1's scaling of rotary positions."""
+        if kind not in ("default", LLAMA3["rope_type"]):
+            self.problems.append(f"rope_type is {kind!r}, and gptpar has rotary positions of default and llama3 alone.")
+        if kind != LLAMA3["rope_type"]:
+            return {}
+        for name, value in LLAMA3.items():
+            if name != "rope_type" and (found := numbers.get(name)) != value:
+                self.problems.append(f"{name} of the rotary positions is {found}, and gptpar computes with {value}.")
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(numbers.get("factor", 0))}
 
     def windows(self) -> dict[str, Any]:
         """The flags for sliding windows."""
@@ -98,8 +123,11 @@ def shortest_period(pattern: Sequence[str]) -> str:
 
 def rotary_fields(model: ModelConfig, **more: Any) -> dict[str, Any]:
     """The fields for rotary positions, as versions 4 and 5 of transformers read them."""
-    together = {"rope_theta": float(model.rotary_base), "rope_type": "default", **more}
-    return {"rope_theta": float(model.rotary_base), "rope_parameters": together}
+    base = float(model.rotary_base)
+    if not model.use_rope_scaling:
+        return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default", **more}}
+    scaling = {**LLAMA3, "factor": model.rope_scaling_factor}
+    return {"rope_theta": base, "rope_parameters": {"rope_theta": base, **scaling, **more}, "rope_scaling": scaling}
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:

@@ -107,7 +107,8 @@ def test_comments_and_trailing_commas() -> None:
         ('{"a": /* 1}', "line 1, column 7: Expecting value"),
         ('{"a": ' + "[" * 100_000 + "}", ""),
         ('{"a": ' + "1" * 5000 + "}", "Exceeds the limit"),
-        ("", "line 1, column 1: Expecting value"),
+        ("", "it is empty"),
+        ("// nothing else", "it is empty"),
     ],
 )
 def test_text_that_cannot_be_read_is_told_with_its_place(
@@ -250,6 +251,14 @@ def test_flags_that_agree_or_speak_alone_win(folder: Path) -> None:
     assert "zero stage" not in derived and "lr" not in derived
 
 
+def test_the_file_decides_on_the_stage_as_with_deepspeed(folder: Path) -> None:
+    file = {**BATCH, **RATE, "zero_optimization": {"stage": 1}}
+    assert resolved(file, "--zero-stage 0")[0].parallel.zero_stage == 1
+    assert parsed_with(file, "--zero-stage 0").without_effect == [
+        "--zero-stage 0: ds.json decides on the ZeRO stage, as with DeepSpeed"
+    ]
+
+
 def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     file = {
         "prescale_gradients": True,
@@ -259,7 +268,9 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         "data_types": {"grad_accum_dtype": "bf16"},
         "communication_data_type": "bf16",
         "amp": {"enabled": False},
-        "zero_optimization": {"stage3_max_live_parameters": 1e9, "max_live_parameters": "auto"},
+        "zero_optimization": {"stage3_max_live_parameters": 1e9, "zero_hpz_partition_size": 8},
+        "fp16": {"enabled": True, "opt_level": "O2"},
+        "pipeline": {"schedule": "1f1b", "num_stages": 2},
     }
     parsed = parsed_with({**BATCH, **RATE, **file})
     assert parsed.problems == [] and parsed.flags.parallel.grad_reduce_in_bf16
@@ -270,6 +281,10 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         "data_types.grad_accum_dtype: gradients are always summed in fp32",
         "amp: it is off",
         "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
+        "zero_optimization.zero_hpz_partition_size: parameters are divided over all processes; it changes no number",
+        "fp16.opt_level: it is for Apex (amp), which DeepSpeed does not use with fp16",
+        "pipeline.schedule: DeepSpeed has no such key, and ignores it",
+        "pipeline.num_stages: DeepSpeed has no such key, and ignores it",
         "activation_checkpointing.partition_activations: nothing is recomputed without --recompute-granularity full",
     ]
 
@@ -281,6 +296,8 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"weight-decay": 0.1}, "weight-decay is unknown; did you mean optimizer.params.weight_decay?"),
         ({"stage": 2}, "stage is unknown; did you mean zero_optimization.stage?"),
         ({"fp16.enabled": True}, "fp16.enabled is unknown;"),
+        ({"pipeline": {"stagess": 2}}, "pipeline.stagess is unknown; did you mean pipeline.stages?"),
+        ({"bf16": {"stage": 1}}, "bf16.stage is unknown; did you mean zero_optimization.stage?"),
         ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),
         ({"tensorboard": 1}, "tensorboard is 1: an object in braces is needed."),
         ({"zero_optimization": True}, "zero_optimization is true: an object in braces is needed."),

@@ -110,7 +110,6 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
             "--no-load-lr-state and --use-checkpoint-opt-param-scheduler exclude each other",
         ),
         ("--csv-dir /dev/null", "--csv-dir /dev/null is a file; a folder is needed"),
-        ("--loss-scale 8", "--loss-scale 8 has a meaning with --fp16 only"),
         ("--cuda-graph on", "--cuda-graph on: dropout is seeded by the host"),
         ("--data-path a b", "data is given twice"),
         ("--finetune", "need --load"),

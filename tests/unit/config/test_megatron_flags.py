@@ -48,6 +48,9 @@ def problems(flags: str) -> list[str]:
         "--profile --profile-step-start 8 --profile-step-end 12 --profile-ranks 0 1 --use-pytorch-profiler",
         "--init-model-with-meta-device --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration",
         "--log-straggler --straggler-minmax-count 4",
+        "--no-scatter-gather-tensors-in-pipeline --num-dataset-builder-threads 2 --no-merge-qkv --world-size 8",
+        "--structured-logs --structured-logs-dir X --softmax-type vanilla --optimizer-split-size 2",
+        "--forward-backward-disaggregating --ignore-forward-tensor-parallel --use-wandb",
         "--enable-zbh1-pipeline --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
     ],
 )
@@ -72,6 +75,7 @@ def test_a_parallelism_that_is_not_there_is_refused() -> None:
         f"--context-parallel-size: {told}",
         f"--ds-sequence-parallel-size: {told}",
     ]
+    assert problems("--context-parallel-size --bf16") == ["--context-parallel-size takes 1 value(s), 0 given."]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,14 @@ def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
 def test_older_and_other_names_mean_the_same() -> None:
     older = resolved("--model-parallel-size 1 --batch-size 4 --warmup 0.1 --optimizer adamw")
     assert older == resolved("--micro-batch-size 4 --lr-warmup-fraction 0.1")
+    assert parse_flags(["--distribute-checkpointed-activations"]).flags.recompute.distribute_saved_activations
+    assert resolved("--wandb_project p --use_wandb").logging.wandb_project == "p"
+    assert resolved("--clip_grad=0.5 --no_bias_gelu_fusion") == resolved("--clip-grad 0.5")
+    assert problems("--clip_grade 1") == ["unknown flag --clip_grade; see --help for the flags there are."]
+    assert parse_flags(["--save-total-limit", "2"]).flags == parse_flags(["--keep-checkpoints", "2"]).flags
+    assert parse_flags(["--use-packed-seq-params"]).flags == parse_flags(["--reset-attention-mask"]).flags
+    logged = resolved("--wandb-project-name p --wandb-entity-name e").logging
+    assert (logged.wandb_project, logged.wandb_entity) == ("p", "e")
     assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3
     assert resolved("--check-weight-hash-across-dp-replicas-interval 5").health.check_replicas_interval == 5
 
@@ -254,9 +266,13 @@ def test_the_shapes_of_well_known_examples_start(
     ) == expected
 
 
-def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
+def test_a_constant_scale_of_a_loss_is_neutral_without_fp16() -> None:
     assert resolved("--bf16 --loss-scale 12") == resolved("--bf16")
-    assert problems("--loss-scale 12") == ["--loss-scale 12 has a meaning with --fp16 only."]
+    config, derived = resolve(parse_flags([*TINY.split(), "--loss-scale", "12"]), 1)
+    assert config == resolved("")
+    assert [one.reason for one in derived if one.name == "loss scale"] == [
+        "without --fp16: the constant 12 would be divided out again"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +284,8 @@ def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
         ("--decoder-first-pipeline-num-layers", "--partition-method"),
         ("--non-persistent-save-interval", "--save-local-interval"),
         ("--offload-optimizer", "--cpu-optimizer"),
+        ("--attention-head-type", "--num-query-groups"),
+        ("--tokenizer-file", "--tokenizer-model"),
         ("--use-fancy-things", ""),
         ("--tokenizer-prompt-format", ""),
     ],

@@ -30,6 +30,14 @@ LLAMA = {
 }
 NEOX = {**LLAMA, "model_type": "gpt_neox"}
 ROTARY_5 = {"rope_theta": 500.0, "rope_type": "default"}
+ROTARY_31 = {
+    "rope_theta": 500000.0,
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -53,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "head_dim": 6,
     },
+    "Llama 3.1": {**LLAMA, "model_type": "llama", "rope_parameters": ROTARY_31, "head_dim": 16},
     "Qwen2": QWEN2,
     "Qwen2, windows": {**QWEN2, **WINDOWS},
     "Qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-2},
@@ -180,6 +189,8 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         old["rotary_emb_base" if new["model_type"] == "gpt_neox" else "rope_theta"] = rotary["rope_theta"]
     if "partial_rotary_factor" in rotary:
         old["rotary_pct"] = rotary["partial_rotary_factor"]
+    if rotary.get("rope_type") == "llama3":
+        old["rope_scaling"] = {name: value for name, value in rotary.items() if name != "rope_theta"}
     assert flags_of(old) == flags_of(new)
 
 
@@ -193,6 +204,10 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         ({**NEOX, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
         ({**LLAMA, "model_type": "llama", "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
         ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+        (
+            {**LLAMA, "model_type": "llama", "rope_parameters": {**ROTARY_31, "low_freq_factor": 2.0}},
+            "low_freq_factor of the rotary positions is 2.0, and gptpar computes with 1.0.",
+        ),
         ({**LLAMA, "model_type": "llama", "hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),

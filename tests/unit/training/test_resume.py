@@ -114,6 +114,8 @@ OTHER: dict[str, Any] = {
     "model.position_embedding_type": "none",
     "model.rotary_base": 500,
     "model.rotary_percent": 0.5,
+    "model.use_rope_scaling": True,
+    "model.rope_scaling_factor": 32.0,
     "model.normalization": "RMSNorm",
     "model.norm_epsilon": 0.1,
     "model.qk_layernorm": True,
@@ -168,6 +170,7 @@ OTHER: dict[str, Any] = {
     "precision.loss_scale": 4.0,
 }
 NEEDS = {  # where a field has an effect
+    "model.rope_scaling_factor": {"model.use_rope_scaling": True},
     "model.max_position_embeddings": {"model.position_embedding_type": "learned_absolute"},
     "model.add_bias_linear": {"model.add_bias_linear": True},
     "data.split": {"data.mock_data": False, "data.data_path": ("x",)},

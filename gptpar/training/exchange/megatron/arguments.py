@@ -19,7 +19,6 @@ ABSENT_HERE = {
     "multi_latent_attention": "multi-latent attention",
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "rotary_interleaved": "interleaved rotary pairs",
-    "use_rope_scaling": "scaled rotary positions",
     "qk_clip": "clipped attention logits",
     "mtp_num_layers": "multi-token prediction",
     "no_rope_freq": "layers without rotary positions",

@@ -163,10 +163,10 @@ def test_what_gptpar_does_not_compute_and_what_is_missing_is_told(tmp_path: Path
     first = tmp_path / "theirs/iter_0000030/mp_rank_00/model_optim_rng.pt"
     content = load_torch_file(first)
     content["args"].rotary_interleaved = True
-    content["args"].use_rope_scaling = True
+    content["args"].qk_clip = True
     second = tmp_path / "theirs/iter_0000030/mp_rank_01/model_optim_rng.pt"
     torch.save(content | {"model": nested(weights, 1, "encoder")}, second)
-    with pytest.raises(CheckpointError, match="(?s)rotary-interleaved.*use-rope-scaling"):
+    with pytest.raises(CheckpointError, match="(?s)rotary-interleaved.*qk-clip"):
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     second.unlink()
     with pytest.raises(CheckpointError, match="'embedding.weight' is|and the 1 ranks have"):

@@ -1,0 +1,55 @@
+"""Without torch, commands and names answer with one sentence: what is missing, and the command that installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+WITHOUT = "import sys; sys.modules['torch'] = None; "
+SENTENCE = f"gptpar needs the package torch, which is not installed in {sys.prefix}: run pip install torch."
+PRETRAIN = "pretrain --preset tiny --mock-data --vocab-size 100 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
+
+
+def answer(program: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT + program, *words]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [PRETRAIN, "pretrain --help", "benchmark", "plan --preset tiny", "generate --load X", "doctor", "check-layouts"],
+)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')",
+        "from gptpar.cli import main; sys.exit(main())",
+    ],
+)
+def test_a_command(program: str, words: str) -> None:
+    done = answer(program, *words.split())
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {SENTENCE}\n")
+
+
+def test_a_worker() -> None:
+    program = "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')"
+    done = answer(program, *PRETRAIN.split(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert (done.returncode, done.stderr) == (1, f"error: {SENTENCE}\n")
+
+
+def test_a_name_of_the_library() -> None:
+    done = answer("import gptpar; gptpar.initialize")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {SENTENCE}"
+    assert "During handling" not in done.stderr
+
+
+@pytest.mark.parametrize("words", ["", "--help", "make-corpus --help"])
+def test_what_needs_no_torch_works(words: str) -> None:
+    assert "usage: " in answer("from gptpar.cli import main; sys.exit(main())", *words.split()).stdout

@@ -124,10 +124,11 @@ def snapshot_of(
     clones: Callable[[torch.Tensor], bool] = lambda part: False,
     spare: SpareMemory | None = None,
     exchanged: Iterable[torch.Tensor] = (),
+    more: bool = False,
 ) -> Snapshot:
     """What ``save_checkpoint`` will read of tensors as they are now; see :class:`Snapshot`."""
     parts = (part for tensor in tensors.values() for _, part in tensor.parts)
-    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged)
+    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged, more=more)
 
 
 def _check_input(

@@ -20,11 +20,12 @@ from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import snapshot_of
 from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
+from gptpar.system.host import give_way
 from gptpar.system.regions import sizes_of_copies
 from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.topology.groups import Topology
-from gptpar.topology.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts, joined
 
 FORGIVEN = 2
 """How many saves in a row into one folder may fail. A disk may be full or gone for a while, and training should not end
@@ -52,12 +53,14 @@ class Save:
     Attributes:
         folder: the folder of checkpoints to save into.
         iteration: the iteration of the state.
-        tensors: this process's parts, with their present values.
-        write: ``save_checkpoint`` with all arguments given but ``process_group``, ``snapshot`` and ``moved``.
+        tensors: this process's parts, with their present values; but for those of ``late``.
+        write: ``save_checkpoint`` with all arguments given but ``tensors``, ``process_group``, ``snapshot``, ``moved``.
         permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
         files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
         optional: whether training goes on however often the save fails.
         unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
+        late: returns parts in host memory, as soon as the last step's update of them is done; ``None``: there are none.
+        late_bytes: bytes of the parts that ``late`` returns.
     """
 
     folder: Path
@@ -68,6 +71,8 @@ class Save:
     files_in_memory: int = 0
     optional: bool = False
     unguarded: Callable[[torch.Tensor], bool] = lambda part: False
+    late: Callable[[], Mapping[str, TensorParts]] | None = None
+    late_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Saved:
     """A save that is on the disk.
 
     Attributes:
-        stood_s: seconds for which training stood still.
+        stood_s: seconds for which training stood still, or a step waited for the save.
         written_s: seconds from the save's begin to its end.
         most_kept: peak bytes of host memory that held parts overwritten during the save.
         cloned: whether parts on the GPU were cloned there.
@@ -144,27 +149,31 @@ class Saver:
             self._spare.limit_to(sum(sizes))
             self._spare.prepare(sizes)
 
-    def begin(self, save: Save, *, behind: bool, required: bool = False) -> None:
+    def begin(self, save: Save, *, behind: bool, required: bool = False, since: float | None = None) -> None:
         """Take a snapshot of the state, and write it: behind the training, or before this method returns.
+
+        Parts that come late are taken behind the training as well, while the next forward pass waits for the same
+        updates. The next step is requested after that.
 
         Args:
             save: the state and the folder.
             behind: whether training may go on meanwhile.
             required: whether a failure before this method returns is an error.
+            since: when training stood still (:func:`time.perf_counter`); default: now.
 
         Raises:
             CheckpointError: see :meth:`finish`; or this save fails after too many failed saves in a row.
         """
-        started = time.perf_counter()
+        started = time.perf_counter() if since is None else since
         self.finish()
         is_last = not save.optional and self._failures.get(save.folder, 0) >= FORGIVEN
         behind = behind and not is_last
         snapshot, has_room = self._snapshot(save, behind)
         behind = behind and not self._topology.any_rank(not has_room)
         group = self._group_of_saves()
-        write = partial(save.write, process_group=group, snapshot=snapshot)
+        write = partial(self._write, save, snapshot, group)
         self._begun = save
-        self.under_way = SaveUnderWay(save.iteration, snapshot, lambda moved: write(moved=moved), self._guard)
+        self.under_way = SaveUnderWay(save.iteration, snapshot, write, self._guard)
         self._stood_s = time.perf_counter() - started
         if behind and not self._ends_at_exit:
             self._ends_at_exit = True
@@ -172,6 +181,18 @@ class Saver:
             threading._register_atexit(_end_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         if not behind:
             self.finish(required=required or is_last)
+
+    def _write(
+        self, save: Save, snapshot: Snapshot, group: dist.ProcessGroup | None, moved: Callable[[], None]
+    ) -> Path:
+        """Take the parts that come late, and write all parts; in the thread of the save."""
+        tensors = save.tensors
+        if save.late is not None:
+            late = save.late()
+            snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
+            tensors = joined(tensors, late)
+        give_way()
+        return save.write(tensors=tensors, process_group=group, snapshot=snapshot, moved=moved)
 
     def _group_of_saves(self) -> dist.ProcessGroup | None:
         """The process group of saves, made once all processes have come to the first save: making it has no timeout."""
@@ -183,27 +204,29 @@ class Saver:
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
         """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""
         self._cloned, tensors = False, save.tensors
+        take = partial(snapshot_of, tensors, more=save.late is not None)
         if not behind:
-            return snapshot_of(tensors), True
+            return take(), True
         parts = [part for tensor in tensors.values() for _, part in tensor.parts]
         unguarded = list(filter(save.unguarded, parts))
         free = self._room_beside(save, parts, unguarded)
         clones = self._may_clone(parts)
         if free < 0 or not (clones or self._may_clone(unguarded)):
-            return snapshot_of(tensors), False
+            return take(), False
         self._spare.limit_to(free)
-        make = partial(snapshot_of, tensors, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
+        exchanged = [] if save.late is not None else list(self._guard.exchanged())
+        make = partial(take, free, spare=self._spare, exchanged=exchanged)
         try:
             snapshot = make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part))
         except torch.OutOfMemoryError:  # free memory is fragmented
-            return (snapshot_of(tensors), False) if unguarded else (make(), True)
+            return (take(), False) if unguarded else (make(), True)
         self._cloned = clones and any(part.is_cuda for part in parts)
         return snapshot, True
 
     def _room_beside(self, save: Save, parts: list[torch.Tensor], unguarded: list[torch.Tensor]) -> int:
         """Bytes of host memory left for copies after clones of unguarded parts; negative: the clones have no room."""
         free = room.host_room(self._spare.num_bytes)
-        written = save.files_in_memory * sum(part.nbytes for part in parts)
+        written = save.files_in_memory * (sum(part.nbytes for part in parts) + save.late_bytes)
         free = max(0, free - written)
         return free - sum(part.nbytes for part in unguarded if not part.is_cuda)
 

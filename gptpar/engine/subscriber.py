@@ -60,7 +60,10 @@ class Subscriber(Protocol):
         """Copy all master weights to the model's parameters."""
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(unit, first element, view of the values) of ``weights``, one of the optimizer's states, or ``grad``."""
+        """(unit, first element, view of the values) of ``weights``, one of the optimizer's states, or ``grad``.
+
+        It waits until the last step is done; any thread may call it.
+        """
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""

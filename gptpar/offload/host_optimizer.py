@@ -246,8 +246,17 @@ class HostOptimizer(UpdatingThread):
     def finish(self) -> None:
         """Return when the last step of all units is done; see :meth:`wait`."""
         self._wait_for(self._buckets)
+        self._wait_for_step()
+
+    def _wait_for_step(self) -> None:
+        """Return when the last step's state is in host memory; any thread may call it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._request is None or self._failure is not None)
+            self._changed.wait_for(
+                lambda: (
+                    self._failure is not None
+                    or (self._request is None and not any(bucket.due for bucket in self._buckets))
+                )
+            )
         self._raise()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
@@ -329,7 +338,7 @@ class HostOptimizer(UpdatingThread):
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
         """See :func:`parts_of <gptpar.offload.buckets.parts_of>`."""
-        self.finish()
+        self._wait_for_step()
         yield from parts_of(self._buckets, kind)
 
     def square_of_weights(self) -> float:

@@ -5,7 +5,7 @@ A box is a rectangular part of a global tensor. Any range of a row-major array c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -62,6 +62,21 @@ def whole(tensor: torch.Tensor) -> TensorParts:
 def as_parts(tensor: torch.Tensor | TensorParts) -> TensorParts:
     """The same as :class:`TensorParts`: a plain tensor is held whole."""
     return whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def joined(tensors: Mapping[str, TensorParts], more: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
+    """The parts of both, one parameter of the optimizer after the other: all of ``STATE/NAME`` for one ``NAME``.
+
+    That is the order in which steps overwrite them.
+    """
+    found = dict(tensors)
+    for name, one in more.items():
+        before = found.get(name)
+        found[name] = one if before is None else TensorParts(one.shape, before.parts + one.parts, one.dtype)
+    place: dict[str, int] = {}
+    for name in found:
+        place.setdefault(name.partition("/")[2], len(place))
+    return dict(sorted(found.items(), key=lambda item: place[item[0].partition("/")[2]]))
 
 
 def parts_of_flat(

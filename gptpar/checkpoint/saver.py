@@ -59,7 +59,7 @@ class Save:
         files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
         optional: whether training goes on however often the save fails.
         unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
-        late: returns parts in host memory, as soon as the last step's update of them is done; ``None``: there are none.
+        late: returns parts in host memory once the last step has updated them; ``None``: there are none.
         late_bytes: bytes of the parts that ``late`` returns.
     """
 
@@ -152,14 +152,11 @@ class Saver:
     def begin(self, save: Save, *, behind: bool, required: bool = False, since: float | None = None) -> None:
         """Take a snapshot of the state, and write it: behind the training, or before this method returns.
 
-        Parts that come late are taken behind the training as well, while the next forward pass waits for the same
-        updates. The next step is requested after that.
-
         Args:
             save: the state and the folder.
             behind: whether training may go on meanwhile.
             required: whether a failure before this method returns is an error.
-            since: when training stood still (:func:`time.perf_counter`); default: now.
+            since: when training began to stand still (:func:`time.perf_counter`); default: now.
 
         Raises:
             CheckpointError: see :meth:`finish`; or this save fails after too many failed saves in a row.
@@ -170,10 +167,9 @@ class Saver:
         behind = behind and not is_last
         snapshot, has_room = self._snapshot(save, behind)
         behind = behind and not self._topology.any_rank(not has_room)
-        group = self._group_of_saves()
-        write = partial(self._write, save, snapshot, group)
+        self._make_group()
         self._begun = save
-        self.under_way = SaveUnderWay(save.iteration, snapshot, write, self._guard)
+        self.under_way = SaveUnderWay(save.iteration, snapshot, partial(self._write, save, snapshot), self._guard)
         self._stood_s = time.perf_counter() - started
         if behind and not self._ends_at_exit:
             self._ends_at_exit = True
@@ -182,24 +178,25 @@ class Saver:
         if not behind:
             self.finish(required=required or is_last)
 
-    def _write(
-        self, save: Save, snapshot: Snapshot, group: dist.ProcessGroup | None, moved: Callable[[], None]
-    ) -> Path:
-        """Take the parts that come late, and write all parts; in the thread of the save."""
-        tensors = save.tensors
-        if save.late is not None:
-            late = save.late()
-            snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
-            tensors = joined(tensors, late)
-        give_way()
-        return save.write(tensors=tensors, process_group=group, snapshot=snapshot, moved=moved)
+    def _write(self, save: Save, snapshot: Snapshot, moved: Callable[[], None]) -> Path:
+        """Take the late parts, and write all parts; in the thread of the save."""
+        late: dict[str, TensorParts] = {}
 
-    def _group_of_saves(self) -> dist.ProcessGroup | None:
-        """The process group of saves, made once all processes have come to the first save: making it has no timeout."""
+        def take() -> None:
+            if save.late is not None:
+                late.update(save.late())
+                snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
+
+        Ranks(self._group).each(take)
+        give_way()
+        tensors = joined(save.tensors, late)
+        return save.write(tensors=tensors, process_group=self._group, snapshot=snapshot, moved=moved)
+
+    def _make_group(self) -> None:
+        """Make the process group of saves, once all processes have come to the first one: making it has no timeout."""
         if self._group is None and self._topology.layout.world_size > 1:
             self._topology.any_rank(False)
             self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        return self._group
 
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
         """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""
@@ -214,8 +211,7 @@ class Saver:
         if free < 0 or not (clones or self._may_clone(unguarded)):
             return take(), False
         self._spare.limit_to(free)
-        exchanged = [] if save.late is not None else list(self._guard.exchanged())
-        make = partial(take, free, spare=self._spare, exchanged=exchanged)
+        make = partial(take, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
         try:
             snapshot = make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part))
         except torch.OutOfMemoryError:  # free memory is fragmented
@@ -225,9 +221,8 @@ class Saver:
 
     def _room_beside(self, save: Save, parts: list[torch.Tensor], unguarded: list[torch.Tensor]) -> int:
         """Bytes of host memory left for copies after clones of unguarded parts; negative: the clones have no room."""
-        free = room.host_room(self._spare.num_bytes)
-        written = save.files_in_memory * (sum(part.nbytes for part in parts) + save.late_bytes)
-        free = max(0, free - written)
+        num_bytes = sum(part.nbytes for part in parts) + save.late_bytes
+        free = max(0, room.host_room(self._spare.num_bytes) - save.files_in_memory * num_bytes)
         return free - sum(part.nbytes for part in unguarded if not part.is_cuda)
 
     def _may_clone(self, parts: list[torch.Tensor]) -> bool:
@@ -359,10 +354,9 @@ class Saver:
         )
 
     def _not_saved(self, save: Save) -> str:
-        newest = self._newest.get(save.folder)
-        lost = (
-            "nothing that this run has learnt is" if newest is None else f"the steps since iteration {newest} are lost"
-        )
+        lost = "nothing that this run has learnt is"
+        if (newest := self._newest.get(save.folder)) is not None:
+            lost = f"the steps since iteration {newest} are lost"
         return (
             f"Free space in {save.folder}, or mend its file system, and go on from the newest checkpoint there. The "
             f"newest state, of iteration {save.iteration}, is not on the disk: {lost}."
@@ -377,8 +371,8 @@ class Saver:
         Returns:
             A sentence that says which save is not on the disk; ``None``: there is no such save.
         """
-        under_way, save, told = self.under_way, self._begun, None
-        if under_way is not None and save is not None:
+        told = None
+        if (under_way := self.under_way) is not None and (save := self._begun) is not None:
             if not under_way.wait_while_moving(patience):
                 told = f"the save of iteration {save.iteration} to {save.folder} did not end"
             elif under_way.error is not None:

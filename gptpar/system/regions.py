@@ -89,7 +89,6 @@ class Piece:
     num_bytes: int
 
 
-@torch.no_grad()
 def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
     """A tensor's pieces. If it is contiguous, each piece is a region; another tensor, or a clone, is one region."""
     tensor = tensor.detach()
@@ -97,8 +96,11 @@ def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
         tensor = tensor.clone()
     blocks = blocks_of(tensor)
     if tensor.is_contiguous() and not clone:
+        first = tensor.data_ptr()
         for block in blocks:
-            yield Piece(MemoryRegion(block, *span(block), block.nbytes, 1), 0, block.nbytes)
+            last = first + block.nbytes
+            yield Piece(MemoryRegion(block, first, last, last - first, 1), 0, last - first)
+            first = last
         return
     first, last = span(tensor)
     region = MemoryRegion(tensor, first, first if clone else last, last - first, len(blocks))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -103,13 +104,29 @@ def parts_of_flat(
     if not 0 <= start <= stop <= prod(local_shape) or flat.shape != (stop - start,):
         raise ValueError(f"{list(flat.shape)} elements for {start}..{stop} of a box {list(local_shape)}")
     order = range(len(local_shape)) if order is None else order
-    place_of = [order.index(dim) for dim in range(len(local_shape))]
-    parts, first = [], 0
-    for lows, sizes in flat_boxes(tuple(local_shape[dim] for dim in order), start, stop):
-        view = flat[first : first + prod(sizes)].view(sizes).permute(place_of)
-        parts.append((tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True)), view))
-        first += prod(sizes)
-    return TensorParts(torch.Size(shape), tuple(parts), flat.dtype)
+    boxes = _boxes_of_flat(tuple(local_shape), tuple(offsets), tuple(order), start, stop)
+    values = flat.split([prod(sizes) for _, sizes, _ in boxes]) if boxes[1:] else (flat,)
+    parts = zip(boxes, values, strict=False)
+    return TensorParts(
+        torch.Size(shape),
+        tuple((lows, part.view(sizes).permute(place_of)) for (lows, sizes, place_of), part in parts),
+        flat.dtype,
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _boxes_of_flat(
+    local_shape: tuple[int, ...], offsets: tuple[int, ...], order: tuple[int, ...], start: int, stop: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+    """(offsets in the global tensor, sizes as flattened, where each of its dims is among these) of each box.
+
+    They are the same for all states of an optimizer, and at each save.
+    """
+    place_of = tuple(order.index(dim) for dim in range(len(local_shape)))
+    return tuple(
+        (tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True)), sizes, place_of)
+        for lows, sizes in flat_boxes(tuple(local_shape[dim] for dim in order), start, stop)
+    )
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

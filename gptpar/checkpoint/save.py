@@ -232,14 +232,14 @@ def _write(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                tensors,
+                {},  # what it did with each tensor would take longer than the planning
                 storage_writer=ChunkWriter(
                     *(temporary, ranks.rank, iteration, meta, snapshot),
                     publish if on_machines is None else written.append,
                     ranks.moved,
                     together=None if on_machines is None else on_machines.ring.kept_by(0),
                 ),
-                planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),
+                planner=ChunkSavePlanner(tensors, {name: shape for name, (_, shape) in table.items()}),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,
             )

@@ -126,6 +126,17 @@ def hold(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> threading
     return gate
 
 
+def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the event 0.3 seconds after a method is called."""
+    call = getattr(owner, name)
+
+    def timed(*args: Any, **more: Any) -> Any:
+        threading.Timer(0.3, gate.set).start()
+        return call(*args, **more)
+
+    monkeypatch.setattr(owner, name, timed)
+
+
 ON_CPU = {name: words for name, words in WORDS.items() if OFFLOAD in words}
 
 
@@ -146,7 +157,8 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     behind.begin(behind.targets[0], done(3), keep_all=False)
     save = behind._saver.under_way
     assert save is not None and behind._saver._stood_s < 10
-    threading.Timer(0.3, gate.set).start()
+    waiter, wait = (host, "_wait_for") if held == "the last update" else (host.guard, "wait_until_complete")
+    go_on_when_called(waiter, wait, gate, monkeypatch)
     train(trainer, 3, 4)
     assert gate.is_set() and save.snapshot._complete.is_set() and not save.over
     if held == "the taking of the state":

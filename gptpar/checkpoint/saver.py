@@ -20,7 +20,6 @@ from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import snapshot_of
 from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
-from gptpar.system.host import give_way
 from gptpar.system.regions import sizes_of_copies
 from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
@@ -188,7 +187,6 @@ class Saver:
                 snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
 
         Ranks(self._group).each(take)
-        give_way()
         tensors = joined(save.tensors, late)
         return save.write(tensors=tensors, process_group=self._group, snapshot=snapshot, moved=moved)
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-
-LOWEST_PRIORITY = 19
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -114,18 +110,6 @@ def peak_process_memory() -> int | None:
 def cores() -> list[int]:
     """Numbers of the cores this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def give_way() -> None:
-    """Let this thread, and threads that it starts, use only the time that other threads leave of the cores.
-
-    The CPU optimizer divides each update among nearly all cores and waits for the slowest one. So a thread that takes
-    half of one core's time makes the update almost twice as long. The main thread keeps its priority, because it could
-    not get it back.
-    """
-    if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():  # elsewhere: per process
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def processor() -> str:

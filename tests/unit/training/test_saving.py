@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,6 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
 from gptpar.offload.back_off import BackOff
 from gptpar.system.blocks import span
-from gptpar.system.host import LOWEST_PRIORITY
 from gptpar.system.snapshot import Snapshot, StateGuard
 from gptpar.training import resume, saving
 from gptpar.training.exchange.exports import Exports
@@ -189,31 +187,6 @@ def test_what_fails_before_the_state_is_taken_holds_up_no_step(tmp_path: Path, m
     behind.save_last(done(4), keep_all=False)
     assert "WARNING: the save of iteration 2" in said[1] and "no views today" in said[1]
     assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
-    trainer.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_the_thread_that_writes_gives_way_and_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, set[int]] = {"writes": set(), "copies": set()}
-
-    def note(owner: type, name: str, what: str) -> None:
-        call = getattr(owner, name)
-
-        def noted(*args: Any) -> Any:
-            found[what].add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            return call(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(DataFile, "write", "writes")
-    note(Snapshot, "copy_ahead", "copies")
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 0.5")
-    train(trainer, 0, 2)
-    behind.begin(behind.targets[0], done(2), keep_all=False)
-    behind.finish()
-    assert found == {"writes": {LOWEST_PRIORITY}, "copies": {before}}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     trainer.close()
 
 

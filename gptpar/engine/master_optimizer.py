@@ -116,7 +116,8 @@ class MasterOptimizer:
         """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name.
 
         Args:
-            home: ``None``: elements of both homes. Only those of the host are waited for until their last step is done.
+            home: ``None``: elements of both homes. Any thread may ask for those of the host alone, and waits until
+                their last step is done.
         """
         return {kind: self.parts(kind, home) for kind in self.vectors}
 
@@ -146,7 +147,9 @@ class MasterOptimizer:
         device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
         for one in self._table.ranges(home=Home.DEVICE) if home is not Home.HOST else ():
             yield one, device[one.unit][one.start : one.stop]
-        for unit, at, values in self.host.parts(kind) if self.host is not None and home is not Home.DEVICE else ():
+        if self.host is None or home is Home.DEVICE:
+            return
+        for unit, at, values in self.host.parts(kind, beside_loop=home is Home.HOST):
             low = self._table.on_device[unit] + at
             for one in self._table.ranges(unit=unit, home=Home.HOST):
                 if part := one.between(low, low + values.numel()):

@@ -336,9 +336,16 @@ class HostOptimizer(UpdatingThread):
         for bucket in self._of_unit[unit]:
             bucket.steps = count
 
-    def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`."""
-        self._wait_for_step()
+    def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`.
+
+        Args:
+            beside_loop: see :class:`~gptpar.engine.subscriber.Subscriber`.
+        """
+        if beside_loop:
+            self._wait_for_step()
+        else:
+            self.finish()
         yield from parts_of(self._buckets, kind)
 
     def square_of_weights(self) -> float:

@@ -23,6 +23,7 @@ from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.system.regions import sizes_of_copies
 from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
+from gptpar.system.switch_interval import SWITCH_INTERVAL
 from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, joined
 
@@ -183,8 +184,9 @@ class Saver:
 
         def take() -> None:
             if save.late is not None:
-                late.update(save.late())
-                snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
+                with SWITCH_INTERVAL.short():
+                    late.update(save.late())
+                    snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
 
         Ranks(self._group).each(take)
         tensors = joined(save.tensors, late)

@@ -29,11 +29,11 @@ from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import NOTHING, between
 from gptpar.offload.row_comparison import RowComparison
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel, Hyperparameters
 from gptpar.optim.group_ranges import OffloadedPartition
+from gptpar.system.switch_interval import SWITCH_INTERVAL
 
 SWITCH_SECONDS = 1e-3
 """How long a thread may keep Python's lock. With the default of 5 ms, the updating thread would wait 5 ms after each

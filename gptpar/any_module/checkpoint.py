@@ -116,7 +116,7 @@ def save(
         tensors |= _buffers(engine.module)
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
     in_reach = {id(part) for name, one in held.items() if _is_in_reach(engine, name) for _, part in one.parts}
-    write = partial(_write, folder, number, held, meta, replaces=replaced, latest=tag if save_latest else None)
+    write = partial(_write, folder, number, meta=meta, replaces=replaced, latest=tag if save_latest else None)
     saver.begin(
         Save(folder, number, held, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
     )

@@ -47,7 +47,7 @@ class SaveUnderWay:
             threading.Thread(target=snapshot.copy_ahead, name="gptpar-save-copies", daemon=True)
             for _ in range(NUM_COPIERS if snapshot.room else 0)
         ]
-        self._threads = [thread for thread in (writer, *copiers) if _starts(thread)]
+        self._threads = [thread for thread in (*copiers, writer) if _starts(thread)]
         if writer not in self._threads:
             self._run()
 

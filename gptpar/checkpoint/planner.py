@@ -31,15 +31,13 @@ from gptpar.topology.tensor_parts import TensorParts
 class ChunkSavePlanner(DefaultSavePlanner):
     """Every box is written once, by one of the ranks that hold it, and the boxes of a tensor must tile it."""
 
-    state_dict: dict[str, TensorParts]
-
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """`shapes`: of every tensor that any rank names."""
+    def __init__(self, tensors: Mapping[str, TensorParts], shapes: Mapping[str, Sequence[int]]) -> None:
+        """`tensors`: what this rank holds; `shapes`: of every tensor that any rank names."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._shapes = shapes
+        self._tensors, self._shapes = tensors, shapes
 
     def create_local_plan(self) -> SavePlan:
-        return _local_plan(self.state_dict)
+        return _local_plan(self._tensors)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(_write_once(all_plans))
@@ -47,7 +45,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return _part_at(self.state_dict, index)
+        return _part_at(self._tensors, index)
 
 
 class ChunkLoadPlanner(DefaultLoadPlanner):

@@ -124,10 +124,11 @@ def snapshot_of(
     clones: Callable[[torch.Tensor], bool] = lambda part: False,
     spare: SpareMemory | None = None,
     exchanged: Iterable[torch.Tensor] = (),
+    more: bool = False,
 ) -> Snapshot:
     """What ``save_checkpoint`` will read of tensors as they are now; see :class:`Snapshot`."""
     parts = (part for tensor in tensors.values() for _, part in tensor.parts)
-    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged)
+    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged, more=more)
 
 
 def _check_input(
@@ -231,14 +232,14 @@ def _write(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                tensors,
+                {},  # what it did with each tensor would take longer than the planning
                 storage_writer=ChunkWriter(
                     *(temporary, ranks.rank, iteration, meta, snapshot),
                     publish if on_machines is None else written.append,
                     ranks.moved,
                     together=None if on_machines is None else on_machines.ring.kept_by(0),
                 ),
-                planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),
+                planner=ChunkSavePlanner(tensors, {name: shape for name, (_, shape) in table.items()}),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,
             )

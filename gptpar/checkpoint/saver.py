@@ -23,8 +23,9 @@ from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.system.regions import sizes_of_copies
 from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
+from gptpar.system.switch_interval import SWITCH_INTERVAL
 from gptpar.topology.groups import Topology
-from gptpar.topology.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts, joined
 
 FORGIVEN = 2
 """How many saves in a row into one folder may fail. A disk may be full or gone for a while, and training should not end
@@ -52,12 +53,14 @@ class Save:
     Attributes:
         folder: the folder of checkpoints to save into.
         iteration: the iteration of the state.
-        tensors: this process's parts, with their present values.
-        write: ``save_checkpoint`` with all arguments given but ``process_group``, ``snapshot`` and ``moved``.
+        tensors: this process's parts, with their present values; but for those of ``late``.
+        write: ``save_checkpoint`` with all arguments given but ``tensors``, ``process_group``, ``snapshot``, ``moved``.
         permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
         files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
         optional: whether training goes on however often the save fails.
         unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
+        late: returns parts in host memory once the last step has updated them; ``None``: there are none.
+        late_bytes: bytes of the parts that ``late`` returns.
     """
 
     folder: Path
@@ -68,6 +71,8 @@ class Save:
     files_in_memory: int = 0
     optional: bool = False
     unguarded: Callable[[torch.Tensor], bool] = lambda part: False
+    late: Callable[[], Mapping[str, TensorParts]] | None = None
+    late_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Saved:
     """A save that is on the disk.
 
     Attributes:
-        stood_s: seconds for which training stood still.
+        stood_s: seconds for which training stood still, or a step waited for the save.
         written_s: seconds from the save's begin to its end.
         most_kept: peak bytes of host memory that held parts overwritten during the save.
         cloned: whether parts on the GPU were cloned there.
@@ -144,27 +149,27 @@ class Saver:
             self._spare.limit_to(sum(sizes))
             self._spare.prepare(sizes)
 
-    def begin(self, save: Save, *, behind: bool, required: bool = False) -> None:
+    def begin(self, save: Save, *, behind: bool, required: bool = False, since: float | None = None) -> None:
         """Take a snapshot of the state, and write it: behind the training, or before this method returns.
 
         Args:
             save: the state and the folder.
             behind: whether training may go on meanwhile.
             required: whether a failure before this method returns is an error.
+            since: when training began to stand still (:func:`time.perf_counter`); default: now.
 
         Raises:
             CheckpointError: see :meth:`finish`; or this save fails after too many failed saves in a row.
         """
-        started = time.perf_counter()
+        started = time.perf_counter() if since is None else since
         self.finish()
         is_last = not save.optional and self._failures.get(save.folder, 0) >= FORGIVEN
         behind = behind and not is_last
         snapshot, has_room = self._snapshot(save, behind)
         behind = behind and not self._topology.any_rank(not has_room)
-        group = self._group_of_saves()
-        write = partial(save.write, process_group=group, snapshot=snapshot)
+        self._make_group()
         self._begun = save
-        self.under_way = SaveUnderWay(save.iteration, snapshot, lambda moved: write(moved=moved), self._guard)
+        self.under_way = SaveUnderWay(save.iteration, snapshot, partial(self._write, save, snapshot), self._guard)
         self._stood_s = time.perf_counter() - started
         if behind and not self._ends_at_exit:
             self._ends_at_exit = True
@@ -173,38 +178,51 @@ class Saver:
         if not behind:
             self.finish(required=required or is_last)
 
-    def _group_of_saves(self) -> dist.ProcessGroup | None:
-        """The process group of saves, made once all processes have come to the first save: making it has no timeout."""
+    def _write(self, save: Save, snapshot: Snapshot, moved: Callable[[], None]) -> Path:
+        """Take the late parts, and write all parts; in the thread of the save."""
+        late: dict[str, TensorParts] = {}
+
+        def take() -> None:
+            if save.late is not None:
+                with SWITCH_INTERVAL.short():
+                    late.update(save.late())
+                    snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
+
+        Ranks(self._group).each(take)
+        tensors = joined(save.tensors, late)
+        return save.write(tensors=tensors, process_group=self._group, snapshot=snapshot, moved=moved)
+
+    def _make_group(self) -> None:
+        """Make the process group of saves, once all processes have come to the first one: making it has no timeout."""
         if self._group is None and self._topology.layout.world_size > 1:
             self._topology.any_rank(False)
             self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        return self._group
 
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
         """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""
         self._cloned, tensors = False, save.tensors
+        take = partial(snapshot_of, tensors, more=save.late is not None)
         if not behind:
-            return snapshot_of(tensors), True
+            return take(), True
         parts = [part for tensor in tensors.values() for _, part in tensor.parts]
         unguarded = list(filter(save.unguarded, parts))
         free = self._room_beside(save, parts, unguarded)
         clones = self._may_clone(parts)
         if free < 0 or not (clones or self._may_clone(unguarded)):
-            return snapshot_of(tensors), False
+            return take(), False
         self._spare.limit_to(free)
-        make = partial(snapshot_of, tensors, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
+        make = partial(take, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
         try:
             snapshot = make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part))
         except torch.OutOfMemoryError:  # free memory is fragmented
-            return (snapshot_of(tensors), False) if unguarded else (make(), True)
+            return (take(), False) if unguarded else (make(), True)
         self._cloned = clones and any(part.is_cuda for part in parts)
         return snapshot, True
 
     def _room_beside(self, save: Save, parts: list[torch.Tensor], unguarded: list[torch.Tensor]) -> int:
         """Bytes of host memory left for copies after clones of unguarded parts; negative: the clones have no room."""
-        free = room.host_room(self._spare.num_bytes)
-        written = save.files_in_memory * sum(part.nbytes for part in parts)
-        free = max(0, free - written)
+        num_bytes = sum(part.nbytes for part in parts) + save.late_bytes
+        free = max(0, room.host_room(self._spare.num_bytes) - save.files_in_memory * num_bytes)
         return free - sum(part.nbytes for part in unguarded if not part.is_cuda)
 
     def _may_clone(self, parts: list[torch.Tensor]) -> bool:
@@ -336,10 +354,9 @@ class Saver:
         )
 
     def _not_saved(self, save: Save) -> str:
-        newest = self._newest.get(save.folder)
-        lost = (
-            "nothing that this run has learnt is" if newest is None else f"the steps since iteration {newest} are lost"
-        )
+        lost = "nothing that this run has learnt is"
+        if (newest := self._newest.get(save.folder)) is not None:
+            lost = f"the steps since iteration {newest} are lost"
         return (
             f"Free space in {save.folder}, or mend its file system, and go on from the newest checkpoint there. The "
             f"newest state, of iteration {save.iteration}, is not on the disk: {lost}."
@@ -354,8 +371,8 @@ class Saver:
         Returns:
             A sentence that says which save is not on the disk; ``None``: there is no such save.
         """
-        under_way, save, told = self.under_way, self._begun, None
-        if under_way is not None and save is not None:
+        told = None
+        if (under_way := self.under_way) is not None and (save := self._begun) is not None:
             if not under_way.wait_while_moving(patience):
                 told = f"the save of iteration {save.iteration} to {save.folder} did not end"
             elif under_way.error is not None:

@@ -102,6 +102,7 @@ class MasterOptimizer:
             ValueError: groups of one family differ by more than the weight decay; nothing was changed.
         """
         self._flat.check(hyperparameters)
+        self.guard.wait_until_complete()
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, hyperparameters, loss_scale)
         return self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
@@ -111,11 +112,16 @@ class MasterOptimizer:
         if self.host is not None:
             self.host.expect_step(hyperparameters, loss_scale)
 
-    def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
-        """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name."""
-        return {kind: self.parts(kind) for kind in self.vectors}
+    def state_tensors(self, home: Home | None = None) -> dict[str, dict[str, TensorParts]]:
+        """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name.
 
-    def parts(self, kind: str) -> dict[str, TensorParts]:
+        Args:
+            home: ``None``: elements of both homes. Any thread may ask for those of the host alone, and waits until
+                their last step is done.
+        """
+        return {kind: self.parts(kind, home) for kind in self.vectors}
+
+    def parts(self, kind: str, home: Home | None = None) -> dict[str, TensorParts]:
         """This process's parts of each parameter, on device and host.
 
         Gradients are converted to the master weights' number format, because device and host may keep different ones.
@@ -123,24 +129,27 @@ class MasterOptimizer:
 
         Args:
             kind: ``weights`` or one of the states, whose values are views, or ``grad``.
+            home: see :meth:`state_tensors`.
         """
         params, dtype = self._table.params.items(), self.master.dtype
         # An empty parameter has no range, but a checkpoint lists it all the same.
         shapes = {name: param.info.full_shape for name, param in params if not param.info.full_shape.numel()}
         found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}
-        for one, values in self.ranges_of(kind):
+        for one, values in self.ranges_of(kind, home):
             more = self._table.parts(one, values.to(dtype))
             if one.param in found:
                 more = TensorParts(more.shape, found[one.param].parts + more.parts, more.dtype)
             found[one.param] = more
         return found
 
-    def ranges_of(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
+    def ranges_of(self, kind: str, home: Home | None = None) -> Iterator[tuple[Range, torch.Tensor]]:
         """Each range with its values as in :meth:`parts`; one that the host keeps in several buckets comes in parts."""
         device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
-        for one in self._table.ranges(home=Home.DEVICE):
+        for one in self._table.ranges(home=Home.DEVICE) if home is not Home.HOST else ():
             yield one, device[one.unit][one.start : one.stop]
-        for unit, at, values in self.host.parts(kind) if self.host is not None else ():
+        if self.host is None or home is Home.DEVICE:
+            return
+        for unit, at, values in self.host.parts(kind, beside_loop=home is Home.HOST):
             low = self._table.on_device[unit] + at
             for one in self._table.ranges(unit=unit, home=Home.HOST):
                 if part := one.between(low, low + values.numel()):

@@ -70,6 +70,8 @@ class Range:
         start, stop = max(self.start, low), min(self.stop, high)
         if start >= stop:
             return None
+        if start == self.start and stop == self.stop:
+            return self
         return replace(self, start=start, stop=stop, first=self.first + start - self.start)
 
 

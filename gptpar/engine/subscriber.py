@@ -59,8 +59,13 @@ class Subscriber(Protocol):
     def publish(self) -> None:
         """Copy all master weights to the model's parameters."""
 
-    def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(unit, first element, view of the values) of ``weights``, one of the optimizer's states, or ``grad``."""
+    def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(unit, first element, view of the values) of ``weights``, one of the optimizer's states, or ``grad``.
+
+        Args:
+            beside_loop: whether another thread than the training loop's calls this: it waits until the last step is
+                done, and the loop still waits for the new parameters itself.
+        """
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""

@@ -29,11 +29,11 @@ from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import NOTHING, between
 from gptpar.offload.row_comparison import RowComparison
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel, Hyperparameters
 from gptpar.optim.group_ranges import OffloadedPartition
+from gptpar.system.switch_interval import SWITCH_INTERVAL
 
 SWITCH_SECONDS = 1e-3
 """How long a thread may keep Python's lock. With the default of 5 ms, the updating thread would wait 5 ms after each
@@ -246,8 +246,17 @@ class HostOptimizer(UpdatingThread):
     def finish(self) -> None:
         """Return when the last step of all units is done; see :meth:`wait`."""
         self._wait_for(self._buckets)
+        self._wait_for_step()
+
+    def _wait_for_step(self) -> None:
+        """Return when the last step's state is in host memory; any thread may call it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._request is None or self._failure is not None)
+            self._changed.wait_for(
+                lambda: (
+                    self._failure is not None
+                    or (self._request is None and not any(bucket.due for bucket in self._buckets))
+                )
+            )
         self._raise()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
@@ -327,9 +336,16 @@ class HostOptimizer(UpdatingThread):
         for bucket in self._of_unit[unit]:
             bucket.steps = count
 
-    def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`."""
-        self.finish()
+    def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`.
+
+        Args:
+            beside_loop: see :class:`~gptpar.engine.subscriber.Subscriber`.
+        """
+        if beside_loop:
+            self._wait_for_step()
+        else:
+            self.finish()
         yield from parts_of(self._buckets, kind)
 
     def square_of_weights(self) -> float:

@@ -17,7 +17,8 @@ def row_major_blocks(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Ten
         return
     if tensor.is_contiguous():
         # as_strided: a contiguous tensor of one element may still have any stride.
-        yield from tensor.as_strided((tensor.numel(),), (1,)).split(max_bytes // tensor.itemsize)
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        yield from (flat,) if flat.nbytes <= max_bytes else flat.split(max_bytes // flat.itemsize)
     elif tensor.nbytes <= max_bytes:
         yield tensor
     elif rows := max_bytes // tensor[0].nbytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -89,7 +89,6 @@ class Piece:
     num_bytes: int
 
 
-@torch.no_grad()
 def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
     """A tensor's pieces. If it is contiguous, each piece is a region; another tensor, or a clone, is one region."""
     tensor = tensor.detach()
@@ -97,13 +96,37 @@ def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
         tensor = tensor.clone()
     blocks = blocks_of(tensor)
     if tensor.is_contiguous() and not clone:
+        first = tensor.data_ptr()
         for block in blocks:
-            yield Piece(MemoryRegion(block, *span(block), block.nbytes, 1), 0, block.nbytes)
+            last = first + block.nbytes
+            yield Piece(MemoryRegion(block, first, last, last - first, 1), 0, last - first)
+            first = last
         return
     first, last = span(tensor)
     region = MemoryRegion(tensor, first, first if clone else last, last - first, len(blocks))
     for index, block in enumerate(blocks):
         yield Piece(region, index, block.nbytes)
+
+
+class GuardedRegions:
+    """Regions of memory that training uses, too, by their addresses."""
+
+    def __init__(self, regions: Iterable[MemoryRegion]):
+        self._regions = sorted(regions, key=lambda one: one.start)
+        self._starts = [one.start for one in self._regions]
+        self._longest = max((one.stop - one.start for one in self._regions), default=0)
+
+    def __iter__(self) -> Iterator[MemoryRegion]:
+        return iter(self._regions)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[MemoryRegion]:
+        """The regions that have any of these addresses."""
+        place = bisect_left(self._starts, stop) - 1
+        while place >= 0 and self._starts[place] > start - self._longest:
+            region = self._regions[place]
+            if region.stop > start:
+                yield region
+            place -= 1
 
 
 def outside(regions: Iterable[MemoryRegion], blocks: Iterable[torch.Tensor]) -> list[MemoryRegion]:

@@ -14,17 +14,26 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from queue import SimpleQueue
 
 import torch
 
 from gptpar.errors import NotSavedError
 from gptpar.system.blocks import copy_bytes, span
-from gptpar.system.regions import PIECE_BYTES, Borrowed, MemoryRegion, Piece, RegionState, blocks_of, outside, pieces_of
+from gptpar.system.regions import (
+    PIECE_BYTES,
+    Borrowed,
+    GuardedRegions,
+    MemoryRegion,
+    Piece,
+    RegionState,
+    blocks_of,
+    outside,
+    pieces_of,
+)
 from gptpar.system.spare_memory import SpareMemory
 
 STILL_SECONDS = 1800.0
@@ -45,10 +54,11 @@ class Snapshot:
             it does not ask.
         spare: where copies get their memory from; default: from the system.
         exchanged: blocks of memory whose owner calls :meth:`exchange`: they are not copied ahead.
+        more: whether :meth:`add` follows.
 
     Attributes:
         room: as given.
-        waited_s: seconds for which overwriting had to wait, or copied by itself.
+        waited_s: seconds for which overwriting had to wait, or copied by itself, or a step waited for :meth:`add`.
         most_kept: bytes of host memory that copies, and blocks given in exchange, took at most.
         closed: set once the save reads no longer.
     """
@@ -61,6 +71,7 @@ class Snapshot:
         clones: Callable[[torch.Tensor], bool] = lambda tensor: False,
         spare: SpareMemory | None = None,
         exchanged: Iterable[torch.Tensor] = (),
+        more: bool = False,
     ):
         self.waited_s, self.most_kept = 0.0, 0
         self.room = self._room = room
@@ -68,19 +79,55 @@ class Snapshot:
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._pieces: dict[int, list[Piece]] = {}
-        self._tensors = list(tensors)  # alive, so that their ids are theirs alone
-        for tensor in self._tensors:
-            self._pieces[id(tensor)] = list(pieces_of(tensor, clones(tensor)))
-        guarded = list(filter(attrgetter("is_guarded"), dict.fromkeys(self._regions())))
-        self._ahead = iter(outside(guarded, exchanged))
-        self._guarded = sorted(guarded, key=lambda one: one.start)
-        self._starts = [one.start for one in self._guarded]
-        self._longest = max((one.stop - one.start for one in self._guarded), default=0)
+        self._tensors: list[torch.Tensor] = []  # alive, so that their ids are theirs alone
+        self._guarded = GuardedRegions([])
+        self._ahead: deque[MemoryRegion] = deque()
+        self._complete = threading.Event()
+        self._take(tensors, clones, exchanged)
+        if not more:
+            self._complete.set()
         device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
         self._stream = None if device is None else _stream_beside(device)
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(NUM_BUFFERS if device is not None and guarded and room else 0):
+        for _ in range(NUM_BUFFERS if device is not None and any(self._guarded) and room else 0):
             self._staging.put(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
+
+    def add(self, tensors: Iterable[torch.Tensor], exchanged: Iterable[torch.Tensor] = ()) -> None:
+        """Take tensors in host memory that have the bytes of the snapshot's moment only now; once.
+
+        Until then nobody may overwrite one: see :meth:`wait_until_complete`.
+
+        Args:
+            exchanged: see :class:`Snapshot`.
+        """
+        self._take(tensors, lambda tensor: False, exchanged)
+        with self._changed:
+            self._complete.set()
+            self._changed.notify_all()
+
+    def wait_until_complete(self) -> None:
+        """Return when the snapshot has all of its tensors, or the save is over."""
+        started = time.perf_counter()
+        self._complete.wait()
+        self.waited_s += time.perf_counter() - started
+
+    def _take(
+        self,
+        tensors: Iterable[torch.Tensor],
+        clones: Callable[[torch.Tensor], bool],
+        exchanged: Iterable[torch.Tensor],
+    ) -> None:
+        more = list(tensors)
+        pieces = {id(tensor): list(pieces_of(tensor, clones(tensor))) for tensor in more}
+        regions = dict.fromkeys(piece.region for of_tensor in pieces.values() for piece in of_tensor)
+        guarded = [region for region in regions if region.is_guarded]
+        ahead, index = outside(guarded, exchanged), GuardedRegions([*self._guarded, *guarded])
+        with self._changed:
+            self._tensors += more
+            self._pieces |= pieces
+            self._ahead += ahead
+            self._guarded = index
+            self._changed.notify_all()
 
     def _regions(self) -> Iterator[MemoryRegion]:
         """All of them; one with several pieces comes several times."""
@@ -130,7 +177,11 @@ class Snapshot:
     def _next_ahead(self) -> MemoryRegion | None:
         """The next region to copy ahead, reserved, as soon as memory has room; ``None``: there is none."""
         with self._changed:
-            for region in self._ahead:
+            while self._ahead or not self._complete.is_set():
+                if not self._ahead:
+                    self._changed.wait()
+                    continue
+                region = self._ahead.popleft()
                 while not self._may_copy(region) and region.is_live:
                     self._changed.wait()
                 if self._may_copy(region):
@@ -148,7 +199,7 @@ class Snapshot:
         """
         started = time.perf_counter()
         for tensor in tensors:
-            for region in self._overlapping(*span(tensor)):
+            for region in self._guarded.overlapping(*span(tensor)):
                 self._free(region)
         self.waited_s += time.perf_counter() - started
 
@@ -172,14 +223,6 @@ class Snapshot:
                 "checkpoints are whole, and the newest state is not on the disk."
             )
 
-    def _overlapping(self, start: int, stop: int) -> Iterator[MemoryRegion]:
-        place = bisect_left(self._starts, stop) - 1
-        while place >= 0 and self._starts[place] > start - self._longest:
-            region = self._guarded[place]
-            if region.stop > start:
-                yield region
-            place -= 1
-
     def exchange(self, block: torch.Tensor) -> torch.Tensor | None:
         """Another block for somebody who is about to overwrite all of this one, and goes on with the other.
 
@@ -200,7 +243,7 @@ class Snapshot:
                 other = self._spare.take(block.numel())
             except (MemoryError, OSError, RuntimeError):
                 return None
-            self._take(block.numel())
+            self._use(block.numel())
             borrowed = Borrowed(block, len(needed))
             for region in needed:
                 region.state, region.borrowed = RegionState.KEPT, borrowed
@@ -212,7 +255,7 @@ class Snapshot:
             return bool(self._needed(block))
 
     def _needed(self, block: torch.Tensor) -> list[MemoryRegion]:
-        return [region for region in self._overlapping(*span(block)) if region.is_live]
+        return [region for region in self._guarded.overlapping(*span(block)) if region.is_live]
 
     # Copies. The caller holds the lock, but for `_copy`.
 
@@ -221,9 +264,9 @@ class Snapshot:
 
     def _reserve(self, region: MemoryRegion) -> None:
         region.state = RegionState.COPYING
-        self._take(region.num_bytes)
+        self._use(region.num_bytes)
 
-    def _take(self, num_bytes: int) -> None:
+    def _use(self, num_bytes: int) -> None:
         self._room -= num_bytes
         self.most_kept = max(self.most_kept, self.room - self._room)
 
@@ -284,6 +327,7 @@ class Snapshot:
     def close(self) -> None:
         """Release everything; the save reads no longer."""
         with self._changed:
+            self._complete.set()
             for region in self._regions():
                 self._finish(region)
             self._changed.notify_all()
@@ -312,6 +356,12 @@ class StateGuard:
         """See :meth:`Snapshot.exchange`."""
         snapshot = self.snapshot
         return None if snapshot is None else snapshot.exchange(block)
+
+    def wait_until_complete(self) -> None:
+        """Return when a step may be requested: see :meth:`Snapshot.wait_until_complete`."""
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.wait_until_complete()
 
     def wait_until_read(self) -> None:
         """Return when no save reads state any more, or after the longest time that a disk may be still."""

@@ -5,8 +5,9 @@ A box is a rectangular part of a global tensor. Any range of a row-major array c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -64,6 +65,21 @@ def as_parts(tensor: torch.Tensor | TensorParts) -> TensorParts:
     return whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
+def joined(tensors: Mapping[str, TensorParts], more: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
+    """The parts of both, one parameter of the optimizer after the other: all of ``STATE/NAME`` for one ``NAME``.
+
+    That is the order in which steps overwrite them.
+    """
+    found = dict(tensors)
+    for name, one in more.items():
+        before = found.get(name)
+        found[name] = one if before is None else TensorParts(one.shape, before.parts + one.parts, one.dtype)
+    place: dict[str, int] = {}
+    for name in found:
+        place.setdefault(name.partition("/")[2], len(place))
+    return dict(sorted(found.items(), key=lambda item: place[item[0].partition("/")[2]]))
+
+
 def parts_of_flat(
     shape: Sequence[int],
     local_shape: Sequence[int],
@@ -88,13 +104,29 @@ def parts_of_flat(
     if not 0 <= start <= stop <= prod(local_shape) or flat.shape != (stop - start,):
         raise ValueError(f"{list(flat.shape)} elements for {start}..{stop} of a box {list(local_shape)}")
     order = range(len(local_shape)) if order is None else order
-    place_of = [order.index(dim) for dim in range(len(local_shape))]
-    parts, first = [], 0
-    for lows, sizes in flat_boxes(tuple(local_shape[dim] for dim in order), start, stop):
-        view = flat[first : first + prod(sizes)].view(sizes).permute(place_of)
-        parts.append((tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True)), view))
-        first += prod(sizes)
-    return TensorParts(torch.Size(shape), tuple(parts), flat.dtype)
+    boxes = _boxes_of_flat(tuple(local_shape), tuple(offsets), tuple(order), start, stop)
+    values = flat.split([prod(sizes) for _, sizes, _ in boxes]) if boxes[1:] else (flat,)
+    parts = zip(boxes, values, strict=False)
+    return TensorParts(
+        torch.Size(shape),
+        tuple((lows, part.view(sizes).permute(place_of)) for (lows, sizes, place_of), part in parts),
+        flat.dtype,
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _boxes_of_flat(
+    local_shape: tuple[int, ...], offsets: tuple[int, ...], order: tuple[int, ...], start: int, stop: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+    """(offsets in the global tensor, sizes as flattened, where each of its dims is among these) of each box.
+
+    They are the same for all states of an optimizer, and at each save.
+    """
+    place_of = tuple(order.index(dim) for dim in range(len(local_shape)))
+    return tuple(
+        (tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True)), sizes, place_of)
+        for lows, sizes in flat_boxes(tuple(local_shape[dim] for dim in order), start, stop)
+    )
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -23,10 +23,11 @@ from gptpar.checkpoint import (
 )
 from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import CheckpointConfig, Config, Flags
+from gptpar.engine.ranges import Home
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
 from gptpar.system.restart import memory_folder
-from gptpar.topology.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts, joined
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
 from gptpar.training.exchange.start_from_hf import start_from_hf
 from gptpar.training.progress import Progress
@@ -56,16 +57,14 @@ def save(
     return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit)
 
 
-def tensors_to_save(trainer: Trainer) -> dict[str, TensorParts]:
+def tensors_to_save(trainer: Trainer, home: Home | None = None) -> dict[str, TensorParts]:
     """What a checkpoint of the run has, in the order in which steps overwrite it: all of one parameter, then the next.
 
-    It waits until the last step is done on the CPU.
+    Args:
+        home: see :func:`checkpoint_tensors`.
     """
-    tensors = checkpoint_tensors(trainer, with_moments=not trainer.config.checkpoint.no_save_optim)
-    place: dict[str, int] = {}
-    for name in tensors:
-        place.setdefault(name.partition("/")[2], len(place))
-    return dict(sorted(tensors.items(), key=lambda item: place[item[0].partition("/")[2]]))
+    with_moments = not trainer.config.checkpoint.no_save_optim
+    return joined(checkpoint_tensors(trainer, with_moments=with_moments, home=home), {})
 
 
 def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
@@ -85,11 +84,15 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
     }
 
 
-def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, TensorParts]:
-    """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer."""
+def checkpoint_tensors(trainer: Trainer, *, with_moments: bool, home: Home | None = None) -> dict[str, TensorParts]:
+    """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer.
+
+    Args:
+        home: ``None``: elements of both homes. For the host's it waits until the last step is done on the CPU.
+    """
     return {
         f"{kind}/{name}": tensor
-        for kind, views in trainer.engine.optimizer.state_tensors().items()
+        for kind, views in trainer.engine.optimizer.state_tensors(home).items()
         for name, tensor in views.items()
         if with_moments or kind == "weights"
     }

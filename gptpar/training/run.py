@@ -17,6 +17,7 @@ from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE, OUTLIER
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
+from gptpar.system.garbage import LongLived
 from gptpar.system.stop import StopRequest
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
@@ -105,6 +106,12 @@ class Run:
         """
         listener = each_step or _NoListener()
         listener.begin()
+        with LongLived() as long_lived:
+            self._take_steps(listener, long_lived)
+        listener.end()
+        self.saving.save_last(self.progress, keep_all=self._keeps_all())
+
+    def _take_steps(self, listener: StepListener, long_lived: LongLived) -> None:
         loader = self.loaders["train"]
         assert loader is not None
         self.reporter.restart_clock()
@@ -120,6 +127,7 @@ class Run:
                 stop = self.finish(launched)
             launched = self.launch_update(loss, samples)
             listener.step()
+            long_lived.after_step()
             if self.reads_at_once() or self.something_is_due() or stop:
                 stop |= self.finish(launched)
                 launched = None
@@ -127,8 +135,6 @@ class Run:
                 stop |= self._is_multiple(self.config.batch.exit_interval)
         if launched is not None:
             self.finish(launched)
-        listener.end()
-        self.saving.save_last(self.progress, keep_all=self._keeps_all())
 
     def launch_update(self, loss: torch.Tensor, samples: int) -> Step:
         """Launch the optimizer step and move on in the data."""

@@ -16,6 +16,7 @@ from gptpar.checkpoint import room, save_checkpoint
 from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.saver import Save, Saved, Saver
 from gptpar.config import CheckpointConfig
+from gptpar.engine.ranges import Home
 from gptpar.reporting.banner import format_bytes
 from gptpar.training import resume
 from gptpar.training.exchange.exports import Exports
@@ -193,6 +194,7 @@ class Saving:
             CheckpointError: saves keep failing, or the folder is another run's; see :class:`Saver`.
         """
         self.finish()
+        since = time.perf_counter()
         if self.targets and target is self.targets[0]:
             self._wait_for_export()  # of a checkpoint that this save may delete
         iteration, trainer = progress.iteration, self._trainer
@@ -201,7 +203,7 @@ class Saving:
         trainer.activity.note(f"saving the checkpoint of iteration {iteration}")
         if not target.in_memory:
             self._say(f"saving checkpoint at iteration {iteration:7d} to {target.folder}")
-        tensors = resume.tensors_to_save(trainer)
+        tensors = resume.tensors_to_save(trainer, Home.DEVICE)
         meta = resume.meta_of(trainer, progress, self._inputs)
         permit = target.permit or (lambda: None)
         keeping: dict[str, Any] = {
@@ -210,7 +212,8 @@ class Saving:
             "permit": permit,
             "ring": target.ring,
         }
-        write = partial(save_checkpoint, target.folder, iteration, tensors, meta, **keeping)
+        write = partial(save_checkpoint, target.folder, iteration, meta=meta, **keeping)
+        host = trainer.host
         save = Save(
             target.folder,
             iteration,
@@ -219,8 +222,10 @@ class Saving:
             permit,
             files_in_memory=target.files_in_memory,
             optional=target.in_memory,
+            late=None if host is None else partial(resume.tensors_to_save, trainer, Home.HOST),
+            late_bytes=0 if host is None else host.state_bytes[0],
         )
-        self._saver.begin(save, behind=self._config.async_save and not last, required=last)
+        self._saver.begin(save, behind=self._config.async_save and not last, required=last, since=since)
 
     def poll(self) -> None:
         """Tell of a save that is over by now."""

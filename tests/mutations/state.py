@@ -11,6 +11,7 @@ COMES_BACK = "tests/unit/training/test_resume.py::test_all_that_a_run_needs_to_g
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
 FAILED = "tests/unit/training/test_failed_saves.py"
 BEHIND = "tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment"
+LATE = "tests/unit/training/test_saving.py::test_a_save_begins_before_the_cpu_has_done_the_step"
 ANNOUNCED = "tests/unit/training/test_saving.py::test_everything_that_a_step_changes_is_announced"
 MACHINES = "tests/ranks/test_mirror_ranks.py::test_the_run_goes_on_as_an_undisturbed_one[two]"
 
@@ -159,10 +160,24 @@ STATE = [
     ),
     Mutation(
         "what-begins-before-the-overwritten-memory-is-lost",
-        "gptpar/system/snapshot.py",
+        "gptpar/system/regions.py",
         "while place >= 0 and self._starts[place] > start - self._longest:",
         "while place >= 0 and self._starts[place] > start:",
         ("tests/unit/system/test_snapshot.py",),
+    ),
+    Mutation(
+        "step-requested-before-the-state-of-the-last-one-is-taken",
+        "gptpar/engine/master_optimizer.py",
+        "        self.guard.wait_until_complete()\n",
+        "",
+        (LATE,),
+    ),
+    Mutation(
+        "state-taken-before-the-cpu-has-done-the-step",
+        "gptpar/offload/host_optimizer.py",
+        "(self._request is None and not any(bucket.due for bucket in self._buckets))",
+        "True",
+        (LATE,),
     ),
     Mutation(
         "error-behind-the-training-is-lost",
@@ -181,8 +196,8 @@ STATE = [
     Mutation(
         "failed-last-save-is-forgiven",
         "gptpar/training/saving.py",
-        "required=last)",
-        "required=False)",
+        "required=last, since=since)",
+        "required=False, since=since)",
         (f"{FAILED}::test_a_run_whose_last_save_fails_says_what_is_lost",),
     ),
     Mutation(

@@ -56,6 +56,22 @@ def test_a_layer_waits_for_its_own_bucket_only() -> None:
     host.close()
 
 
+def test_a_thread_that_reads_the_state_does_not_take_the_loops_waits_for_copies() -> None:
+    """The loop's stream has to wait for the new parameters all the same."""
+    host = make_host(CpuAdam())
+    for unit in ("second", "first"):
+        host.submit_gradient(unit, torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    values = [values.clone() for _, _, values in host.parts("weights", beside_loop=True)]
+    torch.testing.assert_close(torch.cat(values), torch.full((256,), -0.1), rtol=1e-5, atol=0)
+    assert all(bucket.sent is not None for bucket in host._buckets)
+    host.wait("first")
+    assert [bucket.sent is None for bucket in host._buckets] == [True, False]
+    list(host.parts("weights"))
+    assert all(bucket.sent is None for bucket in host._buckets)
+    host.close()
+
+
 def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     adam = Watched()
     adam.leave.clear()

@@ -58,6 +58,37 @@ def test_what_is_overwritten_meanwhile_is_read_as_it_was(written: str) -> None:
     assert snapshot.most_kept >= sum(tensor.nbytes for tensor in tensors)
 
 
+def test_what_is_added_later_is_read_as_it_was_then() -> None:
+    first, later = torch.randn(PIECE + 3), torch.randn(2 * PIECE)
+    before = bytes_of(first)
+    snapshot = Snapshot([first], room=64 << 20, more=True)
+    copying = threading.Thread(target=snapshot.copy_ahead, daemon=True)
+    copying.start()
+    waiting = threading.Thread(target=snapshot.wait_until_complete, daemon=True)
+    waiting.start()
+    overwrite(snapshot, first, later)  # of the second one nothing is kept yet
+    waiting.join(0.2)
+    assert waiting.is_alive() and copying.is_alive()
+    snapshot.add([later])
+    waiting.join(60)
+    copying.join(60)
+    assert not waiting.is_alive() and not copying.is_alive() and snapshot.waited_s > 0.1
+    overwrite(snapshot, later)
+    assert read(snapshot, first) == before and read(snapshot, later) == bytes_of(torch.full((2 * PIECE,), -1.0))
+
+
+def test_a_save_that_ends_before_its_snapshot_is_complete_holds_up_nobody() -> None:
+    guard, snapshot = StateGuard(), Snapshot([], more=True)
+    guard.wait_until_complete()  # there is no save
+    guard.snapshot = snapshot
+    waiting = threading.Thread(target=guard.wait_until_complete, daemon=True)
+    waiting.start()
+    snapshot.close()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    snapshot.copy_ahead()
+
+
 def test_memory_that_is_not_of_the_snapshot_is_never_waited_for() -> None:
     memory = torch.randn(300)
     snapshot = Snapshot([memory[100:200]])

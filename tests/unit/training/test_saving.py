@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,84 @@ def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, mo
     assert hash_of(trainer) == hash_of(other)  # saving changes nothing
     trainer.close()
     other.close()
+
+
+def hold(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A method that does nothing before the event, or a minute later."""
+    call, gate = getattr(owner, name), threading.Event()
+
+    def held(*args: Any, **more: Any) -> Any:
+        gate.wait(60)
+        return call(*args, **more)
+
+    monkeypatch.setattr(owner, name, held)
+    return gate
+
+
+def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the event 0.3 seconds after a method is called."""
+    call = getattr(owner, name)
+
+    def timed(*args: Any, **more: Any) -> Any:
+        threading.Timer(0.3, gate.set).start()
+        return call(*args, **more)
+
+    monkeypatch.setattr(owner, name, timed)
+
+
+ON_CPU = {name: words for name, words in WORDS.items() if OFFLOAD in words}
+
+
+@pytest.mark.parametrize("held", ["the last update", "the taking of the state"])
+@pytest.mark.parametrize("words", ON_CPU.values(), ids=ON_CPU)
+def test_a_save_begins_before_the_cpu_has_done_the_step(
+    words: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes that step's state, and no part of the next one's, whoever of the two is late."""
+    trainer, behind, _ = make(tmp_path / "behind", words)
+    train(trainer, 0, 2)
+    host = trainer.host
+    assert host is not None
+    host.finish()
+    owner, name = (host, "_take_step") if held == "the last update" else (Snapshot, "add")
+    gate, written = hold(owner, name, monkeypatch), slow_writes(monkeypatch, 30)
+    train(trainer, 2, 3)
+    behind.begin(behind.targets[0], done(3), keep_all=False)
+    save = behind._saver.under_way
+    assert save is not None and behind._saver._stood_s < 10
+    waiter, wait = (host, "_wait_for") if held == "the last update" else (host.guard, "wait_until_complete")
+    go_on_when_called(waiter, wait, gate, monkeypatch)
+    train(trainer, 3, 4)
+    assert gate.is_set() and save.snapshot._complete.is_set() and not save.over
+    if held == "the taking of the state":
+        assert 0.1 < save.snapshot.waited_s < 30  # it is told as time for which training stood
+    train(trainer, 4, 7)
+    written.set()
+    behind.finish()
+    trainer.close()
+
+    other, standing_still, _ = make(tmp_path / "stood-still", words)
+    train(other, 0, 3)
+    standing_still.save_last(done(3), keep_all=False)
+    assert tensors_of(tmp_path / "behind") == tensors_of(tmp_path / "stood-still")
+    other.close()
+
+
+def test_what_fails_before_the_state_is_taken_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, behind, said = make(tmp_path, f"--bf16 {OFFLOAD} 1")
+    train(trainer, 0, 2)
+
+    def refused(*_: object) -> None:
+        raise CheckpointError("no views today")
+
+    monkeypatch.setattr(Snapshot, "add", refused)
+    behind.begin(behind.targets[0], done(2), keep_all=False)
+    train(trainer, 2, 4)
+    monkeypatch.undo()
+    behind.save_last(done(4), keep_all=False)
+    assert "WARNING: the save of iteration 2" in said[1] and "no views today" in said[1]
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
+    trainer.close()
 
 
 @pytest.mark.parametrize("clip", [1000, 0.9], ids=["speculations committed", "speculations redone"])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SHORT_SECONDS = 5e-5
 
 
 class SwitchInterval:
@@ -30,6 +34,15 @@ class SwitchInterval:
         with self._lock:
             self._wanted.remove(seconds)
             sys.setswitchinterval(min([self._before, *self._wanted]))
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """A context for much work in Python beside a training loop, whose threads need the lock often and briefly."""
+        self.shorten(SHORT_SECONDS)
+        try:
+            yield
+        finally:
+            self.restore(SHORT_SECONDS)
 
 
 SWITCH_INTERVAL = SwitchInterval()

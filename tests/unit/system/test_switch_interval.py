@@ -9,6 +9,7 @@ import torch
 
 from gptpar import TwinFlowAdamW
 from gptpar.offload.host_optimizer import SWITCH_SECONDS
+from gptpar.system.switch_interval import SHORT_SECONDS, SWITCH_INTERVAL
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -20,4 +21,12 @@ def test_two_optimizers_restore_it_when_both_are_closed(first: int) -> None:
     optimizers[first].close()
     assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
     optimizers[1 - first].close()
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_it_is_short_within_a_context_and_as_before_after_it() -> None:
+    before = sys.getswitchinterval()
+    with pytest.raises(ZeroDivisionError), SWITCH_INTERVAL.short():
+        assert sys.getswitchinterval() == pytest.approx(SHORT_SECONDS)
+        raise ZeroDivisionError
     assert sys.getswitchinterval() == pytest.approx(before)

@@ -1,6 +1,6 @@
 """Keeps Python's garbage collector away from objects that live as long as a run.
 
-A full collection looks at every object, and meanwhile no other thread can run Python: 0.1 to 0.3 s once torch and its
+A full collection looks at every object, and meanwhile no other thread can run Python: 0.15 to 0.2 s once torch and its
 compiler are loaded. A save makes ten thousands of objects, and so many cause a full collection.
 """
 

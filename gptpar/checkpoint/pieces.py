@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 
 from gptpar.checkpoint.data_file import AlignedBuffers, SourceFile
 from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint
+from gptpar.system.crc32 import crc32
 
 NUM_THREADS = 4
 
@@ -25,14 +25,15 @@ class ChunkFiles:
     Args:
         from_disk: drop the system's cached copies first: what is read is then what the disk holds.
         past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
+        threads: how many read at once.
     """
 
-    def __init__(self, path: Path, *, from_disk: bool = False, past_cache: bool = False):
+    def __init__(self, path: Path, *, from_disk: bool = False, past_cache: bool = False, threads: int = NUM_THREADS):
         self._path = path
         self._from_disk, self._past_cache = from_disk, past_cache
         self._files: dict[str, SourceFile] = {}
         # One buffer per thread for good: allocators keep what short-lived ones leave behind, per thread.
-        self._buffers = AlignedBuffers(NUM_THREADS)
+        self._buffers = AlignedBuffers(threads)
 
     def __enter__(self) -> ChunkFiles:
         return self
@@ -52,7 +53,7 @@ class ChunkFiles:
 
     @contextmanager
     def read(self, tensor_name: str, chunk: Chunk, index: int, itemsize: int = 1) -> Iterator[torch.Tensor]:
-        """Piece `index` of a chunk (uint8, host), proved by its CRC-32, in the memory of a thread of `run_parallel`.
+        """Piece `index` of a chunk (uint8, host), proved by its CRC-32, in one of the threads' buffers.
 
         Raises:
             DamagedCheckpoint: naming file, tensor and bytes.
@@ -67,9 +68,18 @@ class ChunkFiles:
                 raise DamagedCheckpoint(f"{where}: cannot be read: {error.strerror}") from None
             if done < length:
                 raise DamagedCheckpoint(f"{where}: the file ends at byte {start + done}")
-            if (found := zlib.crc32(piece.numpy().data)) != crc:
+            if (found := crc32(piece)) != crc:
                 raise DamagedCheckpoint(f"{where}: damaged, CRC-32 is {found:08x} and was {crc:08x} when saved")
             yield piece
+
+
+def pieces_of(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Number, first element and the one after the last of each piece of a chunk."""
+    start = 0
+    for index, (length, _) in enumerate(chunk.pieces):
+        stop = start + length // itemsize
+        yield index, start, stop
+        start = stop
 
 
 def run_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gptpar.checkpoint import folders
-from gptpar.checkpoint.assembly import Assembly, NewTensor
+from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, Room
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry, file_of
 from gptpar.checkpoint.patches import ParameterView, Patch, boxes_of
-from gptpar.checkpoint.pieces import run_parallel
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
 
@@ -39,15 +37,11 @@ class StreamedCheckpoint:
     Args:
         path: the new file's path.
 
-    Attributes:
-        assembly: fills the tensors' blocks, and writes them.
-
     Raises:
         CheckpointError: by all methods, where the system refuses.
     """
 
     def __init__(self, path: Path):
-        self.assembly = Assembly()
         self._name, self._place, self._file = path.name, 0, DataFile(path)
         self._tensors: dict[str, tuple[tuple[int, ...], NewTensor]] = {}
 
@@ -63,6 +57,7 @@ class StreamedCheckpoint:
         numel = torch.Size(shape).numel()
         tensor = NewTensor(self._file, self._place, dtype, numel, patches, checked=True)
         self._tensors[name] = shape, tensor
+        self._file.reserve(self._place, numel * dtype.itemsize)
         self._place += numel * dtype.itemsize
         return tensor
 
@@ -71,16 +66,15 @@ class StreamedCheckpoint:
         shape = tuple(values.shape)
         view, origin = ParameterView(shape, lambda whole: whole), (0,) * len(shape)
         tensor, patches = self.add(name, shape, values.dtype, {name: view}), view.of_parameter((origin, shape), values)
+        assembly = Assembly(Room.within(values.nbytes))
 
-        def write_block(start: int) -> None:
-            self.assembly.fill(tensor, name, patches, [(start, start)])
-            self.assembly.write_complete()
+        def give(blocks: Sequence[FileBlock]) -> None:
+            assembly.fill(blocks, name, patches)
 
-        run_parallel([partial(write_block, block.start) for block in tensor.blocks])
+        assembly.run([Reading([block], give)] for block in tensor.blocks)
 
     def finish(self) -> dict[str, TensorEntry]:
         """The manifest's entries, once all is on the disk."""
-        self.assembly.require_empty()
         self._file.sync()
         return {name: self._entry(*one) for name, one in self._tensors.items()}
 

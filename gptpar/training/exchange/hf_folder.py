@@ -52,7 +52,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """Elements of one of transformers' tensors.
 
     Attributes:
@@ -105,10 +105,10 @@ class HfModel:
         """The place of each of transformers' tensors, by its name, in one of our parameters."""
         return {tensor.name: ParameterView(shape, tensor.view) for tensor, _ in self.parameters[name]}
 
-    def parts(self, name: str) -> list[Part]:
+    def parts(self, name: str) -> list[SourcePart]:
         """The parts in which one of our parameters is best read."""
         return [
-            Part(name, tensor.name, source, start, stop)
+            SourcePart(name, tensor.name, source, start, stop)
             for tensor, source in self.parameters[name]
             for start, stop in pairwise([*source.file.part_starts(source.name), prod(tensor.shape)])
         ]

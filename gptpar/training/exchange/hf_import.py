@@ -18,7 +18,7 @@ from gptpar.checkpoint.streamed import StreamedCheckpoint, write_checkpoint
 from gptpar.config import TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
-from gptpar.training.exchange.hf_folder import HfModel, Part, open_hf, shapes_of
+from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
 from gptpar.training.exchange.kept import FOLDER, keep
 from gptpar.training.exchange.meta import converted_meta
 
@@ -61,12 +61,12 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
     room = Room.within(max(prod(shapes[name]) * model.dtype(name).itemsize for name in new))
     assembly, buffers = Assembly(room), AlignedBuffers(room.threads)
 
-    def reading(part: Part) -> Reading:
+    def reading(part: SourcePart) -> Reading:
         view = views[part.ours][part.theirs]
         boxes = flat_boxes(view.shape, part.start, part.stop)
         return Reading(new[part.ours].touching(view.elements_of_parameter(boxes)), partial(give, part, view))
 
-    def give(part: Part, view: ParameterView, blocks: Sequence[FileBlock]) -> None:
+    def give(part: SourcePart, view: ParameterView, blocks: Sequence[FileBlock]) -> None:
         with part.read(buffers, past_cache=True) as values:
             assembly.fill(blocks, part.theirs, view.of_elements(part.start, values))
 
@@ -117,7 +117,7 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
 
     buffers = AlignedBuffers(NUM_THREADS)
 
-    def give(part: Part) -> None:
+    def give(part: SourcePart) -> None:
         view = views[part.ours][part.theirs]
         with part.read(buffers, past_cache=False) as values:  # other processes read the same files
             for offsets, held in weights[part.ours].parts:

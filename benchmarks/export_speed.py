@@ -42,7 +42,8 @@ import torch
 from benchmarks.about import about
 from gptpar.checkpoint.assembly import Room
 from gptpar.checkpoint.data_file import reserve_disk
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint, write_each
+from gptpar.checkpoint.patches import ParameterView
+from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart, write_checkpoint
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
@@ -90,15 +91,18 @@ def numel(shape: Sequence[int]) -> int:
 def make_checkpoint(root: Path, model: ModelConfig) -> Path:
     """Write weights, then moments, of any values."""
     values = torch.randn(PIECE_BYTES)
-
-    def make(shape: tuple[int, ...]) -> torch.Tensor:
-        return values.repeat(-(-numel(shape) // len(values)))[: numel(shape)].view(shape)
-
     shapes = shapes_of(model)
     names = [(f"{kind}/{name}", name) for kind in ("weights", *MOMENTS) for name in shapes]
-    tensors = (StreamedTensor(full, partial(make, shapes[name])) for full, name in names)
+
+    def fill(file: StreamedCheckpoint) -> None:
+        for full, name in names:
+            view, count = ParameterView(shapes[name], lambda whole: whole), numel(shapes[name])
+            whole, rest = divmod(count, len(values))
+            parts = [values] * whole + [values[:rest]] * bool(rest)
+            file.write(full, shapes[name], torch.float32, [StreamedPart(view, parts)])
+
     meta = converted_meta(model, TokenizerConfig(), "nothing", vocab_size=VOCAB)
-    return write_checkpoint(root, 0, partial(write_each, tensors), meta)
+    return write_checkpoint(root, 0, fill, meta)
 
 
 @dataclass(frozen=True)

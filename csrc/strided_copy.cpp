@@ -1,4 +1,4 @@
-// Copies a box of elements between two memories with any strides, converted from fp32 to bf16 if asked, on one thread.
+// Copies a box of elements between two memories with any strides, between fp32 and bf16 if asked, on one thread.
 // Plain C ABI, loaded with ctypes.
 //
 // Threads that read and write files each copy a piece at a time. torch's copies would start a team of threads in each of
@@ -70,6 +70,13 @@ struct Rounded {
     return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : up);
   }
   static GPTPAR_INLINE void row(uint16_t* to, const uint32_t* from, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) to[i] = one(from[i]);
+  }
+};
+
+struct Widened {
+  static GPTPAR_INLINE uint32_t one(uint16_t bits) { return uint32_t{bits} << 16; }
+  static GPTPAR_INLINE void row(uint32_t* to, const uint16_t* from, int64_t size) {
     for (int64_t i = 0; i < size; ++i) to[i] = one(from[i]);
   }
 };
@@ -155,7 +162,7 @@ __attribute__((target("avx2"))) void round_box_avx2(void* target, const void* so
 }  // namespace
 
 // Copies sizes[0] * sizes[1] * ... elements. Strides are in elements, and none is negative.
-//   width: bytes of an element: 1, 2, 4 or 8; 0: from fp32 to bf16
+//   width: bytes of an element: 1, 2, 4 or 8; 0: from fp32 to bf16; -1: from bf16 to fp32
 // Returns 0, or 1 where it knows no such elements.
 extern "C" int32_t strided_copy(void* target, const void* source, int32_t num_dims, const int64_t* sizes,
                                 const int64_t* to, const int64_t* from, int32_t width) {
@@ -172,6 +179,9 @@ extern "C" int32_t strided_copy(void* target, const void* source, int32_t num_di
       }
 #endif
       round_box(target, source, box);
+      return 0;
+    case -1:
+      copy<Widened, uint32_t, uint16_t>(target, source, box);
       return 0;
     case 1:
       copy<Same, uint8_t, uint8_t>(target, source, box);

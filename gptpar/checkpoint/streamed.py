@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,23 @@ from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEnt
 from gptpar.checkpoint.patches import ParameterView, Patch, boxes_of
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
+from gptpar.system.snapshot import PIECE_BYTES
+from gptpar.topology.tensor_parts import flat_boxes
+
+_ELEMENTS = PIECE_BYTES // 8
+"""Elements of a part that are taken at once."""
 
 
 @dataclass(frozen=True)
-class StreamedTensor:
-    """A tensor that is made when its turn comes.
+class StreamedPart:
+    """A view of a tensor, and its elements.
 
     Attributes:
-        make: returns it; its memory is let go before the next one is made.
+        values: tensors whose elements follow each other; they may stay on the disk until they are used.
     """
 
-    name: str
-    make: Callable[[], torch.Tensor]
+    view: ParameterView
+    values: Sequence[torch.Tensor]
 
 
 class StreamedCheckpoint:
@@ -61,17 +67,29 @@ class StreamedCheckpoint:
         self._place += numel * dtype.itemsize
         return tensor
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Add a tensor that is in memory, and write it."""
-        shape = tuple(values.shape)
-        view, origin = ParameterView(shape, lambda whole: whole), (0,) * len(shape)
-        tensor, patches = self.add(name, shape, values.dtype, {name: view}), view.of_parameter((origin, shape), values)
-        assembly = Assembly(Room.within(values.nbytes))
+    def write(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[StreamedPart]) -> None:
+        """Add a tensor, and write it; memory holds no more than the tensor takes, or 64 MiB, beside the parts' values.
 
-        def give(blocks: Sequence[FileBlock]) -> None:
-            assembly.fill(blocks, name, patches)
+        Args:
+            parts: they have all of its elements, each once.
+        """
+        views = {str(number): part.view for number, part in enumerate(parts)}
+        tensor = self.add(name, shape, dtype, views)
+        assembly = Assembly(Room.within(torch.Size(shape).numel() * dtype.itemsize))
 
-        assembly.run([Reading([block], give)] for block in tensor.blocks)
+        def give(key: str, start: int, values: torch.Tensor, blocks: Sequence[FileBlock]) -> None:
+            assembly.fill(blocks, key, views[key].of_elements(start, values.contiguous()))
+
+        def readings() -> Iterator[Reading]:
+            for key, part in zip(views, parts, strict=True):
+                start = 0
+                for values in (some for one in part.values for some in one.reshape(-1).split(_ELEMENTS)):
+                    boxes = flat_boxes(part.view.shape, start, start + len(values))
+                    blocks = tensor.touching(part.view.elements_of_parameter(boxes))
+                    yield Reading(blocks, partial(give, key, start, values))
+                    start += len(values)
+
+        assembly.run([list(readings())])
 
     def finish(self) -> dict[str, TensorEntry]:
         """The manifest's entries, once all is on the disk."""
@@ -121,9 +139,3 @@ def write_checkpoint(
         raise
     folders.write_hint(root, iteration)
     return final
-
-
-def write_each(tensors: Iterable[StreamedTensor], file: StreamedCheckpoint) -> None:
-    """Write tensors one after the other; one is in memory at a time."""
-    for one in tensors:
-        file.write(one.name, one.make())

@@ -10,8 +10,8 @@ import torch
 from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
-_ROUNDED = 0
-"""In place of an element's bytes: from fp32 to bf16."""
+_CONVERSIONS = {(torch.bfloat16, torch.float32): 0, (torch.float32, torch.bfloat16): -1}
+"""(target's number format, source's) -> what the helper takes in place of an element's bytes."""
 
 
 @functools.cache
@@ -47,4 +47,4 @@ def _kind(target: torch.Tensor, source: torch.Tensor) -> int | None:
     """What the helper calls these elements; ``None``: it does not know them."""
     if target.dtype == source.dtype:
         return target.itemsize
-    return _ROUNDED if (target.dtype, source.dtype) == (torch.bfloat16, torch.float32) else None
+    return _CONVERSIONS.get((target.dtype, source.dtype))

@@ -102,18 +102,37 @@ GPTPAR_INLINE void turn(uint32_t (&tile)[kTile][kTile], const uint32_t* from, in
 }
 #endif
 
-// to[i][j] = from[j][i]: `rows.from` and `line.to` are 1. Lines of the target are written one after the other.
+// A whole tile's line to memory that will not be read soon: past the caches, where its end is the end of a cache's line.
+template <class How, class To, class From>
+GPTPAR_INLINE void put_line(To* to, const From* from, int64_t size) {
+#if defined(__x86_64__)
+  if (size == kTile && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+    alignas(64) To line[kTile];
+    How::row(line, from, kTile);
+    for (size_t i = 0; i < sizeof line / 16; ++i)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, reinterpret_cast<const __m128i*>(line)[i]);
+    return;
+  }
+#endif
+  How::row(to, from, size);
+}
+
+// to[i][j] = from[j][i]: `rows.from` and `line.to` are 1. The first tile ends where a line of the cache does.
 template <class How, class To, class From>
 GPTPAR_INLINE void transpose(To* to, const From* from, Dim rows, Dim line) {
   alignas(64) From tile[kTile][kTile];
+  const int64_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64 / sizeof(To) % kTile;
   for (int64_t i = 0; i < rows.size; i += kTile) {
     const int64_t height = std::min(kTile, rows.size - i);
-    for (int64_t j = 0; j < line.size; j += kTile) {
-      const int64_t width = std::min(kTile, line.size - j);
+    for (int64_t j = 0, width; j < line.size; j += width) {
+      width = std::min(j == 0 && head ? head : kTile, line.size - j);
       turn(tile, from + j * line.from + i, line.from, height, width);
-      for (int64_t a = 0; a < height; ++a) How::row(to + (i + a) * rows.to + j, tile[a], width);
+      for (int64_t a = 0; a < height; ++a) put_line<How>(to + (i + a) * rows.to + j, tile[a], width);
     }
   }
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 // One or two dims: the last one along the target's memory, and the one along the source's if that is another.

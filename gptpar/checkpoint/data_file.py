@@ -110,13 +110,13 @@ class SourceFile:
             target: past the cache only if it is of :func:`aligned_as`.
         """
         view, done = target.numpy().data, 0
-        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self._is_cached(place):
+        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self.is_cached(place):
             done = self._read_blocks(place, target)
         while done < len(view) and (count := os.preadv(self._fd, [view[done:]], place + done)):
             done += count
         return done
 
-    def _is_cached(self, place: int) -> bool:
+    def is_cached(self, place: int) -> bool:
         """Whether the system's cache has the byte at ``place``, and so probably what follows."""
         try:
             return os.preadv(self._fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1

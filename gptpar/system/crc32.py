@@ -8,16 +8,13 @@ import zlib
 
 import torch
 
-from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """``None``: there is no compiler, or the processor lacks the instructions. Nobody needs to know: zlib does."""
-    try:
-        library = native.load("crc32")
-    except NativeBuildError:
+    if (library := native.load_if_possible("crc32")) is None:
         return None
     library.crc32_of.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
     library.crc32_of.restype = ctypes.c_uint32

@@ -7,7 +7,6 @@ import functools
 
 import torch
 
-from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
 _CONVERSIONS = {(torch.bfloat16, torch.float32): 0, (torch.float32, torch.bfloat16): -1}
@@ -16,9 +15,7 @@ _CONVERSIONS = {(torch.bfloat16, torch.float32): 0, (torch.float32, torch.bfloat
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = native.load("strided_copy")
-    except NativeBuildError:
+    if (library := native.load_if_possible("strided_copy")) is None:
         return None
     pointer, i32 = ctypes.c_void_p, ctypes.c_int32
     library.strided_copy.argtypes = [pointer, pointer, i32, pointer, pointer, pointer, i32]

@@ -60,8 +60,8 @@ STATE = [
     Mutation(
         "damaged-piece-read",
         "gptpar/checkpoint/pieces.py",
-        "if (found := crc32(piece)) != crc:",
-        "if (found := crc32(piece)) != crc and not found:",
+        "if found != crc:",
+        "if found != crc and not found:",
         ("tests/unit/checkpoint/test_damage.py",),
     ),
     Mutation(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -62,26 +63,28 @@ class MegatronModel:
 
     def _write_tensor(self, file: StreamedCheckpoint, kind: str, name: str) -> None:
         """Write a parameter of ours, or an optimizer state of it: fp64 if Megatron's tensor is fp64, else fp32."""
-        shape, split = self.infos[name].shape, self.infos[name].split
+        info = self.infos[name]
         splits = [part.read() for part in self.found.states[kind][name]]
         tensors = [tensor for one in splits for tensor in one]
         if not all(tensor.dtype in NAME_OF and is_whole(tensor) for tensor in tensors):
             raise CheckpointError(
                 f"{kind} of {name!r} in {self.found.path} is no plain tensor of {', '.join(map(str, NAME_OF))}"
             )
-        if split is None or len(splits) == 1:
-            views = [ParameterView(shape, lambda whole: whole)]
-        else:
-            row = prod(shape) // shape[split.dim]
-            sizes = [sum(tensor.numel() for tensor in one) // row for one in splits]
-            views = [_narrowed(shape, split.dim, sum(sizes[:rank]), size) for rank, size in enumerate(sizes)]
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-        parts = [StreamedPart(view, one) for view, one in zip(views, splits, strict=False)]
-        file.write(f"{kind}/{name}", tuple(shape), dtype, parts)
+        file.write(f"{kind}/{name}", tuple(info.shape), dtype, list(_parts(info, splits)))
 
 
-def _narrowed(shape: Sequence[int], dim: int, start: int, size: int) -> ParameterView:
-    return ParameterView(shape, lambda whole: whole.narrow(dim, start, size))
+def _parts(info: ParameterInfo, splits: Sequence[Sequence[torch.Tensor]]) -> Iterator[StreamedPart]:
+    """Each rank's split at its place in the parameter; the first one, where all ranks have all of it."""
+    if info.split is None or len(splits) == 1:
+        yield StreamedPart(ParameterView(info.shape, lambda whole: whole), splits[0])
+        return
+    dim, start = info.split.dim, 0
+    row = prod(info.shape) // info.shape[dim]
+    for one in splits:
+        size = sum(tensor.numel() for tensor in one) // row
+        yield StreamedPart(ParameterView(info.shape, partial(torch.narrow, dim=dim, start=start, length=size)), one)
+        start += size
 
 
 def open_megatron(folder: Path) -> MegatronModel:
@@ -194,7 +197,9 @@ def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tie
     for name in sorted(names & infos.keys()):
         info, parts = infos[name], states[name]
         whole = sum(map(_numel, parts)) if info.split is not None else _numel(parts[0])
-        if whole != info.shape.numel() or len(parts) != found.num_ranks:
+        row = 1 if info.split is None else prod(info.shape) // info.shape[info.split.dim]
+        uneven = any(_numel(part) % row for part in parts)
+        if whole != info.shape.numel() or len(parts) != found.num_ranks or uneven:
             sizes = [list(part.shape) for part in parts]
             yield (
                 f"{of_kind}{name!r} is {list(info.shape)} in the model, and the {found.num_ranks} ranks have {sizes}"

@@ -7,6 +7,7 @@ the cache. So a file has no gaps, and a block is written in one of the two ways 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -24,6 +25,9 @@ BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 """Addresses, lengths and places of direct writes are multiples of this. No page of the cache has bytes of both ways."""
 
 MIN_DIRECT_BYTES = 256 << 10
+
+BUFFER_BYTES = PIECE_BYTES + 3 * BLOCK_BYTES
+"""Memory for a piece, wherever it begins in a block of the disk."""
 
 
 class AlignedBuffers:
@@ -50,7 +54,7 @@ class AlignedBuffers:
 
 def aligned_memory(*, pinned: bool = False) -> torch.Tensor:
     """Room for a piece and the rest of its first and last block, from a block's beginning on."""
-    memory = torch.empty(PIECE_BYTES + 3 * BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned)
     return memory[-memory.data_ptr() % BLOCK_BYTES :]
 
 
@@ -106,13 +110,13 @@ class SourceFile:
             target: past the cache only if it is of :func:`aligned_as`.
         """
         view, done = target.numpy().data, 0
-        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self._is_cached(place):
+        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self.is_cached(place):
             done = self._read_blocks(place, target)
         while done < len(view) and (count := os.preadv(self._fd, [view[done:]], place + done)):
             done += count
         return done
 
-    def _is_cached(self, place: int) -> bool:
+    def is_cached(self, place: int) -> bool:
         """Whether the system's cache has the byte at ``place``, and so probably what follows."""
         try:
             return os.preadv(self._fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
@@ -149,6 +153,12 @@ class DataFile:
         if hasattr(os, "O_DIRECT"):
             with suppress(OSError):  # a file system without direct writes
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+
+    def reserve(self, place: int, num_bytes: int) -> None:
+        """Take these bytes of the disk before they are written: a full disk is found now, and direct writes to blocks
+        that the file has already run side by side."""
+        with self._explained():
+            reserve_disk(self._fd, place, num_bytes)
 
     def write(self, place: int, data: memoryview) -> None:
         """Write all of ``data``, of a buffer of :class:`AlignedBuffers`, at ``place``."""
@@ -191,3 +201,21 @@ def _write_all(fd: int, data: memoryview, place: int) -> None:
     written = 0
     while written < len(data):
         written += os.pwrite(fd, data[written:], place + written)
+
+
+def reserve_disk(fd: int, place: int, num_bytes: int) -> None:
+    """Give a file blocks of the disk; does nothing where the file system cannot.
+
+    ``os.posix_fallocate`` would then write a byte to every block.
+
+    Raises:
+        OSError: the disk has too few blocks, or the user may not take so many.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None or not num_bytes:
+        return
+    offset = ctypes.c_int64
+    if fallocate(ctypes.c_int(fd), ctypes.c_int(0), offset(place), offset(num_bytes)):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(number, os.strerror(number))

@@ -16,7 +16,7 @@ from math import prod
 import torch
 
 from gptpar.checkpoint.tiling import overlap
-from gptpar.system.blocks import copy_bytes
+from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
 
 _Range = tuple[int, int]  # first index, number of indices
@@ -88,14 +88,14 @@ class ParameterView:
         """Patches of the view's consecutive elements ``values`` [n], of which the first one is number ``start``."""
         return [Patch(box, part) for box, part in boxes_of(self.shape, start, values)]
 
-    def elements(self, patches: Iterable[Patch]) -> Iterator[tuple[int, int]]:
-        """Number of the first and of the last element of each patch, counted in the view."""
+    def elements(self, boxes: Iterable[Box]) -> Iterator[tuple[int, int]]:
+        """Number of the first and of the last element of each box of the view, counted in the view."""
         strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        yield from (_ends(patch.box, strides, 0) for patch in patches)
+        yield from (_ends(box, strides, 0) for box in boxes)
 
-    def elements_of_parameter(self, patches: Iterable[Patch]) -> Iterator[tuple[int, int]]:
+    def elements_of_parameter(self, boxes: Iterable[Box]) -> Iterator[tuple[int, int]]:
         """The same, counted in the parameter."""
-        yield from (_ends(patch.box, self._strides, self._offset) for patch in patches)
+        yield from (_ends(box, self._strides, self._offset) for box in boxes)
 
     def boxes(self, box: Box) -> Iterator[Box]:
         """The boxes of the view whose elements lie in a box of the parameter."""
@@ -165,14 +165,7 @@ def copy_common(sources: Iterable[Patch], targets: Sequence[Patch]) -> int:
     for source in sources:
         for target in targets:
             if (common := overlap(source.box, target.box)) is not None:
-                _copy(box_view(target.values, common, target.box[0]), box_view(source.values, common, source.box[0]))
+                here = box_view(source.values, common, source.box[0])
+                copy_elements(box_view(target.values, common, target.box[0]), here)
                 copied += prod(common[1])
     return copied
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    contiguous = target.is_contiguous() and source.is_contiguous()
-    if contiguous and target.dtype == source.dtype and target.device.type == "cpu":
-        copy_bytes(target, source)
-    else:
-        target.copy_(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,8 +13,10 @@ import torch
 
 from gptpar.checkpoint.data_file import AlignedBuffers, SourceFile
 from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint
+from gptpar.system.crc32 import crc32
 
 NUM_THREADS = 4
+CACHED_BYTES = 256 << 10
 
 T = TypeVar("T")
 
@@ -26,14 +27,15 @@ class ChunkFiles:
     Args:
         from_disk: drop the system's cached copies first: what is read is then what the disk holds.
         past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
+        threads: how many read at once.
     """
 
-    def __init__(self, path: Path, *, from_disk: bool = False, past_cache: bool = False):
+    def __init__(self, path: Path, *, from_disk: bool = False, past_cache: bool = False, threads: int = NUM_THREADS):
         self._path = path
         self._from_disk, self._past_cache = from_disk, past_cache
         self._files: dict[str, SourceFile] = {}
         # One buffer per thread for good: allocators keep what short-lived ones leave behind, per thread.
-        self._buffers = AlignedBuffers(NUM_THREADS)
+        self._buffers = AlignedBuffers(threads)
 
     def __enter__(self) -> ChunkFiles:
         return self
@@ -53,7 +55,7 @@ class ChunkFiles:
 
     @contextmanager
     def read(self, tensor_name: str, chunk: Chunk, index: int, itemsize: int = 1) -> Iterator[torch.Tensor]:
-        """Piece `index` of a chunk (uint8, host), proved by its CRC-32, in the memory of a thread of `run_parallel`.
+        """Piece `index` of a chunk (uint8, host), proved by its CRC-32, in one of the threads' buffers.
 
         Raises:
             DamagedCheckpoint: naming file, tensor and bytes.
@@ -63,14 +65,38 @@ class ChunkFiles:
         where = f"{self._path / chunk.file}: tensor {tensor_name!r}, bytes {start}..{start + length}"
         with self._buffers.take(start, length, itemsize) as piece:
             try:
-                done = self._files[chunk.file].read(start, piece)
+                done, found = _read(self._files[chunk.file], start, piece)
             except OSError as error:
                 raise DamagedCheckpoint(f"{where}: cannot be read: {error.strerror}") from None
             if done < length:
                 raise DamagedCheckpoint(f"{where}: the file ends at byte {start + done}")
-            if (found := zlib.crc32(piece.numpy().data)) != crc:
+            if found != crc:
                 raise DamagedCheckpoint(f"{where}: damaged, CRC-32 is {found:08x} and was {crc:08x} when saved")
             yield piece
+
+
+def _read(file: SourceFile, place: int, target: torch.Tensor) -> tuple[int, int]:
+    """Fill ``target`` with the bytes at a place; returns their number, fewer at the file's end, and CRC-32.
+
+    What the system's cache has is read in parts that are still in the processor's caches when their CRC is computed.
+    """
+    step = CACHED_BYTES if file.is_cached(place) else len(target)
+    done = crc = 0
+    for part in target.split(step):
+        count = file.read(place + done, part)
+        done, crc = done + count, crc32(part[:count], crc)
+        if count < len(part):
+            break
+    return done, crc
+
+
+def pieces_of(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Number, first element and the one after the last of each piece of a chunk."""
+    start = 0
+    for index, (length, _) in enumerate(chunk.pieces):
+        stop = start + length // itemsize
+        yield index, start, stop
+        start = stop
 
 
 def run_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -35,13 +34,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gptpar.checkpoint.data_file import AlignedBuffers, DataFile
-from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint, Manifest, TensorEntry, file_of
-from gptpar.checkpoint.patches import boxes_of
-from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, run_parallel
+from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry, file_of
+from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, pieces_of, run_parallel
 from gptpar.checkpoint.planner import item_bytes, tensor_data
 from gptpar.checkpoint.tiling import overlap
-from gptpar.checkpoint.verify import damaged_files
 from gptpar.errors import CheckpointError
+from gptpar.system.crc32 import crc32
 from gptpar.system.snapshot import Piece, Snapshot
 from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
 
@@ -123,6 +121,7 @@ class ChunkWriter(StorageWriter):
         buffers = AlignedBuffers(NUM_THREADS, pinned=any(tensor.is_cuda for tensor in tensors))
         file = DataFile(self._path / name)
         try:
+            file.reserve(0, places[-1])
             each = zip((one for of_item in pieces for one in of_item), places, strict=False)
             sums = iter(run_parallel([partial(self._write_piece, file, buffers, *one) for one in each]))
             file.sync()
@@ -141,9 +140,8 @@ class ChunkWriter(StorageWriter):
         """Write a piece; returns its CRC-32. It is read at once, so that training may overwrite it meanwhile."""
         with buffers.take(place, piece.num_bytes) as buffer:
             self._snapshot.read(piece, buffer)
-            data = buffer.numpy().data
-            crc = zlib.crc32(data)
-            file.write(place, data)
+            crc = crc32(buffer)
+            file.write(place, buffer.numpy().data)
         self._moved()
         return crc
 
@@ -209,7 +207,7 @@ class ChunkReader(StorageReader):
                 chunk = next(c for c in entry.chunks if c.offsets == offsets and c.pieces)
                 names.add(chunk.file)
                 targets = [(tuple(i.storage_offsets), tuple(i.lengths), planner.resolve_tensor(i)) for i in items]
-                cut = _pieces(chunk, entry.dtype.itemsize)
+                cut = pieces_of(chunk, entry.dtype.itemsize)
                 calls += [partial(_read_piece, files, name, entry.dtype, chunk, *one, targets) for one in cut]
             files.open(names)
             run_parallel(calls)
@@ -220,57 +218,6 @@ class ChunkReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def read_pieces(
-    path: Path, manifest: Manifest, names: Iterable[str], give: Callable[[str, list[tuple[Box, torch.Tensor]]], None]
-) -> None:
-    """Read tensors of a checkpoint piece by piece, past the system's cache, in several threads.
-
-    Args:
-        names: tensors, in the order in which their pieces are read.
-        give: is called with a tensor's name, and boxes of the tensor with their elements in memory; not for longer.
-
-    Raises:
-        DamagedCheckpoint: naming file, tensor and bytes; a file that is too short is found first.
-    """
-    if problems := damaged_files(path, manifest):
-        raise DamagedCheckpoint("\n".join(problems))
-
-    def read(name: str, chunk: Chunk, index: int, start: int) -> None:
-        dtype = manifest.tensors[name].dtype
-        with files.read(name, chunk, index, dtype.itemsize) as piece:
-            parts = boxes_of(chunk.sizes, start, piece.view(dtype))
-            give(name, [((_moved(lows, chunk.offsets), sizes), values) for (lows, sizes), values in parts])
-
-    with ChunkFiles(path, past_cache=True) as files:
-        files.open({chunk.file for name in names for chunk in manifest.tensors[name].chunks if chunk.pieces})
-        run_parallel([partial(read, name, *one) for name in names for one in _in_order(manifest.tensors[name])])
-
-
-def _in_order(entry: TensorEntry) -> list[tuple[Chunk, int, int]]:
-    """The pieces of a tensor's chunks (number and first element), by where they begin in the tensor."""
-    found = [(chunk, *one[:2]) for chunk in entry.chunks for one in _pieces(chunk, entry.dtype.itemsize)]
-
-    def begin(one: tuple[Chunk, int, int]) -> tuple[int, ...]:
-        chunk, _, start = one
-        lows, _ = next(flat_boxes(chunk.sizes, start, start + 1))
-        return _moved(lows, chunk.offsets)
-
-    return sorted(found, key=begin)
-
-
-def _moved(lows: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(low + offset for low, offset in zip(lows, offsets, strict=True))
-
-
-def _pieces(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """Number, first element and the one after the last of each piece of a chunk."""
-    start = 0
-    for index, (length, _) in enumerate(chunk.pieces):
-        stop = start + length // itemsize
-        yield index, start, stop
-        start = stop
 
 
 @torch.no_grad()

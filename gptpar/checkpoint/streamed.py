@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,25 +12,29 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import folders
-from gptpar.checkpoint.assembly import Assembly, NewTensor
+from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, Room
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry, file_of
 from gptpar.checkpoint.patches import ParameterView, Patch, boxes_of
-from gptpar.checkpoint.pieces import run_parallel
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
+from gptpar.system.snapshot import PIECE_BYTES
+from gptpar.topology.tensor_parts import flat_boxes
+
+_ELEMENTS = PIECE_BYTES // 8
+"""Elements of a part that are taken at once."""
 
 
 @dataclass(frozen=True)
-class StreamedTensor:
-    """A tensor that is made when its turn comes.
+class StreamedPart:
+    """A view of a tensor, and its elements.
 
     Attributes:
-        make: returns it; its memory is let go before the next one is made.
+        values: tensors whose elements follow each other; they may stay on the disk until they are used.
     """
 
-    name: str
-    make: Callable[[], torch.Tensor]
+    view: ParameterView
+    values: Sequence[torch.Tensor]
 
 
 class StreamedCheckpoint:
@@ -39,15 +43,11 @@ class StreamedCheckpoint:
     Args:
         path: the new file's path.
 
-    Attributes:
-        assembly: fills the tensors' blocks, and writes them.
-
     Raises:
         CheckpointError: by all methods, where the system refuses.
     """
 
     def __init__(self, path: Path):
-        self.assembly = Assembly()
         self._name, self._place, self._file = path.name, 0, DataFile(path)
         self._tensors: dict[str, tuple[tuple[int, ...], NewTensor]] = {}
 
@@ -63,24 +63,36 @@ class StreamedCheckpoint:
         numel = torch.Size(shape).numel()
         tensor = NewTensor(self._file, self._place, dtype, numel, patches, checked=True)
         self._tensors[name] = shape, tensor
+        self._file.reserve(self._place, numel * dtype.itemsize)
         self._place += numel * dtype.itemsize
         return tensor
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Add a tensor that is in memory, and write it."""
-        shape = tuple(values.shape)
-        view, origin = ParameterView(shape, lambda whole: whole), (0,) * len(shape)
-        tensor, patches = self.add(name, shape, values.dtype, {name: view}), view.of_parameter((origin, shape), values)
+    def write(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[StreamedPart]) -> None:
+        """Add a tensor, and write it; memory holds no more than the tensor takes, or 64 MiB, beside the parts' values.
 
-        def write_block(start: int) -> None:
-            self.assembly.fill(tensor, name, patches, [(start, start)])
-            self.assembly.write_complete()
+        Args:
+            parts: they have all of its elements, each once.
+        """
+        views = {str(number): part.view for number, part in enumerate(parts)}
+        tensor = self.add(name, shape, dtype, views)
+        assembly = Assembly(Room.within(torch.Size(shape).numel() * dtype.itemsize))
 
-        run_parallel([partial(write_block, block.start) for block in tensor.blocks])
+        def give(key: str, start: int, values: torch.Tensor, blocks: Sequence[FileBlock]) -> None:
+            assembly.fill(blocks, key, views[key].of_elements(start, values.contiguous()))
+
+        def readings() -> Iterator[Reading]:
+            for key, part in zip(views, parts, strict=True):
+                start = 0
+                for values in (some for one in part.values for some in one.reshape(-1).split(_ELEMENTS)):
+                    boxes = flat_boxes(part.view.shape, start, start + len(values))
+                    blocks = tensor.touching(part.view.elements_of_parameter(boxes))
+                    yield Reading(blocks, partial(give, key, start, values))
+                    start += len(values)
+
+        assembly.run([list(readings())])
 
     def finish(self) -> dict[str, TensorEntry]:
         """The manifest's entries, once all is on the disk."""
-        self.assembly.require_empty()
         self._file.sync()
         return {name: self._entry(*one) for name, one in self._tensors.items()}
 
@@ -127,9 +139,3 @@ def write_checkpoint(
         raise
     folders.write_hint(root, iteration)
     return final
-
-
-def write_each(tensors: Iterable[StreamedTensor], file: StreamedCheckpoint) -> None:
-    """Write tensors one after the other; one is in memory at a time."""
-    for one in tensors:
-        file.write(one.name, one.make())

@@ -29,6 +29,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ PREBUILT_DIR = PACKAGE_DIR / "_lib"
 INSTALLED_DIR = PACKAGE_DIR / "_csrc"  # a wheel's copy of the sources
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 120.0
+_LOADING = threading.Lock()
 
 
 @functools.cache
@@ -83,6 +85,16 @@ def load_or_warn(name: str, without: str) -> ctypes.CDLL | None:
     except NativeBuildError as error:
         warnings.warn(f"{without}: {error}", stacklevel=3)
         return None
+
+
+def load_if_possible(name: str) -> ctypes.CDLL | None:
+    """The helper as a library, or ``None`` if it cannot be had: for helpers whose absence costs little time.
+
+    Several threads may ask at once; one of them loads it.
+    """
+    with _LOADING, contextlib.suppress(NativeBuildError):
+        return load(name)
+    return None
 
 
 def source_dir() -> Path:

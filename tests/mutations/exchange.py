@@ -80,6 +80,27 @@ EXCHANGE = [
         (OPTIMIZER_STATE,),
     ),
     Mutation(
+        "only-the-first-pass-over-a-source-is-made",
+        "gptpar/checkpoint/assembly.py",
+        "for first in range(0, len(blocks), most_blocks):",
+        "for first in range(0, len(blocks), most_blocks)[:1]:",
+        ("tests/unit/checkpoint/test_assembly.py",),
+    ),
+    Mutation(
+        "readings-begin-without-room-for-their-blocks",
+        "gptpar/checkpoint/assembly.py",
+        "return self._in_memory + new <= self._room.blocks",
+        "return self._in_memory + new <= 3 * self._room.blocks",
+        ("tests/unit/checkpoint/test_assembly.py",),
+    ),
+    Mutation(
+        "halves-are-rounded-up",
+        "csrc/strided_copy.cpp",
+        "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16",
+        "(bits + 0x8000) >> 16",
+        ("tests/unit/system/test_strided_copy.py",),
+    ),
+    Mutation(
         "one-index-of-a-view-is-taken-for-none",
         "gptpar/checkpoint/patches.py",
         "if low <= 0 < high:",

@@ -249,6 +249,7 @@ class SafetensorsWriter:
         start = header.encode()
         self._data_start = 8 + len(start)
         self._file = DataFile(path)
+        self._file.reserve(0, self._data_start + _num_bytes(self.tensors))
         self._file.write(0, memoryview(len(start).to_bytes(8, "little") + start))
 
     def place(self, name: str) -> int:
@@ -270,10 +271,10 @@ class SafetensorsWriter:
 
         return NewTensor(self._file, self.place(name), DTYPES[stored.dtype], prod(view.shape), patches)
 
-    def close(self, *, sync: bool = True) -> None:
+    def sync(self) -> None:
         """Return when the file is on the disk."""
-        try:
-            if sync:
-                self._file.sync()
-        finally:
-            self._file.close()
+        self._file.sync()
+
+    def close(self) -> None:
+        """Let go of the file, whole or not."""
+        self._file.close()

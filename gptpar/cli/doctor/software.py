@@ -32,7 +32,7 @@ def software_findings() -> Iterator[Finding]:
     yield _nccl()
     yield _compiler()
     yield _nvcc()
-    yield from map(_helper, ("cpu_adam", "data_index", "bpe"))
+    yield from map(_helper, ("cpu_adam", "data_index", "bpe", "crc32", "strided_copy"))
 
 
 def _torch() -> Finding:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,17 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import Manifest, read_manifest
-from gptpar.checkpoint.assembly import Assembly, NewTensor
+from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, Room
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
 from gptpar.checkpoint.exchange.safetensors_file import DTYPES as STORED_DTYPES
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of
 from gptpar.checkpoint.patches import ParameterView
-from gptpar.checkpoint.storage import read_pieces
+from gptpar.checkpoint.piece_reader import PieceReader, TensorPiece
+from gptpar.checkpoint.pieces import run_parallel
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
 from gptpar.system.files import write_synced
-from gptpar.topology.tensor_parts import Box
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
 from gptpar.training.exchange.kept import Kept, kept_in
 from gptpar.training.exchange.tokenizer_files import tokenizer_files
@@ -75,7 +76,7 @@ class Export:
     def write(self, target: Path) -> None:
         """Write the folder; it appears whole or not at all.
 
-        Memory: a few pieces of 8 MiB, and the parameters that are being transposed.
+        Memory: no more than the largest parameter takes in the checkpoint, or 64 MiB.
 
         Raises:
             CheckpointError: the target exists, the disk refuses, or the checkpoint is damaged.
@@ -88,6 +89,7 @@ class Export:
                 for name, header in self.headers.items():
                     writers.append(SafetensorsWriter(folder / name, header))
                 self._write_weights(writers)
+                run_parallel([writer.sync for writer in writers])
             finally:
                 for writer in writers:
                     writer.close()
@@ -100,16 +102,25 @@ class Export:
                 ours = f"weights/{self.tensors[name].ours}"
                 view = ParameterView(self.manifest.tensors[ours].shape, self.tensors[name].view)
                 parameters.setdefault(ours, []).append((name, view, writer.new_tensor(name, view)))
-        assembly = Assembly()
+        room = Room.within(max((self.manifest.tensors[name].nbytes for name in parameters), default=0))
+        assembly = Assembly(room)
 
-        def give(ours: str, parts: Sequence[tuple[Box, torch.Tensor]]) -> None:
-            for name, view, tensor in parameters[ours]:
-                patches = [patch for box, values in parts for patch in view.of_parameter(box, values)]
-                assembly.fill(tensor, name, patches, view.elements(patches))
-            assembly.write_complete()
+        def readings(ours: str) -> list[Reading]:
+            return [Reading(list(touched(piece)), partial(give, piece)) for piece in reader.pieces(ours)]
 
-        read_pieces(self.path, self.manifest, parameters, give)
-        assembly.require_empty()
+        def touched(piece: TensorPiece) -> Iterator[FileBlock]:
+            for _, view, tensor in parameters[piece.name]:
+                yield from tensor.touching(view.elements(part for box in piece.boxes for part in view.boxes(box)))
+
+        def give(piece: TensorPiece, blocks: Sequence[FileBlock]) -> None:
+            with reader.read(piece) as parts:
+                for name, view, tensor in parameters[piece.name]:
+                    if here := [block for block in blocks if block.tensor is tensor]:
+                        patches = [patch for box, values in parts for patch in view.of_parameter(box, values)]
+                        assembly.fill(here, name, patches)
+
+        with PieceReader(self.path, self.manifest, parameters, room.threads) as reader:
+            assembly.run(map(readings, parameters))
 
 
 def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOptions()) -> Export:

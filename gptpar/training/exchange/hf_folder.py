@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -18,7 +18,6 @@ from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.exchange.safetensors_file import DTYPES
 from gptpar.checkpoint.exchange.weight_files import WeightFile, open_all
 from gptpar.checkpoint.patches import ParameterView
-from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.config import Flags, ModelConfig, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
@@ -53,6 +52,35 @@ class Source:
 
 
 @dataclass(frozen=True)
+class SourcePart:
+    """Elements of one of transformers' tensors.
+
+    Attributes:
+        ours: name of our parameter.
+        theirs: transformers' name.
+        start, stop: number of the first element, and of the one after the last.
+    """
+
+    ours: str
+    theirs: str
+    source: Source
+    start: int
+    stop: int
+
+    def read(self, buffers: AlignedBuffers, *, past_cache: bool) -> AbstractContextManager[torch.Tensor]:
+        """The elements; these are in memory until the block of the ``with`` statement ends.
+
+        Args:
+            buffers: one for each thread that reads.
+            past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has shrunk.
+        """
+        return self.source.file.part(self.source.name, self.start, self.stop, buffers, past_cache=past_cache)
+
+
+@dataclass(frozen=True)
 class HfModel:
     """A model whose folder has been checked: every tensor is there and has the right shape.
 
@@ -77,33 +105,13 @@ class HfModel:
         """The place of each of transformers' tensors, by its name, in one of our parameters."""
         return {tensor.name: ParameterView(shape, tensor.view) for tensor, _ in self.parameters[name]}
 
-    def read(
-        self, names: Iterable[str], give: Callable[[str, str, int, torch.Tensor], None], *, past_cache: bool
-    ) -> None:
-        """Read parameters of ours part by part, in several threads.
-
-        Args:
-            give: is called with our name, transformers' name, the number of the first element in transformers' tensor,
-                and the elements; these are in memory until it returns.
-            past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
-
-        Raises:
-            CheckpointError: a file cannot be read, or has shrunk.
-        """
-        buffers = AlignedBuffers(NUM_THREADS)
-
-        def read(ours: str, tensor: HfTensor, source: Source, start: int, stop: int) -> None:
-            with source.file.part(source.name, start, stop, buffers, past_cache=past_cache) as values:
-                give(ours, tensor.name, start, values)
-
-        run_parallel(
-            [
-                partial(read, ours, tensor, source, start, stop)
-                for ours in names
-                for tensor, source in self.parameters[ours]
-                for start, stop in pairwise([*source.file.part_starts(source.name), prod(tensor.shape)])
-            ]
-        )
+    def parts(self, name: str) -> list[SourcePart]:
+        """The parts in which one of our parameters is best read."""
+        return [
+            SourcePart(name, tensor.name, source, start, stop)
+            for tensor, source in self.parameters[name]
+            for start, stop in pairwise([*source.file.part_starts(source.name), prod(tensor.shape)])
+        ]
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:

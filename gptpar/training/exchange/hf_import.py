@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from gptpar.checkpoint.assembly import Assembly, FileBlock, Reading, Room
+from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
-from gptpar.checkpoint.patches import copy_common
+from gptpar.checkpoint.patches import ParameterView, copy_common
+from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.checkpoint.streamed import StreamedCheckpoint, write_checkpoint
 from gptpar.config import TokenizerConfig
 from gptpar.errors import CheckpointError
-from gptpar.topology.tensor_parts import TensorParts
-from gptpar.training.exchange.hf_folder import HfModel, open_hf, shapes_of
+from gptpar.topology.tensor_parts import TensorParts, flat_boxes
+from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
 from gptpar.training.exchange.kept import FOLDER, keep
 from gptpar.training.exchange.meta import converted_meta
 
@@ -52,18 +54,23 @@ def import_hf(source: Path, target: Path) -> Path:
 
 
 def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
-    """Write all parameters; memory holds a few pieces of 8 MiB, and the parameters that are being transposed."""
+    """Write all parameters; memory holds no more than the largest of them, or 64 MiB."""
     shapes = shapes_of(model.model)
     views = {name: model.views(name, shapes[name]) for name in model.parameters}
     new = {name: file.add(f"weights/{name}", shapes[name], model.dtype(name), views[name]) for name in views}
+    room = Room.within(max(prod(shapes[name]) * model.dtype(name).itemsize for name in new))
+    assembly, buffers = Assembly(room), AlignedBuffers(room.threads)
 
-    def give(ours: str, theirs: str, start: int, values: torch.Tensor) -> None:
-        view = views[ours][theirs]
-        patches = view.of_elements(start, values)
-        file.assembly.fill(new[ours], theirs, patches, view.elements_of_parameter(patches))
-        file.assembly.write_complete()
+    def reading(part: SourcePart) -> Reading:
+        view = views[part.ours][part.theirs]
+        boxes = flat_boxes(view.shape, part.start, part.stop)
+        return Reading(new[part.ours].touching(view.elements_of_parameter(boxes)), partial(give, part, view))
 
-    model.read(new, give, past_cache=True)
+    def give(part: SourcePart, view: ParameterView, blocks: Sequence[FileBlock]) -> None:
+        with part.read(buffers, past_cache=True) as values:
+            assembly.fill(blocks, part.theirs, view.of_elements(part.start, values))
+
+    assembly.run([reading(part) for part in model.parts(name)] for name in new)
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
@@ -108,9 +115,12 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     held = [name for name, parts in weights.items() if parts.num_held]
     views = {name: model.views(name, shapes[name]) for name in held}
 
-    def give(ours: str, theirs: str, start: int, values: torch.Tensor) -> None:
-        view = views[ours][theirs]
-        for offsets, part in weights[ours].parts:
-            copy_common(view.of_elements(start, values), view.of_parameter((offsets, tuple(part.shape)), part))
+    buffers = AlignedBuffers(NUM_THREADS)
 
-    model.read(held, give, past_cache=False)  # other processes read the same files
+    def give(part: SourcePart) -> None:
+        view = views[part.ours][part.theirs]
+        with part.read(buffers, past_cache=False) as values:  # other processes read the same files
+            for offsets, held in weights[part.ours].parts:
+                copy_common(view.of_elements(part.start, values), view.of_parameter((offsets, tuple(held.shape)), held))
+
+    run_parallel([partial(give, part) for name in held for part in model.parts(name)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.checkpoint.assembly import Assembly
+from gptpar.checkpoint.assembly import Assembly, Reading, Room
 from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of, open_safetensors
 from gptpar.checkpoint.exchange.weight_files import open_all
@@ -29,13 +29,16 @@ def test_a_file_is_the_one_that_the_library_writes(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     library.save_file(tensors(), theirs, metadata={"format": "pt"})
     writer = SafetensorsWriter(ours, header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors().items()}))
-    assembly, box = Assembly(), ((0, 0), (5, 3))
-    for name, tensor in tensors().items():
+    assembly, box = Assembly(Room.within(0)), ((0, 0), (5, 3))
+
+    def reading(name: str, tensor: torch.Tensor) -> Reading:
         view = ParameterView((5, 3), lambda whole: whole.t())
         patches = view.of_parameter(box, tensor.t().contiguous())
-        assembly.fill(writer.new_tensor(name, view), name, patches, view.elements(patches))
-    assembly.write_complete()
-    assembly.require_empty()
+        blocks = writer.new_tensor(name, view).touching(view.elements(view.boxes(box)))
+        return Reading(blocks, lambda some: assembly.fill(some, name, patches))
+
+    assembly.run([reading(name, tensor)] for name, tensor in tensors().items())
+    writer.sync()
     writer.close()
     assert ours.read_bytes() == theirs.read_bytes()
     file, buffers = open_safetensors(theirs), AlignedBuffers(1)

@@ -7,9 +7,10 @@ split of a parameter as our parameter's declared placement gives it here. So spl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from gptpar.checkpoint.exchange.distcp import METADATA
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
 from gptpar.checkpoint.exchange.safe_pickle import is_whole
 from gptpar.checkpoint.exchange.safetensors_file import NAME_OF
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint, write_each
+from gptpar.checkpoint.patches import ParameterView
+from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart, write_checkpoint
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
@@ -52,27 +54,37 @@ class MegatronModel:
     model: ModelConfig
     infos: Mapping[str, ParameterInfo]
 
-    def tensors(self) -> Iterator[StreamedTensor]:
-        """All tensors of our checkpoint, in the order in which Megatron's files are read fastest."""
+    def write(self, file: StreamedCheckpoint) -> None:
+        """Write all tensors of our checkpoint, in the order in which Megatron's files are read fastest."""
         for kind, parts in self.found.states.items():
             for name in parts:
                 if name in self.infos:
-                    yield StreamedTensor(f"{kind}/{name}", partial(self.tensor, kind, name))
+                    self._write_tensor(file, kind, name)
 
-    def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """A parameter of ours, or an optimizer state of it: fp64 if Megatron's tensor is fp64, else fp32."""
-        shape, split = self.infos[name].shape, self.infos[name].split
-        parts = [part.read() for part in self.found.states[kind][name]]
-        if not all(part.dtype in NAME_OF and is_whole(part) for part in parts):
+    def _write_tensor(self, file: StreamedCheckpoint, kind: str, name: str) -> None:
+        """Write a parameter of ours, or an optimizer state of it: fp64 if Megatron's tensor is fp64, else fp32."""
+        info = self.infos[name]
+        splits = [part.read() for part in self.found.states[kind][name]]
+        tensors = [tensor for one in splits for tensor in one]
+        if not all(tensor.dtype in NAME_OF and is_whole(tensor) for tensor in tensors):
             raise CheckpointError(
                 f"{kind} of {name!r} in {self.found.path} is no plain tensor of {', '.join(map(str, NAME_OF))}"
             )
-        if split is None or len(parts) == 1:
-            whole = parts[0].reshape(shape)
-        else:
-            before, after = shape[: split.dim], shape[split.dim + 1 :]
-            whole = torch.cat([part.reshape(*before, -1, *after) for part in parts], split.dim)
-        return whole.to(torch.float64 if whole.dtype == torch.float64 else torch.float32)
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        file.write(f"{kind}/{name}", tuple(info.shape), dtype, list(_parts(info, splits)))
+
+
+def _parts(info: ParameterInfo, splits: Sequence[Sequence[torch.Tensor]]) -> Iterator[StreamedPart]:
+    """Each rank's split at its place in the parameter; the first one, where all ranks have all of it."""
+    if info.split is None or len(splits) == 1:
+        yield StreamedPart(ParameterView(info.shape, lambda whole: whole), splits[0])
+        return
+    dim, start = info.split.dim, 0
+    row = prod(info.shape) // info.shape[dim]
+    for one in splits:
+        size = sum(tensor.numel() for tensor in one) // row
+        yield StreamedPart(ParameterView(info.shape, partial(torch.narrow, dim=dim, start=start, length=size)), one)
+        start += size
 
 
 def open_megatron(folder: Path) -> MegatronModel:
@@ -153,7 +165,7 @@ def import_megatron(source: Path, target: Path) -> Path:
         meta |= progress_meta(found, opened.model.seq_length)
         iteration = meta["progress"]["iteration"]
     with new_folder(target) as folder:
-        path = write_checkpoint(folder, iteration, partial(write_each, opened.tensors()), meta)
+        path = write_checkpoint(folder, iteration, opened.write, meta)
     return target / path.name
 
 
@@ -185,7 +197,9 @@ def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tie
     for name in sorted(names & infos.keys()):
         info, parts = infos[name], states[name]
         whole = sum(map(_numel, parts)) if info.split is not None else _numel(parts[0])
-        if whole != info.shape.numel() or len(parts) != found.num_ranks:
+        row = 1 if info.split is None else prod(info.shape) // info.shape[info.split.dim]
+        uneven = any(_numel(part) % row for part in parts)
+        if whole != info.shape.numel() or len(parts) != found.num_ranks or uneven:
             sizes = [list(part.shape) for part in parts]
             yield (
                 f"{of_kind}{name!r} is {list(info.shape)} in the model, and the {found.num_ranks} ranks have {sizes}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ class RankPart:
 
     Attributes:
         shape: the split's shape.
-        read: returns the split in host memory.
+        read: returns tensors whose elements follow each other in the split, row by row. They stay on the disk until
+            they are used, if the file's format allows it.
     """
 
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], Sequence[torch.Tensor]]
 
 
 Parts = dict[str, list[RankPart]]

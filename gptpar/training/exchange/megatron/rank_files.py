@@ -54,7 +54,7 @@ def open_rank_files(path: Path) -> Found:
                 of_rank |= found
                 counted += len({name.split(".")[1] for name in found if name.startswith("layers.")})
         for name, tensor in of_rank.items():
-            weights.setdefault(name, []).append(RankPart(tuple(tensor.shape), lambda tensor=tensor: tensor))  # type: ignore[misc]
+            weights.setdefault(name, []).append(RankPart(tuple(tensor.shape), lambda tensor=tensor: [tensor]))  # type: ignore[misc]
     if arguments is None:
         arguments, beside = model_states(path)
     given, zero = with_arguments(arguments, path), open_zero_states(path, len(ranks))

@@ -78,8 +78,12 @@ def _parts(folder: DistcpFolder, keys: Mapping[str, str]) -> Parts:
 def _layers(folder: DistcpFolder, ours: str, key: str) -> Iterator[tuple[str, RankPart]]:
     shape = folder.tensors[key].shape
     if not ours.startswith(EVERY_LAYER):
-        yield ours, RankPart(shape, partial(folder.read, key))
+        yield ours, RankPart(shape, partial(_read, folder, key))
         return
     for index in range(min(shape[0] if shape else 0, MAX_LAYERS)):
         name = ours.replace(EVERY_LAYER, f"layers.{index}.")
-        yield name, RankPart(shape[1:], partial(folder.read, key, index))
+        yield name, RankPart(shape[1:], partial(_read, folder, key, index))
+
+
+def _read(folder: DistcpFolder, key: str, index: int | None = None) -> list[torch.Tensor]:
+    return [folder.read(key, index)]

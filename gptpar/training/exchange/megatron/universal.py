@@ -69,11 +69,11 @@ def _part(file: Path, rows: int | None) -> RankPart:
     return RankPart(shape, partial(_padded, file, shape))
 
 
-def _padded(file: Path, shape: tuple[int, ...]) -> torch.Tensor:
+def _padded(file: Path, shape: tuple[int, ...]) -> list[torch.Tensor]:
     tensor = _tensor(file)
     if tuple(tensor.shape) == shape:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(shape[0] - len(tensor), *shape[1:])])
+        return [tensor]
+    return [tensor, tensor.new_zeros(shape[0] - len(tensor), *shape[1:])]
 
 
 def _tensor(file: Path) -> torch.Tensor:

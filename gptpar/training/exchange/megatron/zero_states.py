@@ -43,7 +43,7 @@ class _Pieces:
     flat: list[torch.Tensor] = field(default_factory=list)
 
     def part(self) -> RankPart:
-        return RankPart((sum(map(len, self.flat)),), lambda: torch.cat(self.flat))
+        return RankPart((sum(map(len, self.flat)),), lambda: self.flat)
 
 
 def open_zero_states(path: Path, num_ranks: int) -> ZeroStates | None:

@@ -244,6 +244,23 @@ CONTRADICTIONS = {
 }
 
 
+def test_splits_that_end_inside_a_row_are_told(tmp_path: Path) -> None:
+    _, weights = our_model(GPT2)
+    save_old(tmp_path / "theirs", weights, GPT2)
+    files = sorted((tmp_path / "theirs/iter_0000030").glob("*/model_optim_rng.pt"))
+    for file, rows in zip(
+        files, weights["embedding.weight"].reshape(-1).split([32 * 32 - 5, 32 * 32 + 5]), strict=True
+    ):
+        content = load_torch_file(file)
+        content["model"]["language_model"]["embedding"]["word_embeddings"]["weight"] = rows.clone()
+        torch.save(content, tmp_path / "new")
+        (tmp_path / "new").replace(file)
+    told = r"'embedding.weight' is \[64, 32\] in the model, and the 2 ranks have \[\[1019\], \[1029\]\]"
+    with pytest.raises(CheckpointError, match=told):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_arguments_that_contradict_each_other_or_the_tensors_are_told(name: str, tmp_path: Path) -> None:
     changed, told = CONTRADICTIONS[name]

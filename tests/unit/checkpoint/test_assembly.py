@@ -1,0 +1,129 @@
+"""Blocks of new tensors: how many are in memory at once, and what happens where they do not fit."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import data_file
+from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, Room, in_passes
+from gptpar.checkpoint.data_file import BUFFER_BYTES, DataFile, reserve_disk
+from gptpar.checkpoint.patches import ParameterView
+from gptpar.errors import CheckpointError
+
+ROWS, COLUMNS, PIECE = 96, 80, 4096  # 1,024 elements a piece, 30 KiB in all
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_file, "PIECE_BYTES", PIECE)
+
+
+def transposed(path: Path) -> tuple[DataFile, NewTensor, ParameterView]:
+    file, view = DataFile(path), ParameterView((ROWS, COLUMNS), lambda whole: whole.t())
+    tensor = NewTensor(
+        file, 0, torch.float32, ROWS * COLUMNS, lambda start, values: {"w": view.of_elements(start, values)}
+    )
+    return file, tensor, view
+
+
+def readings_of(
+    values: torch.Tensor, tensor: NewTensor, view: ParameterView, assembly: Assembly, seen: list[int]
+) -> list[Reading]:
+    """A reading for each 8 rows."""
+
+    def reading(row: int) -> Reading:
+        box = (row, 0), (8, COLUMNS)
+
+        def give(blocks: list[FileBlock]) -> None:
+            seen.append(row)
+            assembly.fill(blocks, "w", view.of_parameter(box, values[row : row + 8].clone()))
+
+        return Reading(tensor.touching(view.elements(view.boxes(box))), give)  # type: ignore[arg-type]
+
+    return [reading(row) for row in range(0, ROWS, 8)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("blocks", "times"), [(8, 1), (7, 2), (4, 2), (3, 3), (1, 8), (40, 1)])
+def test_a_transposed_tensor_is_read_as_often_as_its_blocks_need(
+    blocks: int, times: int, threads: int, tmp_path: Path
+) -> None:
+    values = torch.randn(ROWS, COLUMNS)
+    file, tensor, view = transposed(tmp_path / "new")
+    assert len(tensor.blocks) == 8
+    assembly, seen = Assembly(Room(threads, blocks)), list[int]()
+    assembly.run([readings_of(values, tensor, view, assembly, seen)])
+    file.close()
+    assert (tmp_path / "new").read_bytes() == values.t().contiguous().numpy().tobytes()
+    assert Counter(seen) == dict.fromkeys(range(0, ROWS, 8), times)
+    assert assembly.most_begun == min(blocks, 8)
+
+
+def test_what_a_later_pass_does_not_need_is_not_read(tmp_path: Path) -> None:
+    file, tensor, _ = transposed(tmp_path / "new")
+    file.close()
+    one, two, three = tensor.blocks[:3]
+
+    def nothing(blocks: object) -> None:
+        pass
+
+    readings = [Reading([one, two, three], nothing), Reading([three], nothing), Reading([one], nothing)]
+    assert [reading.blocks for reading in in_passes(readings, 3)] == [[one, two, three], [three], [one]]
+    assert [reading.blocks for reading in in_passes(readings, 2)] == [[one, two], [one], [three], [three]]
+    in_order = [Reading([one], nothing), Reading([one, two], nothing), Reading([two, three], nothing)]
+    assert list(in_passes(in_order, 2)) == in_order
+
+
+def test_after_an_error_nothing_more_is_read(tmp_path: Path) -> None:
+    file, tensor, view = transposed(tmp_path / "new")
+    assembly, seen = Assembly(Room(2, 8)), list[int]()
+    readings = readings_of(torch.randn(ROWS, COLUMNS), tensor, view, assembly, seen)
+
+    def fail(blocks: object) -> None:
+        raise CheckpointError("the third is damaged")
+
+    with pytest.raises(CheckpointError, match="the third is damaged"):
+        assembly.run([[*readings[:2], Reading(readings[2].blocks, fail), *readings[3:]]])
+    file.close()
+    assert len(seen) <= 2 + 3  # the queue has room for one reading more than there are threads
+
+
+def test_threads_and_blocks_stay_within_the_memory_given() -> None:
+    for num_bytes in (0, 5 * BUFFER_BYTES, 8 * BUFFER_BYTES, 17 * BUFFER_BYTES + 5, 400_000_000, 10**12):
+        room = Room.within(num_bytes)
+        assert 2 <= room.threads <= 8 and room.blocks >= 2 * room.threads
+        assert (room.threads + room.blocks) * BUFFER_BYTES <= max(num_bytes, 8 * BUFFER_BYTES)
+    assert Room.within(0) == Room(2, 6)
+    assert Room.within(412_090_368) == Room(8, 41)
+
+
+def test_a_reserved_file_has_its_blocks_and_is_full_of_zeros(tmp_path: Path) -> None:
+    file = DataFile(tmp_path / "new")
+    file.reserve(0, 1 << 20)
+    file.reserve(0, 0)
+    found = (tmp_path / "new").stat()
+    if found.st_size == 0:
+        pytest.skip("this file system reserves nothing")
+    assert found.st_size == 1 << 20 and found.st_blocks * 512 >= 1 << 20
+    file.write(5, memoryview(b"abc"))
+    file.close()
+    assert (tmp_path / "new").read_bytes() == bytes(5) + b"abc" + bytes((1 << 20) - 8)
+
+
+def test_a_disk_that_cannot_hold_the_file_is_told_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = DataFile(tmp_path / "new")
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'new'}: {os.strerror(errno.EFBIG)}"):
+        file.reserve(2**63 - 10, 100)
+    file.close()
+    read_only = os.open(tmp_path / "new", os.O_RDONLY)
+    reserve_disk(read_only, 0, 100)  # refused with EBADF, which is no lack of room
+    os.close(read_only)
+    assert (tmp_path / "new").stat().st_size == 0

@@ -1,0 +1,54 @@
+"""CRC-32 of memory: zlib's numbers, by the helper and without it."""
+
+from __future__ import annotations
+
+import zlib
+from random import Random
+
+import pytest
+import torch
+
+from gptpar.errors import NativeBuildError
+from gptpar.system import crc32 as room
+from gptpar.system.crc32 import crc32
+
+SIZES = (0, 1, 3, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 1000, 4096, 100_003)
+
+
+@pytest.fixture(params=["with the helper", "without"])
+def _helper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "without":
+        monkeypatch.setattr(room, "_library", lambda: None)
+
+
+@pytest.mark.usefixtures("_helper")
+@pytest.mark.parametrize("size", SIZES)
+def test_any_bytes_at_any_address_have_zlibs_number(size: int) -> None:
+    random = Random(size)
+    memory = torch.frombuffer(bytearray(random.randbytes(size + 40)), dtype=torch.uint8)
+    for start in (0, 1, 7, 8, 16, 33):
+        data, before = memory[start : start + size], random.getrandbits(32)
+        assert crc32(data) == zlib.crc32(data.numpy().tobytes())
+        assert crc32(data, before) == zlib.crc32(data.numpy().tobytes(), before)
+
+
+def test_known_numbers() -> None:
+    def of(text: bytes) -> int:
+        return crc32(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+    assert of(b"123456789") == 0xCBF43926  # the check value of this CRC in its catalogues
+    assert of(bytes(1 << 20)) == zlib.crc32(bytes(1 << 20)) == 0xA738EA1C
+    assert of(b"\xff" * 4096) == 0xF154670A == zlib.crc32(b"\xff" * 4096)
+
+
+def test_without_a_compiler_zlib_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise NativeBuildError("no compiler")
+
+    monkeypatch.setattr(room.native, "load", refuse)
+    room._library.cache_clear()
+    try:
+        assert room._library() is None
+        assert crc32(torch.tensor([1, 2, 3], dtype=torch.uint8)) == zlib.crc32(bytes([1, 2, 3]))
+    finally:
+        room._library.cache_clear()

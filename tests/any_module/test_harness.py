@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.any_module.case import Setup
+from tests.any_module.cases import CASES
 from tests.any_module.compare import deviations, problems
-from tests.any_module.harness import CASES, PLAIN
+from tests.any_module.harness import PLAIN
 from tests.any_module.matrix import Bench
 from tests.any_module.plain_engine import MISTAKES
 from tests.any_module.rank_pool import RankPool, RanksFailed

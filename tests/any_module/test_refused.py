@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
+from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
-from tests.any_module.harness import CASES, GPTPAR, Training, initializer, worst_of_ranks
+from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities.training import TWO_BACKWARD_CALLS
 from tests.any_module.reference import Trace, reference

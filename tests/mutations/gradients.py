@@ -51,10 +51,16 @@ GRADIENTS = [
     Mutation(
         "reduction-not-waited-for",
         REDUCER,
-        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n"
-        "            return complete",
-        "                self._add(unit, shard, last)\n\n            return complete",
+        "        oldest.wait()\n        oldest.add()\n",
+        "        oldest.add()\n",
         (TWO_PROCESSES,),
+    ),
+    Mutation(
+        "dropped-gradients-added-to-the-next-steps",
+        REDUCER,
+        "            self._pending.popleft().wait()\n",
+        "            self._complete_one()\n",
+        ("tests/unit/engine/test_gradients.py::test_reductions_of_a_dropped_step_are_waited_for_and_not_added",),
     ),
     Mutation(
         "last-reductions-left-behind",

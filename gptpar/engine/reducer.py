@@ -41,11 +41,15 @@ class GradientReducer:
 
     Args:
         dtype: number format in which processes exchange gradients.
+
+    Attributes:
+        has_begun: whether any reduction over processes has begun in this step.
     """
 
     def __init__(self, memory: GradientMemory, axis: DataAxis, dtype: torch.dtype, router: GradientRouter):
         self._memory, self._axis, self._dtype, self._router = memory, axis, dtype, router
         self._summed: set[str] = set()
+        self.has_begun = False
         self._pending: deque[_Reduction] = deque()
         self._bounded = not memory.keeps_all or router.divides
         on_side_stream = router.divides and axis.group is not None and memory.shard.is_cuda
@@ -56,6 +60,7 @@ class GradientReducer:
         while self._pending:
             self._pending.popleft().wait()
         self._summed.clear()
+        self.has_begun = False
 
     @torch.no_grad()
     def reduce(self, unit: Unit, total: torch.Tensor, *, last: bool) -> None:
@@ -65,6 +70,7 @@ class GradientReducer:
             total: [unit.length] this process's sum.
             last: whether the reduced sum is final.
         """
+        self.has_begun |= self._axis.group is not None
         sent = total if self._axis.group is None else total.to(self._dtype)
         if self._axis.shards > 1:
             into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)

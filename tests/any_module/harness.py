@@ -81,9 +81,8 @@ class Training:
         for number, loss in enumerate(losses):
             if number == len(losses) - 1:
                 self.backward(loss, micro)
-                continue
-            with self.engine.no_sync():
-                self.engine.backward(loss, retain_graph=self.case.shares_graph)
+            else:
+                self.backward_before_last(loss)
         if micro == self.setup.accumulation - 1:
             self.trace.gradients.append({name: self._gradient(name) for name in self.trainable})
         self.engine.step()
@@ -96,6 +95,11 @@ class Training:
     def backward(self, loss: torch.Tensor, micro: int) -> None:
         """Of a micro-batch."""
         self.engine.backward(loss)
+
+    def backward_before_last(self, loss: torch.Tensor) -> None:
+        """Of one of a micro-batch's losses; the last one follows."""
+        with self.engine.no_sync():
+            self.engine.backward(loss, retain_graph=self.case.shares_graph)
 
     def before_micro_batch(self, step: int, micro: int) -> None:
         """For scenarios: what else the user does there."""

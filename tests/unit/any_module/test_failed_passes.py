@@ -16,6 +16,7 @@ from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 
+TOLD = "an error ended a pass, but not the same pass on all processes: "
 REMEDY = (
     ". The others wait in theirs, so that the run cannot go on: let the error end the process, and start again from a "
     "checkpoint."
@@ -69,9 +70,9 @@ def test_other_passes_are_told_on_all(two: list[FailedPasses]) -> None:
 def test_a_process_that_is_alone_does_not_go_on(two: list[FailedPasses], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed_passes, "WAIT_SECONDS", 0.1)
     two[1].note("a forward pass")
-    told = "an error ended a pass, but not the same pass on all processes: rank 0 met none within 0.1 seconds, rank 1 "
+    told = "rank 0 met none within 0.1 seconds, rank 1 met an error in a forward pass"
     for _ in range(2):
-        assert settled(two) == ["", told + "met an error in a forward pass" + REMEDY]
+        assert settled(two) == ["", TOLD + told + REMEDY]
 
 
 def test_one_process_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:

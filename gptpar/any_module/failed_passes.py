@@ -6,6 +6,7 @@ them does it alone, the others wait in the failed pass for collectives, and woul
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch.distributed as dist
@@ -61,16 +62,21 @@ class FailedPasses:
         self._place = ""
 
     def _wait_for_others(self) -> list[str | None]:
-        """The pass that failed on each process; ``None``: none has."""
-        store = dist.distributed_c10d._get_default_store()
-        keys = [f"{self._prefix}/{self._count}/{rank}" for rank in range(self._topology.layout.world_size)]
-        store.set(keys[self._topology.rank], self._place)
+        """The pass that failed on each process; ``None``: none has, as far as this process can know."""
+        rank, ranks = self._topology.rank, range(self._topology.layout.world_size)
+        keys = [f"{self._prefix}/{self._count}/{rank}" for rank in ranks]
+        places: list[str | None] = [None for _ in ranks]
         until, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE
-        while not store.check(keys) and time.monotonic() < until:
-            self._watch.check()
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+        with contextlib.suppress(dist.DistError):  # the process that has the store has ended
+            store = dist.distributed_c10d._get_default_store()
+            store.set(keys[rank], self._place)
+            while not store.check(keys) and time.monotonic() < until:
+                self._watch.check()
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            places = [store.get(key).decode() if store.check([key]) else None for key in keys]
+        places[rank] = self._place
+        return places
 
     def _compare(self, places: list[str | None]) -> None:
         if len(set(places)) == 1:
@@ -83,4 +89,4 @@ class FailedPasses:
 
 
 def _met(place: str | None) -> str:
-    return f"met an error in {place}" if place else f"met none within {WAIT_SECONDS:g} seconds"
+    return f"met an error in {place}" if place else f"told of none within {WAIT_SECONDS:g} seconds"

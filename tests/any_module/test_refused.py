@@ -289,7 +289,7 @@ def test_a_forward_pass_that_fails_on_one_process_is_told_on_all(new_ranks: Benc
 def test_a_backward_pass_that_fails_on_one_process_is_told(new_ranks: Bench) -> None:
     with pytest.raises(RanksFailed) as caught:
         new_ranks.on_ranks(2, fails_alone, BackwardFailsAlone, Setup(2, 2, 0.0, 2))
-    told = "rank 0 met none within 0.5 seconds, rank 1 met an error in a backward pass of step 3, micro-batch 1"
+    told = "rank 0 told of none within 0.5 seconds, rank 1 met an error in a backward pass of step 3, micro-batch 1"
     assert told in caught.value.reports[1]
 
 

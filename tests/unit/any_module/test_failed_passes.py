@@ -70,9 +70,19 @@ def test_other_passes_are_told_on_all(two: list[FailedPasses]) -> None:
 def test_a_process_that_is_alone_does_not_go_on(two: list[FailedPasses], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed_passes, "WAIT_SECONDS", 0.1)
     two[1].note("a forward pass")
-    told = "rank 0 met none within 0.1 seconds, rank 1 met an error in a forward pass"
+    told = "rank 0 told of none within 0.1 seconds, rank 1 met an error in a forward pass"
     for _ in range(2):
         assert settled(two) == ["", TOLD + told + REMEDY]
+
+
+def test_a_process_whose_store_has_ended_is_alone(two: list[FailedPasses], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended() -> Any:
+        raise dist.DistNetworkError("failed to send")
+
+    monkeypatch.setattr(failed_passes.dist.distributed_c10d, "_get_default_store", ended)
+    two[1].note("a forward pass")
+    told = f"rank 0 told of none within {failed_passes.WAIT_SECONDS:g} seconds, rank 1 met an error in a forward pass"
+    assert settled(two) == ["", TOLD + told + REMEDY]
 
 
 def test_one_process_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.any_module.case import STEPS, Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.compare import KINDS, Deviations, problems
 from tests.any_module.harness import GPTPAR
-from tests.any_module.layouts import every_layout
+from tests.any_module.layouts import every_layout, fitting
 from tests.any_module.matrix import Bench
 
 
@@ -46,7 +46,7 @@ def _names(words: str) -> list[str]:
 
 def _setups(case: Case, args: argparse.Namespace) -> Iterator[Setup]:
     one = Setup(args.world, args.stage, args.ratio, args.accumulation, args.clip, args.steps)
-    return every_layout(case, one) if args.full else iter([one])
+    return every_layout(case, one) if args.full else iter([fitting(case, one)])
 
 
 def _deviations(bench: Bench, name: str, setup: Setup) -> Deviations | None:

@@ -14,22 +14,21 @@ WORLDS, STAGES, RATIOS = (1, 2, 4), (0, 1, 2, 3), (0.0, 0.6, 1.0)
 
 
 def every_layout(case: Case, like: Setup) -> Iterator[Setup]:
-    """All 36, with one and two micro-batches a step in turns, or as many as the case needs.
-
-    A case that is resumed is saved by the next layout: another number of processes, another stage and another share.
-    Its steps have four micro-batches on all processes together.
-
-    Args:
-        like: has what is no part of the layout: clipping, and the number of steps.
-    """
+    """All 36, with one and two micro-batches a step in turns; ``like`` has clipping and the number of steps."""
     for index, (world, stage, ratio) in enumerate(itertools.product(WORLDS, STAGES, RATIOS)):
         turn = 1 + (index + index // 12) % 2
-        setup = replace(like, world=world, stage=stage, ratio=ratio, accumulation=max(turn, case.micro_batches))
-        yield saved_by_the_next(case, setup) if case.resumed else setup
+        yield fitting(case, replace(like, world=world, stage=stage, ratio=ratio, accumulation=turn))
 
 
-def saved_by_the_next(case: Case, setup: Setup) -> Setup:
-    """With statistics of batches the number of processes stays: they normalise what these have."""
+def fitting(case: Case, setup: Setup) -> Setup:
+    """A layout with as many micro-batches as the case needs.
+
+    A case that is resumed is saved by the next layout: another number of processes, another stage and another share;
+    all processes together have four micro-batches a step. With statistics of batches the number of processes stays:
+    they normalise what these have.
+    """
+    if not case.resumed:
+        return replace(setup, accumulation=max(setup.accumulation, case.micro_batches))
     world = setup.world if case.synchronised else _next(setup.world, WORLDS)
     stage, ratio, total = _next(setup.stage, STAGES), _next(setup.ratio, RATIOS), WORLDS[-1]
     before = replace(setup, world=world, stage=stage, ratio=ratio, accumulation=total // world)

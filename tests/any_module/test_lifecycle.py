@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
+from tests.any_module.layouts import fitting
 from tests.any_module.matrix import Bench
 from tests.any_module.scenarios import SCENARIOS
 
@@ -28,7 +28,7 @@ NAMES = [name for name, case in SCENARIOS.items() if not case.resumed and name !
 @layouts
 @pytest.mark.parametrize("name", NAMES)
 def test_training_stays_the_same(bench: Bench, name: str, setup: Setup) -> None:
-    bench.check(name, replace(setup, accumulation=max(setup.accumulation, SCENARIOS[name].micro_batches)))
+    bench.check(name, fitting(SCENARIOS[name], setup))
 
 
 def evaluates(rank: int, setup: Setup, engine: str) -> tuple[float, float]:

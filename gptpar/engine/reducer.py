@@ -58,7 +58,8 @@ class GradientReducer:
     def begin(self) -> None:
         """A step begins; reductions of a step that was dropped write no more, and are not added."""
         while self._pending:
-            self._pending.popleft().wait()
+            dropped = self._pending.popleft()  # holds the tensors until they are usable
+            dropped.wait()
         self._summed.clear()
         self.has_begun = False
 

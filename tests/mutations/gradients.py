@@ -34,11 +34,8 @@ GRADIENTS = [
     Mutation(
         "units-reduced-as-they-complete",
         COLLECTOR,
-        "while self._waiting and self._missing[self._waiting[0][0].name] <= 0:\n"
-        "            self._hand_on(*self._waiting.popleft())",
-        "for waiting in [w for w in self._waiting if self._missing[w[0].name] <= 0]:\n"
-        "            self._waiting.remove(waiting)\n"
-        "            self._hand_on(*waiting)",
+        "in_order = self._in_order or not self._has_learned",
+        "in_order = False",
         (ONE_ORDER,),
     ),
     Mutation(

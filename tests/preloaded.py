@@ -6,7 +6,7 @@ import gc
 
 import pytest  # noqa: F401
 
-import tests.any_module.harness
+import tests.any_module.on_rank
 import tests.helpers  # noqa: F401
 
 gc.collect()

@@ -60,10 +60,15 @@ class ModuleEngine(TrainingEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are cast if the configuration has ``auto_cast``."""
-        self._require_open()
+        self._require_usable()
         args, kwargs = self._cast((args, kwargs))
-        with self._stage.forward(), self._activity.lost_ranks_explained():
-            return self.module(*args, **kwargs)
+        try:
+            with self._stage.forward(), self._activity.lost_ranks_explained():
+                return self.module(*args, **kwargs)
+        except BaseException:
+            if self.engine.gatherer.gathers_in_call_order:
+                self._note_failure("a forward pass")
+            raise
 
     # A step.
 
@@ -139,6 +144,7 @@ class ModuleEngine(TrainingEngine):
         try:
             self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         except BaseException:
+            self._note_failure("a backward pass")
             self.zero_grad()  # some of the step's gradients are incomplete: it has to begin again
             raise
         if self._needs_losses:
@@ -165,7 +171,7 @@ class ModuleEngine(TrainingEngine):
         Raises:
             GptparError: no gradient of the micro-batch is final, though it is the step's last.
         """
-        self._require_open()
+        self._require_usable()
         ends_step = self._is_final or self._is_last()
         if ends_step and not self._is_final:
             raise GptparError(
@@ -201,7 +207,7 @@ class ModuleEngine(TrainingEngine):
             self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))
 
     def _require_loss(self, loss: torch.Tensor) -> None:
-        self._require_open()
+        self._require_usable()
         if self._is_final:
             raise GptparError(
                 "engine.backward(loss) after the step's gradient became final: call engine.step() first. If a "

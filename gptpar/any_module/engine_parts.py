@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
@@ -23,6 +24,7 @@ class EngineParts:
         topology: this process's place.
         activity: records what this process is doing.
         watch: compares the order of calls between processes; it is closed with the engine.
+        failed: compares passes that ended in an error between processes.
     """
 
     engine: Engine
@@ -31,3 +33,4 @@ class EngineParts:
     topology: Topology
     activity: Activity
     watch: OrderWatch
+    failed: FailedPasses

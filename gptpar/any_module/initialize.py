@@ -21,6 +21,7 @@ from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
 from gptpar.any_module.engine_parts import EngineParts
+from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -164,12 +165,14 @@ def _engine_of(
     engine, host, frozen = build_engine(
         stage, [group["params"] for group in groups], options, topology, recording, watch.wait_for
     )
+    name = name_of_engine(topology)
     if engine.gatherer.gathers_in_call_order:
-        watch.start(name_of_engine(topology))
+        watch.start(name)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
         compile_scopes(stage)
-    parts = EngineParts(engine, host, Weights(stage, engine, frozen, topology), topology, activity, watch)
+    weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)
+    parts = EngineParts(engine, host, weights, topology, activity, watch, failed)
     return ModuleEngine(stage, parts, groups, options, loss_fn)
 
 

@@ -13,9 +13,10 @@ from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
 from gptpar.any_module.engine_parts import EngineParts
+from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.order_watch import OrderWatch
+from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.weights import Weights
 from gptpar.errors import ModelError
@@ -105,8 +106,9 @@ def engine_of_pipeline(
     engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
     if options.compile:
         compile_scopes(stages)
-    weights = Weights(stages, engine, frozen, topology)
-    parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), OrderWatch(topology))
+    weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
+    failed = FailedPasses(topology, name_of_engine(topology), watch)
+    parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), watch, failed)
     return PipelineEngine(pipeline, stages, parts, groups, options)
 
 

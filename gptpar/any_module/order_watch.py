@@ -99,6 +99,11 @@ class OrderWatch:
                 problem.append(error)
             done.set()
 
+    @property
+    def num_notes(self) -> int:
+        """Number of calls noted in this step."""
+        return len(self._notes)
+
     def check(self) -> None:
         """Raise the error, if there is one."""
         if self.error is not None:

@@ -76,7 +76,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         super().__init__()
         self.module, self.options = module, options
         self.engine, self.host, self.weights, self.topology = parts.engine, parts.host, parts.weights, parts.topology
-        self._work, self._activity, self._watch = work, parts.activity, parts.watch
+        self._work, self._activity, self._watch, self._failed = work, parts.activity, parts.watch, parts.failed
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
         self.optimizer = EngineOptimizer(
@@ -187,7 +187,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             StopIteration: the data is at its end; nothing was done.
             GptparError: the data ends within the step, there is no loss, or another step has begun.
         """
-        self._require_open()
+        self._require_usable()
         self._require_no_step()
         batches = self.data.take(data_iter)
         try:
@@ -205,8 +205,15 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         try:
             return self._passes(batches)
         except BaseException:
+            self._note_failure("train_batch", exchanging=self.topology.layout.pipeline > 1)
             self.zero_grad()  # some of the step's gradients are incomplete
             raise
+
+    def _note_failure(self, what: str, *, exchanging: bool = False) -> None:
+        """A pass ends in an error, maybe on this process alone; ``exchanging``: others may wait for it for certain."""
+        gathers = self.engine.gatherer.gathers_in_call_order
+        if exchanging or gathers or self.engine.gradients.are_exchanged:
+            self._failed.note(f"{what} of step {self.global_steps + 1}, micro-batch {self._count + 1}")
 
     def _require_no_step(self) -> None:
         """Raise if another step has begun."""
@@ -228,7 +235,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             StopIteration: the data is at its end.
             GptparError: the data ends within the batch, or there is no loss.
         """
-        self._require_open()
+        self._require_usable()
         batches = self.data.take(data_iter)
         with evaluating(self):
             mean = self._work.evaluate(batches)
@@ -391,6 +398,11 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
     def destroy(self) -> None:
         """The same as :meth:`close`, by DeepSpeed's name."""
         self.close()
+
+    def _require_usable(self) -> None:
+        """Raise if the engine is closed, or if a pass has failed on some processes alone."""
+        self._require_open()
+        self._failed.settle()
 
     def _require_open(self) -> None:
         if self.__dict__.get("_closed"):

@@ -24,6 +24,11 @@ class Gradients:
         self.memory, self.collector, self.router, self._reducer = memory, collector, router, reducer
         self.shard, self.shards = memory.shard, memory.shards
 
+    @property
+    def are_exchanged(self) -> bool:
+        """Whether processes have begun to sum gradients of this step."""
+        return self._reducer.has_begun
+
     def begin(self, num_micro_batches: int) -> None:
         """A step begins."""
         self.router.begin()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,24 +21,47 @@ MAX_IN_FLIGHT = 2
 """Under ZeRO-2 and 3, the number of reductions that may hold a whole unit's buffer at once."""
 
 
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction that has begun.
+
+    Attributes:
+        wait: makes its result usable on the current stream.
+        add: adds the result to the unit's sum.
+        in_use: other streams use these tensors until the result is usable.
+    """
+
+    wait: Callable[[], None]
+    add: Callable[[], None]
+    in_use: tuple[torch.Tensor, ...]
+
+
 class GradientReducer:
     """Reduces each unit's gradient to this process's shard, and hands the final shard on to the router.
 
     Args:
         dtype: number format in which processes exchange gradients.
+
+    Attributes:
+        has_begun: whether any reduction over processes has begun in this step.
     """
 
     def __init__(self, memory: GradientMemory, axis: DataAxis, dtype: torch.dtype, router: GradientRouter):
         self._memory, self._axis, self._dtype, self._router = memory, axis, dtype, router
         self._summed: set[str] = set()
-        self._pending: deque[tuple[Callable[[], None], tuple[torch.Tensor, ...]]] = deque()
+        self.has_begun = False
+        self._pending: deque[_Reduction] = deque()
         self._bounded = not memory.keeps_all or router.divides
         on_side_stream = router.divides and axis.group is not None and memory.shard.is_cuda
         self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins; reductions of a step that was dropped write no more, and are not added."""
+        while self._pending:
+            dropped = self._pending.popleft()  # holds the tensors until they are usable
+            dropped.wait()
         self._summed.clear()
+        self.has_begun = False
 
     @torch.no_grad()
     def reduce(self, unit: Unit, total: torch.Tensor, *, last: bool) -> None:
@@ -46,38 +71,35 @@ class GradientReducer:
             total: [unit.length] this process's sum.
             last: whether the reduced sum is final.
         """
+        self.has_begun |= self._axis.group is not None
         sent = total if self._axis.group is None else total.to(self._dtype)
         if self._axis.shards > 1:
             into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
             work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)
-            self._pending.append((self._completion(work, unit, into, last), (sent, into)))
+            self._pending.append(self._begun(work, unit, into, last, (sent, into)))
         elif self._axis.group is not None:
             work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
-            self._pending.append((self._completion(work, unit, sent, last), (sent,)))
+            self._pending.append(self._begun(work, unit, sent, last, (sent,)))
         else:
             self._add(unit, sent, last)
         self._memory.release(unit)
         while self._bounded and len(self._pending) > MAX_IN_FLIGHT:
             self._complete_one()
 
-    def _completion(self, work: Any, unit: Unit, shard: torch.Tensor, last: bool) -> Callable[[], None]:
-        """Returns the completion: a call that makes the reduction's result usable.
+    def _begun(
+        self, work: Any, unit: Unit, shard: torch.Tensor, last: bool, in_use: tuple[torch.Tensor, ...]
+    ) -> _Reduction:
+        """A reduction, which a subscriber's shard leaves on a side stream.
 
-        A shard for a subscriber is completed on a side stream: on the current stream it would be queued behind the
-        layers that have been launched meanwhile.
+        On the current stream it would be queued behind the layers that have been launched meanwhile.
         """
         if self._side_stream is None:
-
-            def complete() -> None:
-                self._axis.wait_for(work)
-                self._add(unit, shard, last)
-
-            return complete
+            return _Reduction(partial(self._axis.wait_for, work), partial(self._add, unit, shard, last), in_use)
         with torch.cuda.stream(self._side_stream):
             self._axis.wait_for(work)
             self._add(unit, shard, last)
             there = self._side_stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(there)
+        return _Reduction(lambda: torch.cuda.current_stream().wait_event(there), lambda: None, in_use)
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
@@ -91,8 +113,9 @@ class GradientReducer:
             self._router.route(unit, shard)
 
     def _complete_one(self) -> None:
-        complete, _in_use = self._pending.popleft()  # holds the tensors: other streams use them until it is complete
-        complete()
+        oldest = self._pending.popleft()
+        oldest.wait()
+        oldest.add()
 
     @torch.no_grad()
     def finish(self) -> None:

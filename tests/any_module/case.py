@@ -83,6 +83,9 @@ class Case:
         schedule: step -> factor of all rates, for a LambdaLR that the user makes.
         prepare: what the user does to the model after ``initialize``.
         synchronised: the reference is DistributedDataParallel of the same size (BatchNorm).
+        training: makes another :class:`~tests.any_module.harness.Training`, whose user does more than train.
+        micro_batches: the fewest of a step that the case needs to be what its name says.
+        resumed: another layout trains the first half and saves; see :attr:`Setup.saved_by`.
         tolerance: of deviations, relative to the largest magnitude of each tensor.
     """
 
@@ -96,6 +99,9 @@ class Case:
     schedule: Callable[[int], float] | None = None
     prepare: Callable[[nn.Module], None] = nothing
     synchronised: bool = False
+    training: Callable[..., Any] | None = None
+    micro_batches: int = 1
+    resumed: bool = False
     tolerance: float = 1e-10
 
     def make_model(self, seed: int = 0) -> nn.Module:
@@ -124,6 +130,8 @@ class Setup:
         stage: of ZeRO.
         ratio: share of the optimizer on the CPU.
         clip: largest norm of the gradient; 0: any.
+        saved_by: the layout that trains the first half of the steps, in processes of its own, and saves a checkpoint,
+            with which this one begins; its steps have as many micro-batches. ``None``: there is no interruption.
     """
 
     world: int = 1
@@ -132,11 +140,13 @@ class Setup:
     accumulation: int = 1
     clip: float = 0.5
     steps: int = STEPS
+    saved_by: Setup | None = None
 
     def __str__(self) -> str:
         words = [f"{self.world} rank{'s' * (self.world > 1)}", f"ZeRO-{self.stage}", f"CPU {self.ratio:g}"]
         words += [f"accumulate {self.accumulation}"] if self.accumulation > 1 else []
-        return ", ".join([*words, "" if self.clip else "no clipping"]).removesuffix(", ")
+        words += [] if self.clip else ["no clipping"]
+        return ", ".join(words) + (f" from {self.saved_by}" if self.saved_by else "")
 
     def config(self, case: Case) -> dict[str, Any]:
         """As a DeepSpeed user writes it."""

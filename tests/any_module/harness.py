@@ -13,19 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.any_module.case import Batch, Case, Setup, make_optimizer
 from tests.any_module.compare import Deviations, deviations
-from tests.any_module.oddities import ODDITIES
 from tests.any_module.reference import (
     Trace,
     copy_of_buffers,
     copy_of_weights,
     mean_over_ranks,
-    reference,
-    reference_of_rank,
 )
-from tests.any_module.scenario_cases import SCENARIOS
-from tests.any_module.zoo import ZOO
 
-CASES = {**ZOO, **ODDITIES, **SCENARIOS}
 GPTPAR = os.environ.get("ANY_MODULE_ENGINE", "gptpar:initialize")
 """What is proved; the environment may name :data:`PLAIN` instead, to see that the tests themselves are right."""
 PLAIN = "tests.any_module.plain_engine:initialize"
@@ -85,10 +79,10 @@ class Training:
         self.before_micro_batch(step, micro)
         losses = self.case.losses_of(self.engine, self.make_batch(step, micro))
         for number, loss in enumerate(losses):
-            if self.case.shares_graph and number < len(losses) - 1:
-                self.engine.backward(loss, retain_graph=True)
-            else:
+            if number == len(losses) - 1:
                 self.backward(loss, micro)
+            else:
+                self.backward_before_last(loss)
         if micro == self.setup.accumulation - 1:
             self.trace.gradients.append({name: self._gradient(name) for name in self.trainable})
         self.engine.step()
@@ -102,6 +96,11 @@ class Training:
         """Of a micro-batch."""
         self.engine.backward(loss)
 
+    def backward_before_last(self, loss: torch.Tensor) -> None:
+        """Of one of a micro-batch's losses; the last one follows."""
+        with self.engine.no_sync():
+            self.engine.backward(loss, retain_graph=self.case.shares_graph)
+
     def before_micro_batch(self, step: int, micro: int) -> None:
         """For scenarios: what else the user does there."""
 
@@ -110,20 +109,6 @@ class Training:
 
     def _gradient(self, name: str) -> torch.Tensor:
         return self.engine.full_gradient(name).detach().clone()
-
-
-def run_case(rank: int, name: str, setup: Setup, engine: str = GPTPAR, kind: type[Training] = Training) -> Trace:
-    """Train a case from its beginning to its end, as one of the ranks; ``kind``: a scenario."""
-    training = kind(CASES[name], setup, engine)
-    trace = training.run(0, setup.steps)
-    training.engine.close()
-    return trace
-
-
-def reference_on_rank(rank: int, name: str, setup: Setup) -> Trace:
-    """The reference of a case: one rank alone has it, or with BatchNorm all ranks together."""
-    case = CASES[name]
-    return reference_of_rank(rank, case, setup) if case.synchronised and setup.world > 1 else reference(case, setup)
 
 
 def worst_of_ranks(traces: Sequence[Trace], wanted: Trace) -> Deviations:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from tests.any_module.case import Setup
+from tests.any_module.cases import CASES
 from tests.any_module.compare import Deviations, problems
-from tests.any_module.harness import CASES, GPTPAR, Training, reference_on_rank, run_case, worst_of_ranks
+from tests.any_module.harness import GPTPAR, worst_of_ranks
+from tests.any_module.on_rank import Kind, reference_on_rank, resume_half, run_case, save_half
 from tests.any_module.rank_pool import RankPool
 from tests.any_module.reference import Trace, ranks_agree
 
@@ -44,33 +47,46 @@ class Bench:
 
     def reference(self, name: str, setup: Setup) -> Trace:
         """In plain torch; stage and CPU share play no part."""
-        key = name, replace(setup, stage=0, ratio=0.0)
+        key = name, replace(setup, stage=0, ratio=0.0, saved_by=None)
         if key not in self._references:
             together = CASES[name].synchronised and setup.world > 1
             # In a rank in both cases: with another number of threads, sums in fp32 are rounded in another order.
             self._references[key] = self.on_ranks(setup.world if together else 1, reference_on_rank, *key)[0]
         return self._references[key]
 
-    def deviations(self, name: str, setup: Setup, kind: type[Training] = Training) -> Deviations:
+    def deviations(self, name: str, setup: Setup, kind: Kind | None = None) -> Deviations:
         """Train a case with the engine and compare.
 
         Args:
             name: of the case.
-            kind: of training; a scenario does more than train, with the same result.
+            kind: of training, in place of the case's own; a scenario does more than train, with the same result.
 
         Raises:
             AssertionError: a rank failed, or ranks hold different weights.
         """
-        wanted = self.reference(name, setup)
-        return worst_of_ranks(self.train(name, setup, kind), wanted)
+        wanted, traces = self.reference(name, setup), self.train(name, setup, kind)
+        if setup.saved_by is not None and setup.saved_by.world != setup.world:
+            # The first process had other batches in the first half, and buffers are of what it had.
+            wanted, traces = replace(wanted, buffers={}), [replace(trace, buffers={}) for trace in traces]
+        return worst_of_ranks(traces, wanted)
 
-    def train(self, name: str, setup: Setup, kind: type[Training] = Training) -> list[Trace]:
+    def train(self, name: str, setup: Setup, kind: Kind | None = None) -> list[Trace]:
         """With the engine: each rank's trace; see :meth:`deviations`."""
-        traces = self.on_ranks(setup.world, run_case, name, setup, self.engine, kind)
-        assert ranks_agree(traces), "the ranks hold different weights"
-        return traces
+        if setup.saved_by is None:
+            return _agreed(self.on_ranks(setup.world, run_case, name, setup, self.engine, kind))
+        assert kind is None, "a scenario that is resumed has no meaning yet"
+        with tempfile.TemporaryDirectory(prefix="gptpar-halves-") as folder:
+            before = setup.saved_by
+            (first, *_) = _agreed(self.on_ranks(before.world, save_half, name, before, self.engine, folder))
+            seconds = _agreed(self.on_ranks(setup.world, resume_half, name, setup, self.engine, folder))
+            return [first.then(second) for second in seconds]
 
-    def check(self, name: str, setup: Setup, kind: type[Training] = Training) -> None:
+    def check(self, name: str, setup: Setup, kind: Kind | None = None) -> None:
         """The same, as an assertion."""
         bad = problems(self.deviations(name, setup, kind), CASES[name].tolerance)
         assert not bad, f"{name}, {setup}: {bad}"
+
+
+def _agreed(traces: list[Trace]) -> list[Trace]:
+    assert ranks_agree(traces), "the ranks hold different weights"
+    return traces

@@ -45,6 +45,20 @@ class Trace:
         """Without the first steps."""
         return Trace(self.losses[step:], self.norms[step:], self.gradients[step:], self.weights[step:], self.buffers)
 
+    def until(self, step: int) -> Trace:
+        """The first steps alone, without buffers."""
+        return Trace(self.losses[:step], self.norms[:step], self.gradients[:step], self.weights[:step])
+
+    def then(self, later: Trace) -> Trace:
+        """The steps of both."""
+        return Trace(
+            self.losses + later.losses,
+            self.norms + later.norms,
+            self.gradients + later.gradients,
+            self.weights + later.weights,
+            later.buffers,
+        )
+
 
 class MasterCopies:
     """Gradient sums and AdamW of the trainable parameters, in one dtype: fp32 or wider."""

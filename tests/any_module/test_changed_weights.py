@@ -13,7 +13,8 @@ from torch import nn
 
 from gptpar.errors import GptparError
 from tests.any_module.case import WIDTH, Case, Setup, make_optimizer
-from tests.any_module.harness import CASES, Training, initializer
+from tests.any_module.cases import CASES
+from tests.any_module.harness import Training, initializer
 from tests.any_module.matrix import Bench
 from tests.any_module.reference import Named, copy_of_weights
 from tests.any_module.zoo import Mlp

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from gptpar.errors import GptparError
-from tests.any_module.case import Case, Setup
+from tests.any_module.case import Setup
+from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
-from tests.any_module.harness import CASES, GPTPAR, Training, initializer, worst_of_ranks
+from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
 from tests.any_module.matrix import Bench
 from tests.any_module.reference import Trace, reference
 
@@ -62,22 +63,9 @@ def test_closing_leaves_an_ordinary_module_with_whole_weights(bench: Bench, setu
     assert bench.on_ranks(setup.world, closes, setup, bench.engine, place) == [[]] * setup.world
 
 
-class Again(Training):
-    """Takes the first step in one engine, and the others in another one of another configuration."""
-
-    def __init__(self, case: Case, setup: Setup, engine: str):
-        super().__init__(case, replace(setup, stage=1, ratio=0.6), engine)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
-        self.run(0, 1)
-        self.engine.close()
-        self.setup, self.trace = setup, Trace()
-        self.engine, self.optimizer, _, self.scheduler = self._initialize(initializer(engine))
-
-
 @layouts
 def test_a_module_trains_in_another_engine_after_the_first_is_closed(bench: Bench, setup: Setup) -> None:
-    bench.check("mlp", replace(setup, steps=4), Again)
+    bench.check("trained_on_in_another_engine", replace(setup, steps=4))
 
 
 def twice(rank: int, setup: Setup, engine: str) -> str:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.any_module.case import Setup
+from tests.any_module.cases import CASES
 from tests.any_module.compare import deviations, problems
-from tests.any_module.harness import CASES, PLAIN
+from tests.any_module.harness import PLAIN
+from tests.any_module.layouts import every_layout
 from tests.any_module.matrix import Bench
 from tests.any_module.plain_engine import MISTAKES
 from tests.any_module.rank_pool import RankPool, RanksFailed
@@ -28,6 +30,27 @@ SEEN_IN = {
 def plain() -> Iterator[Bench]:
     with Bench(PLAIN) as bench:
         yield bench
+
+
+def test_the_matrix_has_every_layout_once() -> None:
+    wanted = {(world, stage, ratio) for world in (1, 2, 4) for stage in range(4) for ratio in (0.0, 0.6, 1.0)}
+    assert len(wanted) == 36
+    for name in ("mlp", "evaluation_during_accumulation", "gpt2_resumed", "cnn_resumed"):
+        found = list(every_layout(CASES[name], Setup()))
+        assert len(found) == 36 and {(one.world, one.stage, one.ratio) for one in found} == wanted
+        for place in ("world", "stage", "ratio"):  # each meets one and two micro-batches, where the case permits it
+            met = {(getattr(one, place), one.accumulation) for one in found}
+            values = len({getattr(one, place) for one in found})
+            assert len(met) == 2 * values or name != "mlp"
+        savers = {one.saved_by for one in found if one.saved_by}
+        assert len(savers) == (36 if CASES[name].resumed else 0)
+        for one in found:
+            assert one.accumulation >= CASES[name].micro_batches
+            if one.saved_by is None:
+                continue
+            assert one.saved_by.stage != one.stage and one.saved_by.ratio != one.ratio
+            assert (one.saved_by.world != one.world) == (name == "gpt2_resumed")
+            assert one.saved_by.world * one.saved_by.accumulation == one.world * one.accumulation == 4
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "clients_schedule", "two_backward_calls_of_one_graph", "buffers"])

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
-from tests.any_module.harness import CASES, GPTPAR, Training, initializer
+from tests.any_module.cases import CASES
+from tests.any_module.harness import GPTPAR, Training, initializer
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
 

@@ -14,7 +14,8 @@ from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import find_units
 from gptpar.errors import GptparError
 from tests.any_module.case import Setup
-from tests.any_module.harness import CASES, GPTPAR, Training
+from tests.any_module.cases import CASES
+from tests.any_module.harness import GPTPAR, Training
 from tests.any_module.matrix import Bench
 
 SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3, 0.6)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gptpar.any_module import failed_passes
 from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
+from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
-from tests.any_module.harness import CASES, GPTPAR, Training, initializer, worst_of_ranks
+from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
 from tests.any_module.matrix import Bench
-from tests.any_module.oddities.training import TWO_BACKWARD_CALLS
+from tests.any_module.rank_pool import RanksFailed
 from tests.any_module.reference import Trace, reference
+from tests.any_module.scenarios.failing import loss_of
 from tests.any_module.zoo import Mlp
 
 SETUPS = [Setup(1, 0, accumulation=2), Setup(1, 3, 0.6, 2), Setup(2, 3, 0.6, 2)]
@@ -245,6 +249,50 @@ def test_ranks_that_run_different_blocks(new_ranks: Bench, orders: list[list[int
     assert_told(new_ranks, setup, r"(?=.*rank)(?=.*blocks\.[12])", other_orders, setup, orders)
 
 
+class FailsAlone(Training):
+    """An error on the last process alone, which goes on with the same micro-batch; the model's passes fail so."""
+
+    failing_in = "forward"
+
+    def before_micro_batch(self, step: int, micro: int) -> None:
+        if (step, micro) == (2, 0) and self.rank == self.setup.world - 1:
+            with self.model.expected(self.failing_in, torch.OutOfMemoryError):
+                self.engine.backward(loss_of(self.engine, self.make_batch(step, micro)))
+
+
+class BackwardFailsAlone(FailsAlone):
+    failing_in = "backward"
+
+
+def fails_alone(rank: int, kind: type[Training], setup: Setup) -> None:
+    with patch.object(failed_passes, "WAIT_SECONDS", 0.5):
+        kind(CASES["exception_in_forward"], setup, GPTPAR).run(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setup"),
+    [(FailsAlone, Setup(2, 2, 0.0, 2, steps=4)), (BackwardFailsAlone, Setup(2, 1, 0.0, 2, steps=4))],
+    ids=["forward without gathering", "backward without exchange"],
+)
+def test_an_error_of_one_process_is_forgotten_where_no_other_waits_for_it(
+    bench: Bench, kind: type[Training], setup: Setup
+) -> None:
+    bench.check("exception_in_forward", setup, kind)
+
+
+def test_a_forward_pass_that_fails_on_one_process_is_told_on_all(new_ranks: Bench) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        new_ranks.on_ranks(2, fails_alone, FailsAlone, Setup(2, 3, 0.0, 2))
+    assert re.search("rank 1 (ended|met an error in) a forward pass of step 3, micro-batch 1", caught.value.reports[1])
+
+
+def test_a_backward_pass_that_fails_on_one_process_is_told(new_ranks: Bench) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        new_ranks.on_ranks(2, fails_alone, BackwardFailsAlone, Setup(2, 2, 0.0, 2))
+    told = "rank 0 told of none within 0.5 seconds, rank 1 met an error in a backward pass of step 3, micro-batch 1"
+    assert told in caught.value.reports[1]
+
+
 def other_models(setup: Setup) -> None:
     """A rank has a block more."""
     blocks = 2 + (dist.get_rank() == 1)
@@ -298,20 +346,31 @@ class GradientsPerSample(Mlp):
         return super().forward(x) + torch.func.vmap(slope, (None, 0))(weights, x)["bias"]
 
 
+class WithoutNoSync(Training):
+    """Several backward passes in a micro-batch, of which none says that others follow."""
+
+    def backward_before_last(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss, retain_graph=self.case.shares_graph)
+
+
 SEVERAL = "backward.*(once|sum|add)"
 EITHER = {
     "reads_another_block": (Case("reads_another_block", ReadsAnotherBlock), r"blocks\.0\.up\.weight"),
     "keeps_a_view": (Case("keeps_a_view", KeepsAView), "blocks.0|view"),
     "gradients_per_sample": (Case("gradients_per_sample", GradientsPerSample), "torch.func.*ZeRO stage 2"),
     "penalty_of_all": (Case("penalty_of_all", PenaltyOfAll), r"blocks\.\d\.\w+\.(weight|bias)"),
-    **{case.name: (case, SEVERAL) for case in TWO_BACKWARD_CALLS},
+    **{
+        name: (replace(CASES[name], training=WithoutNoSync), SEVERAL)
+        for name in ("two_backward_calls", "two_backward_calls_of_one_graph")
+    },
 }
 
 
 def trace_or_told(rank: int, name: str, setup: Setup) -> Trace | str:
     """What the engine gives, or what it says instead."""
     try:
-        training = Training(EITHER[name][0], setup, GPTPAR)
+        case = EITHER[name][0]
+        training = (case.training or Training)(case, setup, GPTPAR)
         trace = training.run(0, setup.steps)
         training.engine.close()
         return trace

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptpar.errors import GptparError
 from tests.any_module.case import SAMPLES, Setup, make_optimizer
-from tests.any_module.harness import CASES, GPTPAR, initializer
+from tests.any_module.cases import CASES
+from tests.any_module.harness import GPTPAR, initializer
 from tests.any_module.matrix import Bench
 from tests.any_module.reference import Named
 

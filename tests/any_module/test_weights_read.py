@@ -13,7 +13,8 @@ from torch import nn
 
 from gptpar.errors import GptparError
 from tests.any_module.case import Setup
-from tests.any_module.harness import CASES, Training
+from tests.any_module.cases import CASES
+from tests.any_module.harness import Training
 from tests.any_module.matrix import Bench
 
 ALONE = [Setup(1, 0), Setup(1, 3, 1.0), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2)]

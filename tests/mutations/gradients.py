@@ -34,11 +34,8 @@ GRADIENTS = [
     Mutation(
         "units-reduced-as-they-complete",
         COLLECTOR,
-        "while self._waiting and self._missing[self._waiting[0][0].name] <= 0:\n"
-        "            self._hand_on(*self._waiting.popleft())",
-        "for waiting in [w for w in self._waiting if self._missing[w[0].name] <= 0]:\n"
-        "            self._waiting.remove(waiting)\n"
-        "            self._hand_on(*waiting)",
+        "in_order = self._in_order or not self._has_learned",
+        "in_order = False",
         (ONE_ORDER,),
     ),
     Mutation(
@@ -51,10 +48,16 @@ GRADIENTS = [
     Mutation(
         "reduction-not-waited-for",
         REDUCER,
-        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n"
-        "            return complete",
-        "                self._add(unit, shard, last)\n\n            return complete",
+        "        oldest.wait()\n        oldest.add()\n",
+        "        oldest.add()\n",
         (TWO_PROCESSES,),
+    ),
+    Mutation(
+        "dropped-gradients-added-to-the-next-steps",
+        REDUCER,
+        "        while self._pending:\n            dropped =",
+        "        while False:\n            dropped =",
+        ("tests/unit/engine/test_gradients.py::test_reductions_of_a_dropped_step_are_waited_for_and_not_added",),
     ),
     Mutation(
         "last-reductions-left-behind",

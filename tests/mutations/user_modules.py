@@ -47,4 +47,18 @@ USER_MODULES = [
         "True",
         ("tests/ranks/test_module_memory.py",),
     ),
+    Mutation(
+        "pass-that-failed-on-one-process-forgotten",
+        "gptpar/any_module/failed_passes.py",
+        "        if len(set(places)) == 1:\n",
+        "        if places:\n",
+        ("tests/unit/any_module/test_failed_passes.py",),
+    ),
+    Mutation(
+        "error-after-exchange-not-noted",
+        "gptpar/any_module/training_engine.py",
+        "if exchanging or gathers or self.engine.gradients.are_exchanged:",
+        "if exchanging or gathers:",
+        ("tests/any_module/test_refused.py::test_a_backward_pass_that_fails_on_one_process_is_told",),
+    ),
 ]

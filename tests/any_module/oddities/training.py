@@ -97,12 +97,10 @@ def hooked() -> nn.Module:
     return model
 
 
-TWO_BACKWARD_CALLS = [
-    Case("two_backward_calls", Mlp, loss=two_losses),
-    Case("two_backward_calls_of_one_graph", Mlp, loss=two_losses_of_one_graph, shares_graph=True),
-]
 TRAINING = [
     Case("two_forwards_before_one_backward", Mlp, loss=two_forwards),
+    Case("two_backward_calls", Mlp, loss=two_losses),
+    Case("two_backward_calls_of_one_graph", Mlp, loss=two_losses_of_one_graph, shares_graph=True),
     Case("several_losses", LossesInside, loss=sum_of_losses),
     Case("parameter_groups", Mlp, groups=two_groups),
     Case("parameter_groups_across_blocks", Mlp, groups=groups_across_blocks),

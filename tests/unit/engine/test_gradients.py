@@ -122,6 +122,47 @@ def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatc
     assert total.shard.unique().tolist() == [1.0]  # 1 + 2^-9 is a quarter of the distance to the next bf16
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_reductions_of_a_dropped_step_are_waited_for_and_not_added(
+    monkeypatch: pytest.MonkeyPatch, zero_stage: int
+) -> None:
+    """A user's zero_grad(), or an error in a backward pass, leaves reductions behind that have not ended."""
+    under_way: list[object] = []
+
+    def begin(*_: Any, **__: Any) -> SimpleNamespace:
+        work = SimpleNamespace()
+        work.wait = lambda: under_way.remove(work)
+        under_way.append(work)
+        return work
+
+    def reduce_scatter(into: torch.Tensor, sent: torch.Tensor, **_: Any) -> SimpleNamespace:
+        into.copy_(sent[: len(into)])
+        return begin()
+
+    monkeypatch.setattr(reducer.dist, "all_reduce", begin)
+    monkeypatch.setattr(reducer, "reduce_scatter_single", reduce_scatter)
+    parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
+    units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 2 if zero_stage else 1) for name in "abc"]
+    total = make_gradients(units, DataAxis(2, 0, object(), zero_stage))  # type: ignore[arg-type]
+    total.collector.watch(parameters)
+
+    def backward(factor: float, *, last: bool) -> None:
+        total.begin_backward(0, last=last)
+        sum((factor * parameter).sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
+        total.end_backward()
+
+    for dropped_in_last in (False, True):
+        total.begin(2)
+        backward(8.0, last=dropped_in_last)
+        assert under_way or zero_stage < 2 and not dropped_in_last
+        total.begin(2)
+        assert not under_way
+        backward(1.0, last=False)
+        backward(2.0, last=True)
+        total.finish()
+        assert not under_way and total.shard.unique().tolist() == [3.0]
+
+
 def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
     unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)

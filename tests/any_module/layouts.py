@@ -1,0 +1,39 @@
+"""The matrix of layouts: 1, 2 and 4 processes x ZeRO 0 to 3 x share of the optimizer on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from tests.any_module.case import Case, Setup
+
+T = TypeVar("T")
+WORLDS, STAGES, RATIOS = (1, 2, 4), (0, 1, 2, 3), (0.0, 0.6, 1.0)
+
+
+def every_layout(case: Case, like: Setup) -> Iterator[Setup]:
+    """All 36, with one and two micro-batches a step in turns; ``like`` has clipping and the number of steps."""
+    for index, (world, stage, ratio) in enumerate(itertools.product(WORLDS, STAGES, RATIOS)):
+        turn = 1 + (index + index // 12) % 2
+        yield fitting(case, replace(like, world=world, stage=stage, ratio=ratio, accumulation=turn))
+
+
+def fitting(case: Case, setup: Setup) -> Setup:
+    """A layout with as many micro-batches as the case needs.
+
+    A case that is resumed is saved by the next layout: another number of processes, another stage and another share;
+    all processes together have four micro-batches a step. With statistics of batches the number of processes stays:
+    they normalise what these have.
+    """
+    if not case.resumed:
+        return replace(setup, accumulation=max(setup.accumulation, case.micro_batches))
+    world = setup.world if case.synchronised else _next(setup.world, WORLDS)
+    stage, ratio, total = _next(setup.stage, STAGES), _next(setup.ratio, RATIOS), WORLDS[-1]
+    before = replace(setup, world=world, stage=stage, ratio=ratio, accumulation=total // world)
+    return replace(setup, accumulation=total // setup.world, saved_by=before)
+
+
+def _next(value: T, values: tuple[T, ...]) -> T:
+    return values[(values.index(value) + 1) % len(values)]

@@ -1,0 +1,153 @@
+"""What users do beside training that must not change it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.any_module.case import Batch, Case, Model
+from tests.any_module.harness import Training
+from tests.any_module.oddities.training import LossesInside
+from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks
+from tests.any_module.zoo import Mlp
+
+DECAY_OF_RATE = 0.9
+
+
+class LossInside(LossesInside):
+    """Returns its loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, y)[0]
+
+
+def falling(step: int) -> float:
+    return DECAY_OF_RATE**step
+
+
+def loss_inside(model: Model, batch: Batch) -> torch.Tensor:
+    return model(batch["x"], batch["y"])
+
+
+class ForwardWithoutBackward(Training):
+    """Forward passes whose graphs are dropped, or kept for some steps."""
+
+    def before_micro_batch(self, step: int, micro: int) -> None:
+        self.kept = [*getattr(self, "kept", [])[-2:], self.engine(self.make_batch(step + 7, micro)["x"])]
+        self.engine(self.make_batch(step + 8, micro)["x"])
+
+
+class EvaluatesBetween(Training):
+    """Evaluates before each micro-batch, so also between those of a step; the losses are those of the weights."""
+
+    def before_micro_batch(self, step: int, micro: int) -> None:
+        batches = [self.make_batch(step + 100, micro) for micro in range(self.setup.accumulation)]
+        loss = self.evaluate(batches)
+        assert self.model.training and not loss.requires_grad
+        torch.testing.assert_close(mean_over_ranks(loss.item()), self.wanted(batches), rtol=1e-12, atol=0)
+
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        """This process's mean loss."""
+        self.engine.eval()
+        assert not self.model.training
+        with torch.no_grad():
+            losses = [self.case.losses_of(self.engine, batch)[0] for batch in batches]
+        self.engine.train()
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def wanted(self, batches: list[Batch]) -> float:
+        """The mean loss of the weights that the step before gave."""
+        plain = self.case.make_model()
+        if self.trace.weights:
+            plain.load_state_dict(self.trace.weights[-1])
+        return mean_over_ranks(sum(self.case.losses_of(plain, one)[0].item() for one in batches) / len(batches))
+
+
+class EvaluatesByBatch(EvaluatesBetween):
+    """The same by ``eval_batch``, which gives the mean over processes."""
+
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        return self.engine.eval_batch(iter([(batch["x"], batch["y"]) for batch in batches]))
+
+
+class GradientsAreZeroed(Training):
+    """Calls what loops of plain torch call, too: the engine does it by itself."""
+
+    def after_step(self, step: int) -> None:
+        self.engine.zero_grad()
+        self.optimizer.zero_grad()
+
+
+class NoSync(Training):
+    """Every micro-batch but the step's last is under no_sync, as loops of DistributedDataParallel have it."""
+
+    def backward(self, loss: torch.Tensor, micro: int) -> None:
+        last = micro == self.setup.accumulation - 1
+        with nullcontext() if last else self.engine.no_sync():
+            self.engine.backward(loss)
+
+
+class UsersScheduler(Training):
+    """A scheduler of torch's over the optimizer that ``initialize`` returned, stepped by the user."""
+
+    def _initialize(self, initialize: Any) -> Any:
+        config, parameters = self.setup.config(self.case), self.model.parameters()
+        made = initialize(model=self.model, config=config, model_parameters=parameters)
+        assert isinstance(made[1], torch.optim.Optimizer)
+        self.rates = ExponentialLR(made[1], DECAY_OF_RATE)
+        return made
+
+    def after_step(self, step: int) -> None:
+        self.rates.step()
+        assert self.engine.get_lr()[0] == self.rates.get_last_lr()[0]
+
+
+class RatesByHand(UsersScheduler):
+    """The user writes into the groups of the returned optimizer."""
+
+    def after_step(self, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= DECAY_OF_RATE
+
+
+class TrainsByBatch(Training):
+    """``train_batch`` over an iterator in place of forward, backward and step."""
+
+    def _initialize(self, initialize: Any) -> Any:
+        made = super()._initialize(initialize)
+        made[1].register_step_pre_hook(self._see_gradients)
+        return made
+
+    def _see_gradients(self, *_: object) -> None:
+        self.trace.gradients.append({name: self._gradient(name) for name in self.trainable})
+
+    def run(self, start: int, stop: int) -> Trace:
+        for step in range(start, stop):
+            self.trace.losses.append(mean_over_ranks(float(self.engine.train_batch(self.batches(step)))))
+            self.trace.norms.append(float(self.engine.get_global_grad_norm()))
+            with self.engine.gathered():
+                self.trace.weights.append(copy_of_weights(self.model))
+        self.trace.buffers = copy_of_buffers(self.model)
+        return self.trace
+
+    def batches(self, step: int) -> Any:
+        """An iterator over this process's micro-batches of a step."""
+        made = (self.make_batch(step, micro) for micro in range(self.setup.accumulation))
+        return iter([(batch["x"], batch["y"]) for batch in made])
+
+
+BESIDE = [
+    Case("forward_without_backward", Mlp, training=ForwardWithoutBackward, micro_batches=2),
+    Case("evaluation_during_accumulation", Mlp, training=EvaluatesBetween, micro_batches=2),
+    Case("eval_batch_during_accumulation", LossInside, loss=loss_inside, training=EvaluatesByBatch, micro_batches=2),
+    Case("gradients_zeroed_by_the_user", Mlp, training=GradientsAreZeroed),
+    Case("no_sync", Mlp, training=NoSync, micro_batches=2),
+    Case("users_scheduler", Mlp, schedule=falling, training=UsersScheduler),
+    Case("rates_by_hand", Mlp, schedule=falling, training=RatesByHand),
+    Case("train_batch", LossInside, loss=loss_inside, training=TrainsByBatch),
+    Case("loss_inside", LossInside, loss=loss_inside),
+]

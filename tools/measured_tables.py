@@ -249,15 +249,14 @@ def any_module() -> str:
     launched, recorded = (_gpt2("gptpar", gpus=1, ratio=1.0, train_batch=whole) for whole in (False, True))
     on_cpu = f"{thousands(launched.speed)}, {thousands(recorded.speed)} by `train_batch`"
     factors = f"{launched.speed / deepspeed.speed:.1f}, {recorded.speed / deepspeed.speed:.1f}"
-    later = [Figures("h200", visit="AY", contender="hf-gpt2-gptpar", ratio=ratio) for ratio in (1.0, 0.0)]
+    here, own = (Figures("h200", visit="AY", contender="hf-gpt2-gptpar", ratio=ratio).speed for ratio in (1.0, 0.0))
     rows = [
         ["one H200", thousands(alone.speed), f"plain PyTorch, compiled blocks: {thousands(plain.speed)}"],
         ["one H200, everything on the CPU", on_cpu, f"DeepSpeed ZeRO-3: {thousands(deepspeed.speed)}"],
-        ["the same, later", thousands(later[0].speed), f"gptpar with nothing on the CPU: {thousands(later[1].speed)}"],
+        ["the same, later", thousands(here), f"gptpar with nothing on the CPU: {thousands(own)}"],
         ["two H200, ZeRO-3", thousands(sharded.speed), f"FSDP2: {thousands(fsdp.speed)}"],
     ]
-    to_own = times(later[0].speed, later[1].speed)
-    ratios = [times(alone.speed, plain.speed), factors, to_own, times(sharded.speed, fsdp.speed)]
+    ratios = [times(alone.speed, plain.speed), factors, times(here, own), times(sharded.speed, fsdp.speed)]
     return table(["", "gptpar", "peer", "times"], [[*row, ratio] for row, ratio in zip(rows, ratios, strict=True)])
 
 

@@ -1,8 +1,9 @@
-"""An engine's getters, with DeepSpeed's names; none of them changes the engine."""
+"""An engine's getters, with DeepSpeed's names; none of them changes the engine, and some wait for the last step."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,26 @@ class Getters:
     topology: Topology
     optimizer: EngineOptimizer
     loss_scaler: LossScale
+    _norm: float
+    _skipped: float
+    _ended_step: bool
+    _read_last_step: Callable[[], None]
+    _take_note_of_last_step: Callable[[], None]
+
+    # The last step.
+
+    def get_global_grad_norm(self) -> float:
+        """The L2 norm of the last step's gradient before clipping, 0 before the first step; waits for that step.
+
+        A process may call it alone. After a step that was refused it is infinite, and the next step raises the error.
+        """
+        self._read_last_step()
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the parameters; waits for it. Within a step it did not."""
+        self._take_note_of_last_step()
+        return self._ended_step and not self._skipped
 
     # The batch.
 

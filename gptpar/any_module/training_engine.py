@@ -270,19 +270,6 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
-    def get_global_grad_norm(self) -> float:
-        """The L2 norm of the last step's gradient before clipping, 0 before the first step; waits for that step.
-
-        A process may call it alone. After a step that was refused it is infinite, and the next step raises the error.
-        """
-        self._read_last_step()
-        return self._norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the parameters; waits for it. Within a step it did not."""
-        self._take_note_of_last_step()
-        return self._ended_step and not self._skipped
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches of the next steps; their size stays.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -47,6 +47,19 @@ is slow or hung. :meth:`Saver.finish` checks instead whether any process still m
 
 
 @dataclass(frozen=True)
+class Late:
+    """State in host memory that a save takes after its begin.
+
+    Attributes:
+        blocks: the memory.
+        tensors: finds the parts of tensors in it.
+    """
+
+    blocks: Sequence[torch.Tensor]
+    tensors: Callable[[], Mapping[str, TensorParts]]
+
+
+@dataclass(frozen=True)
 class Save:
     """What is to be saved.
 
@@ -59,8 +72,8 @@ class Save:
         files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
         optional: whether training goes on however often the save fails.
         unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
-        late: returns parts in host memory once the last step has updated them; ``None``: there are none.
-        late_bytes: bytes of the parts that ``late`` returns.
+        late: returns the state in host memory once the last step has updated it; ``None``: there is none.
+        late_bytes: bytes of that state.
     """
 
     folder: Path
@@ -71,7 +84,7 @@ class Save:
     files_in_memory: int = 0
     optional: bool = False
     unguarded: Callable[[torch.Tensor], bool] = lambda part: False
-    late: Callable[[], Mapping[str, TensorParts]] | None = None
+    late: Callable[[], Late] | None = None
     late_bytes: int = 0
 
 
@@ -185,8 +198,10 @@ class Saver:
         def take() -> None:
             if save.late is not None:
                 with SWITCH_INTERVAL.short():
-                    late.update(save.late())
-                    snapshot.add((part for one in late.values() for _, part in one.parts), self._guard.exchanged())
+                    state, exchanged = save.late(), list(self._guard.exchanged())
+                    snapshot.hold(state.blocks)  # the next step may be requested, and exchange blocks
+                    late.update(state.tensors())
+                    snapshot.add((part for one in late.values() for _, part in one.parts), exchanged)
 
         Ranks(self._group).each(take)
         tensors = joined(save.tensors, late)

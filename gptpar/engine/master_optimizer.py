@@ -17,6 +17,9 @@ from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.system.snapshot import StateGuard
 from gptpar.topology.tensor_parts import TensorParts
 
+HostViews = Mapping[str, Sequence[tuple[str, int, torch.Tensor]]]
+"""``weights`` or one of the states -> (unit, first element within its offloaded range, view of the values)."""
+
 
 class MasterOptimizer:
     """An elementwise optimizer over this process's shard of the master weights.
@@ -102,7 +105,7 @@ class MasterOptimizer:
             ValueError: groups of one family differ by more than the weight decay; nothing was changed.
         """
         self._flat.check(hyperparameters)
-        self.guard.wait_until_complete()
+        self.guard.wait_until_held()
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, hyperparameters, loss_scale)
         return self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
@@ -112,16 +115,26 @@ class MasterOptimizer:
         if self.host is not None:
             self.host.expect_step(hyperparameters, loss_scale)
 
-    def state_tensors(self, home: Home | None = None) -> dict[str, dict[str, TensorParts]]:
+    def host_views(self) -> HostViews:
+        """Where the host's state is once its last step is done; any thread may ask, beside the training loop's.
+
+        The next step may move the state to other memory, which does not change the result.
+        """
+        assert self.host is not None
+        return {kind: list(self.host.parts(kind, beside_loop=True)) for kind in self.vectors}
+
+    def state_tensors(
+        self, home: Home | None = None, views: HostViews | None = None
+    ) -> dict[str, dict[str, TensorParts]]:
         """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name.
 
         Args:
-            home: ``None``: elements of both homes. Any thread may ask for those of the host alone, and waits until
-                their last step is done.
+            home: ``None``: elements of both homes.
+            views: of the host's state; default: where it is now.
         """
-        return {kind: self.parts(kind, home) for kind in self.vectors}
+        return {kind: self.parts(kind, home, views) for kind in self.vectors}
 
-    def parts(self, kind: str, home: Home | None = None) -> dict[str, TensorParts]:
+    def parts(self, kind: str, home: Home | None = None, views: HostViews | None = None) -> dict[str, TensorParts]:
         """This process's parts of each parameter, on device and host.
 
         Gradients are converted to the master weights' number format, because device and host may keep different ones.
@@ -129,27 +142,29 @@ class MasterOptimizer:
 
         Args:
             kind: ``weights`` or one of the states, whose values are views, or ``grad``.
-            home: see :meth:`state_tensors`.
+            home, views: see :meth:`state_tensors`.
         """
         params, dtype = self._table.params.items(), self.master.dtype
         # An empty parameter has no range, but a checkpoint lists it all the same.
         shapes = {name: param.info.full_shape for name, param in params if not param.info.full_shape.numel()}
         found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}
-        for one, values in self.ranges_of(kind, home):
+        for one, values in self.ranges_of(kind, home, views):
             more = self._table.parts(one, values.to(dtype))
             if one.param in found:
                 more = TensorParts(more.shape, found[one.param].parts + more.parts, more.dtype)
             found[one.param] = more
         return found
 
-    def ranges_of(self, kind: str, home: Home | None = None) -> Iterator[tuple[Range, torch.Tensor]]:
+    def ranges_of(
+        self, kind: str, home: Home | None = None, views: HostViews | None = None
+    ) -> Iterator[tuple[Range, torch.Tensor]]:
         """Each range with its values as in :meth:`parts`; one that the host keeps in several buckets comes in parts."""
         device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
         for one in self._table.ranges(home=Home.DEVICE) if home is not Home.HOST else ():
             yield one, device[one.unit][one.start : one.stop]
         if self.host is None or home is Home.DEVICE:
             return
-        for unit, at, values in self.host.parts(kind, beside_loop=home is Home.HOST):
+        for unit, at, values in self.host.parts(kind) if views is None else views[kind]:
             low = self._table.on_device[unit] + at
             for one in self._table.ranges(unit=unit, home=Home.HOST):
                 if part := one.between(low, low + values.numel()):

@@ -129,6 +129,20 @@ class GuardedRegions:
             place -= 1
 
 
+class GuardedSpans:
+    """Blocks of memory that do not overlap, by their addresses."""
+
+    def __init__(self, blocks: Iterable[torch.Tensor]):
+        self._spans = sorted(span(block) for block in blocks if block.numel())
+        self._starts = [start for start, _ in self._spans]
+
+    def overlap(self, tensor: torch.Tensor) -> bool:
+        """Whether one of the blocks has any of a tensor's addresses."""
+        start, stop = span(tensor)
+        place = bisect_left(self._starts, stop) - 1
+        return place >= 0 and self._spans[place][1] > start
+
+
 def outside(regions: Iterable[MemoryRegion], blocks: Iterable[torch.Tensor]) -> list[MemoryRegion]:
     """The regions that lie outside all of these blocks of memory."""
     spans = sorted(map(span, blocks))

@@ -27,6 +27,7 @@ from gptpar.system.regions import (
     PIECE_BYTES,
     Borrowed,
     GuardedRegions,
+    GuardedSpans,
     MemoryRegion,
     Piece,
     RegionState,
@@ -54,11 +55,11 @@ class Snapshot:
             it does not ask.
         spare: where copies get their memory from; default: from the system.
         exchanged: blocks of memory whose owner calls :meth:`exchange`: they are not copied ahead.
-        more: whether :meth:`add` follows.
+        more: whether :meth:`hold` and :meth:`add` follow.
 
     Attributes:
         room: as given.
-        waited_s: seconds for which overwriting had to wait, or copied by itself, or a step waited for :meth:`add`.
+        waited_s: seconds for which overwriting had to wait, or copied by itself, or a step waited for :meth:`hold`.
         most_kept: bytes of host memory that copies, and blocks given in exchange, took at most.
         closed: set once the save reads no longer.
     """
@@ -82,34 +83,55 @@ class Snapshot:
         self._tensors: list[torch.Tensor] = []  # alive, so that their ids are theirs alone
         self._guarded = GuardedRegions([])
         self._ahead: deque[MemoryRegion] = deque()
-        self._complete = threading.Event()
+        self._held = GuardedSpans([])
+        self._is_held, self._complete = threading.Event(), threading.Event()
         self._take(tensors, clones, exchanged)
         if not more:
-            self._complete.set()
+            self._end_holding()
         device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
         self._stream = None if device is None else _stream_beside(device)
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(NUM_BUFFERS if device is not None and any(self._guarded) and room else 0):
             self._staging.put(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
 
-    def add(self, tensors: Iterable[torch.Tensor], exchanged: Iterable[torch.Tensor] = ()) -> None:
-        """Take tensors in host memory that have the bytes of the snapshot's moment only now; once.
+    def hold(self, blocks: Iterable[torch.Tensor]) -> None:
+        """Guard blocks of host memory, which have bytes of the snapshot's moment only now; once.
 
-        Until then nobody may overwrite one: see :meth:`wait_until_complete`.
+        Nobody may overwrite one before (:meth:`wait_until_held`). From now on who overwrites one waits for :meth:`add`,
+        which says what is needed of them. To find that out takes a large model tenths of a second.
+        """
+        self._held = GuardedSpans(blocks)
+        self._is_held.set()
+
+    def add(self, tensors: Iterable[torch.Tensor], exchanged: Iterable[torch.Tensor] = ()) -> None:
+        """Take tensors that are parts of the blocks held; once.
 
         Args:
-            exchanged: see :class:`Snapshot`.
+            exchanged: see :class:`Snapshot`; as it was at :meth:`hold`.
         """
         self._take(tensors, lambda tensor: False, exchanged)
+        self._end_holding()
+
+    def _end_holding(self) -> None:
         with self._changed:
+            self._is_held.set()
             self._complete.set()
             self._changed.notify_all()
 
-    def wait_until_complete(self) -> None:
-        """Return when the snapshot has all of its tensors, or the save is over."""
+    def wait_until_held(self) -> None:
+        """Return when :meth:`hold` was called, or the save is over."""
         started = time.perf_counter()
-        self._complete.wait()
+        self._is_held.wait()
         self.waited_s += time.perf_counter() - started
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        return not self._complete.is_set() and self._held.overlap(tensor)
+
+    def _wait_if_held(self, tensor: torch.Tensor) -> None:
+        if self._holds(tensor):
+            started = time.perf_counter()
+            self._complete.wait()
+            self.waited_s += time.perf_counter() - started
 
     def _take(
         self,
@@ -197,11 +219,12 @@ class Snapshot:
         Raises:
             NotSavedError: memory has no room, and the save hangs.
         """
-        started = time.perf_counter()
         for tensor in tensors:
+            self._wait_if_held(tensor)
+            started = time.perf_counter()
             for region in self._guarded.overlapping(*span(tensor)):
                 self._free(region)
-        self.waited_s += time.perf_counter() - started
+            self.waited_s += time.perf_counter() - started
 
     def _free(self, region: MemoryRegion) -> None:
         while True:
@@ -233,6 +256,7 @@ class Snapshot:
             [n] uint8 of any contents; ``None``: nothing of the block is needed, or there is no room for another: the
             owner keeps it, and calls :meth:`before_write`.
         """
+        self._wait_if_held(block)
         with self._changed:
             while any(region.state is RegionState.COPYING for region in self._needed(block)):
                 self._changed.wait()
@@ -251,6 +275,8 @@ class Snapshot:
 
     def needs(self, block: torch.Tensor) -> bool:
         """Whether the save has not read all of a block that is still where it was."""
+        if self._holds(block):
+            return True
         with self._changed:
             return bool(self._needed(block))
 
@@ -326,8 +352,8 @@ class Snapshot:
 
     def close(self) -> None:
         """Release everything; the save reads no longer."""
+        self._end_holding()
         with self._changed:
-            self._complete.set()
             for region in self._regions():
                 self._finish(region)
             self._changed.notify_all()
@@ -357,11 +383,11 @@ class StateGuard:
         snapshot = self.snapshot
         return None if snapshot is None else snapshot.exchange(block)
 
-    def wait_until_complete(self) -> None:
-        """Return when a step may be requested: see :meth:`Snapshot.wait_until_complete`."""
+    def wait_until_held(self) -> None:
+        """Return when a step may be requested: see :meth:`Snapshot.hold`."""
         snapshot = self.snapshot
         if snapshot is not None:
-            snapshot.wait_until_complete()
+            snapshot.wait_until_held()
 
     def wait_until_read(self) -> None:
         """Return when no save reads state any more, or after the longest time that a disk may be still."""

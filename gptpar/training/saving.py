@@ -14,7 +14,7 @@ import torch
 
 from gptpar.checkpoint import room, save_checkpoint
 from gptpar.checkpoint.ring import Ring
-from gptpar.checkpoint.saver import Save, Saved, Saver
+from gptpar.checkpoint.saver import Late, Save, Saved, Saver
 from gptpar.config import CheckpointConfig
 from gptpar.engine.ranges import Home
 from gptpar.reporting.banner import format_bytes
@@ -222,10 +222,15 @@ class Saving:
             permit,
             files_in_memory=target.files_in_memory,
             optional=target.in_memory,
-            late=None if host is None else partial(resume.tensors_to_save, trainer, Home.HOST),
+            late=None if host is None else self._late,
             late_bytes=0 if host is None else host.state_bytes[0],
         )
         self._saver.begin(save, behind=self._config.async_save and not last, required=last, since=since)
+
+    def _late(self) -> Late:
+        views = self._trainer.engine.optimizer.host_views()
+        blocks = [values for of_kind in views.values() for _, _, values in of_kind]
+        return Late(blocks, partial(resume.tensors_to_save, self._trainer, Home.HOST, views))
 
     def poll(self) -> None:
         """Tell of a save that is over by now."""

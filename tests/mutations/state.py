@@ -168,7 +168,14 @@ STATE = [
     Mutation(
         "step-requested-before-the-state-of-the-last-one-is-taken",
         "gptpar/engine/master_optimizer.py",
-        "        self.guard.wait_until_complete()\n",
+        "        self.guard.wait_until_held()\n",
+        "",
+        (LATE,),
+    ),
+    Mutation(
+        "held-state-overwritten-before-its-parts-are-taken",
+        "gptpar/system/snapshot.py",
+        "            self._complete.wait()\n",
         "",
         (LATE,),
     ),

@@ -64,24 +64,46 @@ def test_what_is_added_later_is_read_as_it_was_then() -> None:
     snapshot = Snapshot([first], room=64 << 20, more=True)
     copying = threading.Thread(target=snapshot.copy_ahead, daemon=True)
     copying.start()
-    waiting = threading.Thread(target=snapshot.wait_until_complete, daemon=True)
+    waiting = threading.Thread(target=snapshot.wait_until_held, daemon=True)
     waiting.start()
     overwrite(snapshot, first, later)  # of the second one nothing is kept yet
     waiting.join(0.2)
     assert waiting.is_alive() and copying.is_alive()
-    snapshot.add([later])
+    snapshot.hold([later])
     waiting.join(60)
+    assert not waiting.is_alive() and snapshot.needs(later) and not snapshot.needs(torch.zeros(3))
+    overwriting = threading.Thread(target=overwrite, args=(snapshot, later), daemon=True)
+    overwriting.start()
+    overwriting.join(0.2)
+    assert overwriting.is_alive() and copying.is_alive()
+    snapshot.add([later])
+    overwriting.join(60)
     copying.join(60)
-    assert not waiting.is_alive() and not copying.is_alive() and snapshot.waited_s > 0.1
-    overwrite(snapshot, later)
+    assert not overwriting.is_alive() and not copying.is_alive() and snapshot.waited_s > 0.3
     assert read(snapshot, first) == before and read(snapshot, later) == bytes_of(torch.full((2 * PIECE,), -1.0))
+
+
+def test_a_block_that_is_held_is_exchanged_once_it_is_known_what_is_needed_of_it() -> None:
+    block, free = torch.zeros(2 * PIECE, dtype=torch.uint8), torch.zeros(PIECE, dtype=torch.uint8)
+    snapshot, others = Snapshot([], room=64 << 20, more=True), []
+    snapshot.hold([block])
+    assert snapshot.exchange(free) is None  # no byte of it is the snapshot's
+    exchanging = threading.Thread(target=lambda: others.append(snapshot.exchange(block)), daemon=True)
+    exchanging.start()
+    exchanging.join(0.2)
+    assert exchanging.is_alive()
+    snapshot.add([block[:PIECE]], [block])
+    exchanging.join(60)
+    assert others[0] is not None and others[0].numel() == block.numel()
+    block.fill_(3)  # the owner has the other block
+    assert not snapshot.needs(block) and snapshot.waited_s > 0.1
 
 
 def test_a_save_that_ends_before_its_snapshot_is_complete_holds_up_nobody() -> None:
     guard, snapshot = StateGuard(), Snapshot([], more=True)
-    guard.wait_until_complete()  # there is no save
+    guard.wait_until_held()  # there is no save
     guard.snapshot = snapshot
-    waiting = threading.Thread(target=guard.wait_until_complete, daemon=True)
+    waiting = threading.Thread(target=guard.wait_until_held, daemon=True)
     waiting.start()
     snapshot.close()
     waiting.join(60)

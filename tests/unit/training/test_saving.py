@@ -138,7 +138,7 @@ def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypat
 ON_CPU = {name: words for name, words in WORDS.items() if OFFLOAD in words}
 
 
-@pytest.mark.parametrize("held", ["the last update", "the taking of the state"])
+@pytest.mark.parametrize("held", ["the last update", "the places of the state", "the parts of the state"])
 @pytest.mark.parametrize("words", ON_CPU.values(), ids=ON_CPU)
 def test_a_save_begins_before_the_cpu_has_done_the_step(
     words: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,19 +149,31 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     host = trainer.host
     assert host is not None
     host.finish()
-    owner, name = (host, "_take_step") if held == "the last update" else (Snapshot, "add")
+    owner, name = {
+        "the last update": (host, "_take_step"),
+        "the places of the state": (Snapshot, "hold"),
+        "the parts of the state": (Snapshot, "add"),
+    }[held]
     gate, written = hold(owner, name, monkeypatch), slow_writes(monkeypatch, 30)
     train(trainer, 2, 3)
     behind.begin(behind.targets[0], done(3), keep_all=False)
     save = behind._saver.under_way
     assert save is not None and behind._saver._stood_s < 10
-    waiter, wait = (host, "_wait_for") if held == "the last update" else (host.guard, "wait_until_complete")
+    waiter, wait = {
+        "the last update": (host, "_wait_for"),
+        "the places of the state": (save.snapshot._is_held, "wait"),
+        "the parts of the state": (save.snapshot._complete, "wait"),
+    }[held]
     go_on_when_called(waiter, wait, gate, monkeypatch)
     train(trainer, 3, 4)
-    assert gate.is_set() and save.snapshot._complete.is_set() and not save.over
-    if held == "the taking of the state":
+    if held == "the parts of the state":
+        assert save.snapshot._is_held.is_set()  # the step was requested
+        train(trainer, 4, 6)
+        host.finish()
+    assert gate.is_set() and save.snapshot._is_held.is_set() and not save.over
+    if held != "the last update":
         assert 0.1 < save.snapshot.waited_s < 30  # it is told as time for which training stood
-    train(trainer, 4, 7)
+    train(trainer, 6 if held == "the parts of the state" else 4, 7)
     written.set()
     behind.finish()
     trainer.close()

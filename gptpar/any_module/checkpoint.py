@@ -36,7 +36,8 @@ from gptpar.checkpoint import save_checkpoint as save_tensors
 from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
-from gptpar.checkpoint.saver import Save, Saver
+from gptpar.checkpoint.save_request import Save
+from gptpar.checkpoint.saver import Saver
 from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.files import replace_synced

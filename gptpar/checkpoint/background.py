@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptpar.errors import CheckpointError
-from gptpar.system.snapshot import Snapshot, StateGuard
+from gptpar.system.snapshot import Snapshot
+from gptpar.system.state_guard import StateGuard
 
 NUM_COPIERS = max(2, min(8, (os.cpu_count() or 1) // 2))
 """Threads that copy ahead of the training. One thread copies 5 to 10 GB/s; memory has bandwidth for several."""

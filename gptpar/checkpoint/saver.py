@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,12 @@ from gptpar.checkpoint import room
 from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import snapshot_of
+from gptpar.checkpoint.save_request import Save, Saved
 from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.system.regions import sizes_of_copies
-from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
+from gptpar.system.snapshot import STILL_SECONDS, Snapshot
 from gptpar.system.spare_memory import SpareMemory
+from gptpar.system.state_guard import StateGuard
 from gptpar.system.switch_interval import SWITCH_INTERVAL
 from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, joined
@@ -44,67 +45,6 @@ MEMORY_LOOK_SECONDS = 1.0
 NO_LIMIT = timedelta(days=365)
 """Timeout of the collectives of saves. A process that waits in a collective cannot tell whether another process's disk
 is slow or hung. :meth:`Saver.finish` checks instead whether any process still moves pieces."""
-
-
-@dataclass(frozen=True)
-class Late:
-    """State in host memory that a save takes after its begin.
-
-    Attributes:
-        blocks: the memory.
-        tensors: finds the parts of tensors in it.
-    """
-
-    blocks: Sequence[torch.Tensor]
-    tensors: Callable[[], Mapping[str, TensorParts]]
-
-
-@dataclass(frozen=True)
-class Save:
-    """What is to be saved.
-
-    Attributes:
-        folder: the folder of checkpoints to save into.
-        iteration: the iteration of the state.
-        tensors: this process's parts, with their present values; but for those of ``late``.
-        write: ``save_checkpoint`` with all arguments given but ``tensors``, ``process_group``, ``snapshot``, ``moved``.
-        permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
-        files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
-        optional: whether training goes on however often the save fails.
-        unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
-        late: returns the state in host memory once the last step has updated it; ``None``: there is none.
-        late_bytes: bytes of that state.
-    """
-
-    folder: Path
-    iteration: int
-    tensors: Mapping[str, TensorParts]
-    write: Callable[..., Path]
-    permit: Callable[[], None] = lambda: None
-    files_in_memory: int = 0
-    optional: bool = False
-    unguarded: Callable[[torch.Tensor], bool] = lambda part: False
-    late: Callable[[], Late] | None = None
-    late_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A save that is on the disk.
-
-    Attributes:
-        stood_s: seconds for which training stood still, or a step waited for the save.
-        written_s: seconds from the save's begin to its end.
-        most_kept: peak bytes of host memory that held parts overwritten during the save.
-        cloned: whether parts on the GPU were cloned there.
-    """
-
-    save: Save
-    path: Path
-    stood_s: float
-    written_s: float
-    most_kept: int
-    cloned: bool
 
 
 class Saver:

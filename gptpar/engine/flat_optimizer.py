@@ -11,7 +11,7 @@ import torch
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, UpdateVectors
 from gptpar.optim.group_ranges import ALIGNMENT, GPT_FAMILIES, Family, GroupRange, group_ranges_between
 from gptpar.optim.torch_kernels import make_device_kernel
-from gptpar.system.snapshot import StateGuard
+from gptpar.system.state_guard import StateGuard
 
 ContiguousRange = tuple[int, int, torch.Tensor | None]
 """(start, stop, model parameters to write); ``None``: the model parameters are the master weights themselves."""

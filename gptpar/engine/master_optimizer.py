@@ -14,7 +14,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
-from gptpar.system.snapshot import StateGuard
+from gptpar.system.state_guard import StateGuard
 from gptpar.topology.tensor_parts import TensorParts
 
 HostViews = Mapping[str, Sequence[tuple[str, int, torch.Tensor]]]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from gptpar.optim.elementwise import Hyperparameters
-from gptpar.system.snapshot import StateGuard
+from gptpar.system.state_guard import StateGuard
 
 
 class Subscriber(Protocol):

@@ -23,7 +23,7 @@ from gptpar.offload.next_action import Action, begin_copies, late_partials, next
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import D2HCopy, H2DCopy, Transfers
 from gptpar.optim.elementwise import Done, HostKernel
-from gptpar.system.snapshot import StateGuard
+from gptpar.system.state_guard import StateGuard
 
 POLL_SECONDS = 2e-4
 

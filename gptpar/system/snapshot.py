@@ -1,12 +1,12 @@
-"""``Snapshot``: the state at a save's moment, read later; ``StateGuard`` is asked before the state is overwritten.
+"""``Snapshot``: the state at a save's moment, read later.
 
 Nothing is copied when a snapshot is taken: the bytes of the moment are where they were. Whoever is about to overwrite
-some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,
-and waited for where it has none. Copies begin ahead of that in threads of the save, because state does not change
-during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds; so is
-what somebody overwrites who does not ask.
+some asks first, through the :class:`~gptpar.system.state_guard.StateGuard`. What the save has not read by then is
+copied where memory has room, and waited for where it has none. Copies begin ahead of that in threads of the save,
+because state does not change during the forward and backward passes. On a GPU with room the state is cloned at once,
+which takes milliseconds; so is what somebody overwrites who does not ask.
 
-Whoever is about to overwrite a whole block of memory may take another block in exchange (:meth:`StateGuard.exchange`).
+Whoever is about to overwrite a whole block of memory may take another block in exchange (:meth:`Snapshot.exchange`).
 Then nothing is copied: the snapshot keeps the old block.
 """
 
@@ -358,47 +358,6 @@ class Snapshot:
                 self._finish(region)
             self._changed.notify_all()
         self.closed.set()
-
-
-class StateGuard:
-    """Everything that overwrites weights or optimizer state asks it first, so that a save under way loses no byte.
-
-    Attributes:
-        snapshot: of the save under way; ``None``: there is none.
-        exchanged: returns the blocks of memory whose owners call :meth:`exchange`.
-    """
-
-    def __init__(self) -> None:
-        self.snapshot: Snapshot | None = None
-        self.exchanged: Callable[[], Iterable[torch.Tensor]] = lambda: ()
-
-    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Return when the tensors' memory may be overwritten by work that is launched from now on."""
-        snapshot = self.snapshot
-        if snapshot is not None:
-            snapshot.before_write(tensors)
-
-    def exchange(self, block: torch.Tensor) -> torch.Tensor | None:
-        """See :meth:`Snapshot.exchange`."""
-        snapshot = self.snapshot
-        return None if snapshot is None else snapshot.exchange(block)
-
-    def wait_until_held(self) -> None:
-        """Return when a step may be requested: see :meth:`Snapshot.hold`."""
-        snapshot = self.snapshot
-        if snapshot is not None:
-            snapshot.wait_until_held()
-
-    def wait_until_read(self) -> None:
-        """Return when no save reads state any more, or after the longest time that a disk may be still."""
-        snapshot = self.snapshot
-        if snapshot is not None:
-            snapshot.closed.wait(STILL_SECONDS)
-
-    def needs(self, block: torch.Tensor) -> bool:
-        """See :meth:`Snapshot.needs`."""
-        snapshot = self.snapshot
-        return snapshot is not None and snapshot.needs(block)
 
 
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:

@@ -14,7 +14,8 @@ import torch
 
 from gptpar.checkpoint import room, save_checkpoint
 from gptpar.checkpoint.ring import Ring
-from gptpar.checkpoint.saver import Late, Save, Saved, Saver
+from gptpar.checkpoint.save_request import Late, Save, Saved
+from gptpar.checkpoint.saver import Saver
 from gptpar.config import CheckpointConfig
 from gptpar.engine.ranges import Home
 from gptpar.reporting.banner import format_bytes

@@ -127,10 +127,12 @@ def test_what_would_come_again_ends_the_run(tmp_path: Path, faults: str, restart
 
 
 ENDS = """
-if at == (0, 1, 7): os.kill(me, signal.SIGKILL)
+import time
+if at == (0, 1, 7):
+    time.sleep(1)  # the copy of iteration 6 ends meanwhile
+    os.kill(me, signal.SIGKILL)
 if place == "load" and restart == 1:
     print("LOADING", flush=True)
-    import time
     time.sleep(2)
 """
 

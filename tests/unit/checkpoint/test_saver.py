@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from gptpar.checkpoint.background import SaveUnderWay
-from gptpar.checkpoint.saver import FORGIVEN, Save, Saver
+from gptpar.checkpoint.save_request import Save
+from gptpar.checkpoint.saver import FORGIVEN, Saver
 from gptpar.errors import CheckpointError, NotSavedError
-from gptpar.system.snapshot import StateGuard
+from gptpar.system.state_guard import StateGuard
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.topology.tensor_parts import as_parts

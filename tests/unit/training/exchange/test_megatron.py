@@ -240,7 +240,7 @@ CONTRADICTIONS = {
     ),
     "a wider one": ({"hidden_size": 64}, "'final_norm.weight' is [64] in the model, and the 2 ranks have [[32], [32]]"),
     "a width that is a text": ({"hidden_size": "32"}, "its arguments are not those of a GPT: "),
-    "far more layers than bytes": ({"num_layers": 9000}, " bytes, and its arguments describe 457,354,496 bytes"),
+    "far more layers than bytes": ({"num_layers": 900}, " bytes, and its arguments describe 45,744,896 bytes"),
 }
 
 

@@ -70,7 +70,7 @@ BLOCK = 4096
 
 
 def model_of(family: str, preset: str, num_bytes: int | None) -> ModelConfig:
-    """A preset's model, or one of its width with so many layers that it has about as many bytes in fp32."""
+    """A preset's model; ``num_bytes`` is about the size of its fp32 weights, set by the number of layers."""
     sizes = {f"--{name.replace('_', '-')}": number for name, number in PRESETS[preset].items()}
 
     def with_layers(number: int) -> ModelConfig:
@@ -114,7 +114,7 @@ class PlainFiles:
         threads: that write.
         direct: past the system's cache.
         reserved: blocks of the disk are reserved at the beginning.
-        source: a file of which ``read_bytes`` are read, spread over the writes.
+        source: a file; ``read_bytes`` bytes of it are read, a part before each write.
     """
 
     folder: Path

@@ -81,7 +81,7 @@ struct Widened {
   }
 };
 
-// The transpose of a tile, of which `height` columns and `width` rows are there.
+// Transposes a tile of the source into `tile`. At the edge of the matrix it has fewer rows (`width`) or columns (`height`).
 template <class T>
 GPTPAR_INLINE void turn(T (&tile)[kTile][kTile], const T* from, int64_t step, int64_t height, int64_t width) {
   for (int64_t b = 0; b < width; ++b)

@@ -112,7 +112,7 @@ class Reading:
     """A piece of a source that is still to be read.
 
     Attributes:
-        blocks: those of which it has elements, or may have some.
+        blocks: the blocks that it may have elements of.
         give: reads it, and calls :meth:`Assembly.fill` for the blocks that it is called with.
     """
 
@@ -226,7 +226,7 @@ class Assembly:
 
 
 def in_passes(readings: Sequence[Reading], most_blocks: int) -> Iterator[Reading]:
-    """The same readings, if they can follow each other with so many blocks in memory.
+    """The readings unchanged, if ``most_blocks`` blocks in memory suffice for reading each source once.
 
     Otherwise they are repeated: each time they fill as many blocks as memory holds, and what has nothing for these is
     not read.

@@ -209,7 +209,7 @@ def reserve_disk(fd: int, place: int, num_bytes: int) -> None:
     ``os.posix_fallocate`` would then write a byte to every block.
 
     Raises:
-        OSError: the disk has too few blocks, or the user may not take so many.
+        OSError: the disk is too full, or the file exceeds the user's quota.
     """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None or not num_bytes:

@@ -19,7 +19,7 @@ import torch
 from train import OUT_OF_MEMORY, add_run_flags
 
 TRAIN = Path(__file__).with_name("train.py")
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """Largest difference of a loss, by the first loss: fp32 sums in another order, over the default's 20 steps."""
 
 

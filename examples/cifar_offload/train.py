@@ -96,6 +96,7 @@ def plain_step(model: nn.Module, config: dict[str, Any], device: torch.device) -
     def step(images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(images), classes)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 import torch
 
 from gptpar.errors import CheckpointError
+from gptpar.system import pages
 from gptpar.system.snapshot import PIECE_BYTES
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)
@@ -61,7 +62,9 @@ class AlignedBuffers:
 
 def aligned_memory(*, pinned: bool = False) -> torch.Tensor:
     """Room for a piece and the rest of its first and last block, from a block's beginning on."""
-    memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    if not pinned:
+        return pages.untouched(BUFFER_BYTES)
+    memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
     return memory[-memory.data_ptr() % BLOCK_BYTES :]
 
 

@@ -27,7 +27,7 @@ _PREFIX = "rank"
 # Messages of gloo, NCCL and the store when the process at the other end of a connection is gone or does not answer.
 _LOST = re.compile(
     r"gloo/transport|ncclRemoteError|remote process exited|Connection (was likely )?(closed|reset)"
-    r"|Broken pipe|Socket Timeout|[Ww]ait timeout after"
+    r"|Broken pipe|Socket Timeout|[Ww]ait timeout after|Timed out waiting|timeout caused pair closure"
 )
 
 

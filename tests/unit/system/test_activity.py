@@ -71,6 +71,8 @@ def test_a_note_is_cheap(tmp_path: Path) -> None:
         (NCCL, "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28"),
         ("Broken pipe", "Broken pipe"),  # the store's, while a group is made
         ("wait timeout after 600000ms, keys: /default_pg/0//cpu//1/0", None),
+        ("Application timeout caused pair closure", None),  # gloo's, of a collective after the one that timed out
+        ("Timed out waiting 6000ms for recv operation to complete", None),
     ],
 )
 def test_a_lost_rank_is_one_sentence(monkeypatch: pytest.MonkeyPatch, text: str, reason: str | None) -> None:

@@ -8,7 +8,11 @@
 // A copy that computes the CRC of what it copies reads memory once. It writes past the caches, whose lines would
 // otherwise be read before they are written.
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -136,4 +140,21 @@ extern "C" uint32_t crc32_of(const uint8_t* data, uint64_t size, uint32_t before
 // The same, and the bytes are copied to `target`, which does not overlap them.
 extern "C" uint32_t crc32_of_copied(uint8_t* target, const uint8_t* source, uint64_t size, uint32_t before) {
   return ~copied(source, size, ~before, target);
+}
+
+// Fills `data` with the bytes at `place` of a file, `part` bytes at a time: parts that fit the processor's caches are
+// still there when their CRC is computed. `crc` is that of the bytes before, and then of these too.
+// Returns how many there are, fewer at the file's end, or -errno.
+extern "C" int64_t crc32_of_read(int32_t file, uint8_t* data, uint64_t size, int64_t place, uint64_t part,
+                                 uint32_t* crc) {
+  uint64_t done = 0;
+  while (done < size) {
+    const ssize_t count = pread(file, data + done, std::min(part, size - done), place + static_cast<int64_t>(done));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return -errno;
+    if (count == 0) break;
+    *crc = crc32_of(data + done, static_cast<uint64_t>(count), *crc);
+    done += static_cast<uint64_t>(count);
+  }
+  return static_cast<int64_t>(done);
 }

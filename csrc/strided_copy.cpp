@@ -178,43 +178,41 @@ __attribute__((target("avx2"))) void round_box_avx2(void* target, const void* so
 }
 #endif
 
-}  // namespace
-
 // Copies sizes[0] * sizes[1] * ... elements. Strides are in elements, and none is negative.
 //   width: bytes of an element: 1, 2, 4 or 8; 0: from fp32 to bf16; -1: from bf16 to fp32
-// Returns 0, or 1 where it knows no such elements.
-extern "C" int32_t strided_copy(void* target, const void* source, int32_t num_dims, const int64_t* sizes,
-                                const int64_t* to, const int64_t* from, int32_t width) {
-  if (num_dims > kMaxDims) return 1;
+void copy_box(void* target, const void* source, int num_dims, const int64_t* sizes, const int64_t* to,
+              const int64_t* from, int64_t width) {
   for (int i = 0; i < num_dims; ++i)
-    if (sizes[i] == 0) return 0;
+    if (sizes[i] == 0) return;
   const Box box(num_dims, sizes, to, from);
   switch (width) {
     case 0:
 #if defined(__x86_64__)
-      if (__builtin_cpu_supports("avx2")) {
-        round_box_avx2(target, source, box);
-        return 0;
-      }
+      if (__builtin_cpu_supports("avx2")) return round_box_avx2(target, source, box);
 #endif
-      round_box(target, source, box);
-      return 0;
+      return round_box(target, source, box);
     case -1:
-      copy<Widened, uint32_t, uint16_t>(target, source, box);
-      return 0;
+      return copy<Widened, uint32_t, uint16_t>(target, source, box);
     case 1:
-      copy<Same, uint8_t, uint8_t>(target, source, box);
-      return 0;
+      return copy<Same, uint8_t, uint8_t>(target, source, box);
     case 2:
-      copy<Same, uint16_t, uint16_t>(target, source, box);
-      return 0;
+      return copy<Same, uint16_t, uint16_t>(target, source, box);
     case 4:
-      copy<Same, uint32_t, uint32_t>(target, source, box);
-      return 0;
+      return copy<Same, uint32_t, uint32_t>(target, source, box);
     case 8:
-      copy<Same, uint64_t, uint64_t>(target, source, box);
-      return 0;
-    default:
-      return 1;
+      return copy<Same, uint64_t, uint64_t>(target, source, box);
+  }
+}
+
+}  // namespace
+
+// Makes `count` copies. `numbers` has for each of them: the addresses of target and source, width, number of dims, sizes,
+// the target's strides, the source's strides.
+extern "C" void strided_copies(const int64_t* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t num_dims = numbers[3], *sizes = numbers + 4;
+    copy_box(reinterpret_cast<void*>(numbers[0]), reinterpret_cast<const void*>(numbers[1]),
+             static_cast<int>(num_dims), sizes, sizes + num_dims, sizes + 2 * num_dims, numbers[2]);
+    numbers = sizes + 3 * num_dims;
   }
 }

@@ -14,14 +14,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from gptpar.checkpoint.data_file import BUFFER_BYTES, DataFile, aligned_as, aligned_memory, piece_starts
-from gptpar.checkpoint.patches import Patch, copy_common
+from gptpar.checkpoint.patches import Patch, common_parts
 from gptpar.system.crc32 import crc32
+from gptpar.system.strided_copy import copy_elements
 
-MAX_THREADS = 8
+MAX_THREADS = 12
 MIN_BUFFERS = 8
 """64 MiB: what a conversion may take however small its tensors are."""
 
@@ -199,15 +201,15 @@ class Assembly:
 
     def fill(self, blocks: Iterable[FileBlock], view: str, patches: Sequence[Patch]) -> None:
         """Give blocks of one tensor what patches of one of its views have for them."""
-        for block in blocks:
-            if (one := self._begun.get(block)) is None:  # it had all of its elements before
-                continue
-            copied = copy_common(patches, one.patches[view])
-            with self._lock:
-                one.missing -= copied
+        begun = [one for block in blocks if (one := self._begun.get(block))]  # the others had all of their elements
+        common = [list(common_parts(patches, one.patches[view])) for one in begun]
+        copy_elements(chain.from_iterable(common))
+        with self._lock:
+            for one, copied in zip(begun, common, strict=True):
+                one.missing -= sum(target.numel() for target, _ in copied)
                 if not one.missing:
-                    self._written.add(block)
-                    self._complete.append(self._begun.pop(block))
+                    self._written.add(one.block)
+                    self._complete.append(self._begun.pop(one.block))
 
     def _write_complete(self) -> None:
         """Write the blocks that are complete by now; other threads take some of them."""

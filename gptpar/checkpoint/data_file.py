@@ -24,12 +24,16 @@ import torch
 
 from gptpar.errors import CheckpointError
 from gptpar.system import pages
+from gptpar.system.crc32 import crc32, read_with_crc32
 from gptpar.system.snapshot import PIECE_BYTES
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 """Addresses, lengths and places of direct writes are multiples of this. No page of the cache has bytes of both ways."""
 
 MIN_DIRECT_BYTES = 256 << 10
+
+CACHED_BYTES = 256 << 10
+"""Bytes that are read from the system's cache before their CRC-32 is computed: they fit a core's own cache."""
 
 MAX_COLLECTED_BYTES = 4 << 20
 """Bytes for the system's cache that are collected before they are written."""
@@ -61,7 +65,10 @@ class AlignedBuffers:
 
 
 def aligned_memory(*, pinned: bool = False) -> torch.Tensor:
-    """Room for a piece and the rest of its first and last block, from a block's beginning on."""
+    """Room for a piece and the rest of its first and last block, from a block's beginning on.
+
+    In huge pages a direct write has fewer and larger segments.
+    """
     if not pinned:
         return pages.untouched(BUFFER_BYTES)
     memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -119,22 +126,33 @@ class SourceFile:
         Args:
             target: past the cache only if it is of :func:`aligned_as`.
         """
-        view, done = target.numpy().data, 0
-        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self.is_cached(place):
-            done = self._read_blocks(place, target)
+        view, done = target.numpy().data, self._read_past_cache(place, target)
         while done < len(view) and (count := os.preadv(self._fd, [view[done:]], place + done)):
             done += count
         return done
 
-    def is_cached(self, place: int) -> bool:
+    def read_with_crc32(self, place: int, target: torch.Tensor) -> tuple[int, int]:
+        """The same; returns the number of bytes, and their CRC-32."""
+        done = self._read_past_cache(place, target)
+        crc, left = crc32(target[:done]), target[done:]
+        part = CACHED_BYTES if not done and self._is_cached(place) else max(1, len(left))
+        count, crc = read_with_crc32(self._fd, place + done, left, crc, part)
+        return done + count, crc
+
+    def _is_cached(self, place: int) -> bool:
         """Whether the system's cache has the byte at ``place``, and so probably what follows."""
         try:
             return os.preadv(self._fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
         except OSError:  # it has not, or the file system cannot tell
             return False
 
-    def _read_blocks(self, place: int, target: torch.Tensor) -> int:
-        """Read whole blocks of the disk around the bytes; returns the number of bytes, 0 if the system refuses."""
+    def _read_past_cache(self, place: int, target: torch.Tensor) -> int:
+        """Read whole blocks of the disk around the bytes; returns the number of bytes.
+
+        It is 0 if the system refuses, or has the bytes in its cache.
+        """
+        if self._direct < 0 or (target.data_ptr() - place) % BLOCK_BYTES or self._is_cached(place):
+            return 0
         first = place % BLOCK_BYTES
         length = -(-(first + len(target)) // BLOCK_BYTES) * BLOCK_BYTES
         blocks = target.as_strided((length,), (1,), target.storage_offset() - first)

@@ -16,7 +16,6 @@ from math import prod
 import torch
 
 from gptpar.checkpoint.tiling import overlap
-from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
 
 _Range = tuple[int, int]  # first index, number of indices
@@ -158,14 +157,9 @@ def _at(index: int, inner: Sequence[_Axis], low: int, high: int) -> Iterator[tup
     yield from (((index, 1), *ranges) for ranges in _within(inner, low, high))
 
 
-@torch.no_grad()
-def copy_common(sources: Iterable[Patch], targets: Sequence[Patch]) -> int:
-    """Copy the elements that both have, converted to the targets' number format; returns their number."""
-    copied = 0
+def common_parts(sources: Iterable[Patch], targets: Sequence[Patch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The elements that both have: (where they go, where they are), of one shape each."""
     for source in sources:
         for target in targets:
             if (common := overlap(source.box, target.box)) is not None:
-                here = box_view(source.values, common, source.box[0])
-                copy_elements(box_view(target.values, common, target.box[0]), here)
-                copied += prod(common[1])
-    return copied
+                yield box_view(target.values, common, target.box[0]), box_view(source.values, common, source.box[0])

@@ -13,12 +13,8 @@ import torch
 
 from gptpar.checkpoint.data_file import AlignedBuffers, SourceFile
 from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint
-from gptpar.system.crc32 import crc32
 
 NUM_THREADS = 4
-CACHED_BYTES = 2 << 20
-"""Bytes that are read from the system's cache before their CRC-32 is computed: about what a core's caches hold. Less
-would make the threads wait for each other at Python's lock."""
 
 T = TypeVar("T")
 
@@ -67,7 +63,7 @@ class ChunkFiles:
         where = f"{self._path / chunk.file}: tensor {tensor_name!r}, bytes {start}..{start + length}"
         with self._buffers.take(start, length, itemsize) as piece:
             try:
-                done, found = _read(self._files[chunk.file], start, piece)
+                done, found = self._files[chunk.file].read_with_crc32(start, piece)
             except OSError as error:
                 raise DamagedCheckpoint(f"{where}: cannot be read: {error.strerror}") from None
             if done < length:
@@ -75,21 +71,6 @@ class ChunkFiles:
             if found != crc:
                 raise DamagedCheckpoint(f"{where}: damaged, CRC-32 is {found:08x} and was {crc:08x} when saved")
             yield piece
-
-
-def _read(file: SourceFile, place: int, target: torch.Tensor) -> tuple[int, int]:
-    """Fill ``target`` with the bytes at a place; returns their number, fewer at the file's end, and CRC-32.
-
-    What the system's cache has is read in parts that are still in the processor's caches when their CRC is computed.
-    """
-    step = CACHED_BYTES if file.is_cached(place) else len(target)
-    done = crc = 0
-    for part in target.split(step):
-        count = file.read(place + done, part)
-        done, crc = done + count, crc32(part[:count], crc)
-        if count < len(part):
-            break
-    return done, crc
 
 
 def pieces_of(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:

@@ -12,11 +12,12 @@ from typing import Any
 from gptpar.checkpoint.assembly import Assembly, FileBlock, Reading, Room
 from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
-from gptpar.checkpoint.patches import ParameterView, copy_common
+from gptpar.checkpoint.patches import ParameterView, common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.checkpoint.streamed import StreamedCheckpoint, write_checkpoint
 from gptpar.config import TokenizerConfig
 from gptpar.errors import CheckpointError
+from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
 from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
 from gptpar.training.exchange.kept import FOLDER, keep
@@ -121,6 +122,7 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
         view = views[part.ours][part.theirs]
         with part.read(buffers, past_cache=False) as values:  # other processes read the same files
             for offsets, held in weights[part.ours].parts:
-                copy_common(view.of_elements(part.start, values), view.of_parameter((offsets, tuple(held.shape)), held))
+                here = view.of_parameter((offsets, tuple(held.shape)), held)
+                copy_elements(common_parts(view.of_elements(part.start, values), here))
 
     run_parallel([partial(give, part) for name in held for part in model.parts(name)])

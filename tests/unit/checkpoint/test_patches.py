@@ -8,7 +8,8 @@ from random import Random
 import pytest
 import torch
 
-from gptpar.checkpoint.patches import ParameterView, copy_common
+from gptpar.checkpoint.patches import ParameterView, Patch, common_parts
+from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import box_view
 
 VIEWS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -39,6 +40,13 @@ def boxes(shape: tuple[int, ...], random: Random) -> list[tuple[tuple[int, ...],
     for size in shape:
         found = [((*lows, low), (*sizes, n)) for lows, sizes in found for low, n in cut(size, random)]
     return found
+
+
+def copy_common(sources: list[Patch], targets: list[Patch]) -> int:
+    """The number of elements that are copied."""
+    parts = list(common_parts(sources, targets))
+    copy_elements(parts)
+    return sum(target.numel() for target, _ in parts)
 
 
 @pytest.mark.parametrize("name", VIEWS)

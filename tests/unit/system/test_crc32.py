@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from gptpar.errors import NativeBuildError
 from gptpar.system import crc32 as room
-from gptpar.system.crc32 import copy_with_crc32, crc32
+from gptpar.system.crc32 import copy_with_crc32, crc32, read_with_crc32
 
 SIZES = (0, 1, 3, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 1000, 4096, 100_003)
 
@@ -58,6 +59,26 @@ def test_known_numbers() -> None:
     assert of(b"123456789") == 0xCBF43926  # the check value of this CRC in its catalogues
     assert of(bytes(1 << 20)) == zlib.crc32(bytes(1 << 20)) == 0xA738EA1C
     assert of(b"\xff" * 4096) == 0xF154670A == zlib.crc32(b"\xff" * 4096)
+
+
+@pytest.mark.usefixtures("_helper")
+@pytest.mark.parametrize("part_bytes", [1, 64, 1000, 1 << 20])
+def test_what_is_read_is_the_files_and_has_zlibs_number(tmp_path: Path, part_bytes: int) -> None:
+    path, text = tmp_path / "file", Random(part_bytes).randbytes(5000)
+    path.write_bytes(text)
+    with path.open("rb") as file:
+        for place, size, before in ((0, 5000, 0), (7, 1234, 99), (4990, 64, 0), (6000, 8, 5), (3, 0, 7)):
+            target = torch.zeros(size, dtype=torch.uint8)
+            there = text[place : place + size]
+            expected = len(there), zlib.crc32(there, before)
+            assert read_with_crc32(file.fileno(), place, target, before, part_bytes) == expected
+            assert target.numpy().tobytes() == there + bytes(size - len(there))
+
+
+@pytest.mark.usefixtures("_helper")
+def test_a_refused_read_says_why() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_with_crc32(-1, 0, torch.zeros(8, dtype=torch.uint8), 0, 8)
 
 
 def test_without_a_compiler_zlib_computes(monkeypatch: pytest.MonkeyPatch) -> None:

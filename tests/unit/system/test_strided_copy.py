@@ -38,15 +38,17 @@ def view(random: Random, shape: list[int], dtype: torch.dtype, fill: bool) -> tu
 def test_the_same_bits_as_torchs_copy_and_nothing_beside_them(
     pair: tuple[torch.dtype, torch.dtype], num_dims: int
 ) -> None:
-    random = Random(num_dims)
+    random, pairs, found = Random(num_dims), [], []
     for _ in range(30):
         shape = [random.choice(SIZES[: 8 if num_dims < 3 else 5]) for _ in range(num_dims)]
         _, source = view(random, shape, pair[1], fill=True)
         memory, target = view(random, shape, pair[0], fill=False)
         expected = memory.clone()
         expected.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(source)
-        copy_elements(target, source)
-        assert torch.equal(memory, expected)
+        pairs.append((target, source))
+        found.append((memory, expected))
+    copy_elements(iter(pairs))
+    assert all(torch.equal(memory, expected) for memory, expected in found)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -55,22 +57,22 @@ def test_every_upper_half_rounds_as_torch_rounds(strided: bool) -> None:
     lows = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     values = (halves[:, None] | lows).view(torch.float32)
     found, wanted = torch.empty(values.shape, dtype=torch.bfloat16), values.bfloat16()
-    copy_elements(found.t(), values.t()) if not strided else copy_elements(found.t(), values.t().contiguous())
+    copy_elements([(found.t(), values.t())]) if not strided else copy_elements([(found.t(), values.t().contiguous())])
     is_number = ~values.isnan()
     assert torch.equal(found[is_number].view(torch.int16), wanted[is_number].view(torch.int16))
     assert bool(found[~is_number].isnan().all())
 
 
 def test_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_elements(torch.empty(0, 3), torch.empty(0, 3))
-    copy_elements(torch.empty(3, 0).t(), torch.empty(0, 3))
+    copy_elements([(torch.empty(0, 3), torch.empty(0, 3))])
+    copy_elements([(torch.empty(3, 0).t(), torch.empty(0, 3)), (torch.empty(2), torch.ones(2))])
     target = torch.zeros(())
-    copy_elements(target, torch.tensor(2.5))
+    copy_elements([(target, torch.tensor(2.5))])
     assert target.item() == 2.5
 
 
 def test_without_a_compiler_torch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_library", lambda: None)
     target, source = torch.zeros(3, 4, dtype=torch.bfloat16), torch.randn(4, 3)
-    copy_elements(target, source.t())
+    copy_elements([(target, source.t())])
     assert torch.equal(target, source.t().bfloat16())

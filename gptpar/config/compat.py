@@ -26,6 +26,7 @@ MESSAGES = "a pipeline's messages always overlap"
 INDICES = "the indices of data sets are built once, and mapped"
 PINNED = "host memory that a GPU reads or writes is always pinned"
 LIE = "where gradients lie is decided here; it changes no number"
+RECOMPUTED = "what is computed again changes no number; see --recompute-granularity and --recompute-modules"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
 ANY_NUMBER = -1
@@ -192,6 +193,21 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-contiguous-buffers-in-ddp": (0, LIE),
     "--structured-logs": (0, "metrics.jsonl tells of every step"),
     "--structured-logs-dir": (1, "metrics.jsonl, in the --save folder, tells of every step"),
+    **dict.fromkeys(("--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-mlp", "--jit-compile"), (0, COMPILED)),
+    **dict.fromkeys(("--use-fused-rotary-pos-emb", "--use-fused-rotary-pos-emb-new"), (0, COMPILED)),
+    **dict.fromkeys(("--sparse-mode", "--shape-order"), (1, SDPA)),
+    **dict.fromkeys(("--use-mc2", "--use-ascend-coc"), (0, "see --no-tp-comm-overlap")),
+    "--overlapped-distributed-optimizer": (0, COLLECTIVES),
+    "--use-hetnet": (0, "torch's backends choose the network"),
+    **dict.fromkeys(("--swap-attention", "--reuse-fp32-param"), (0, LESS_MEMORY)),
+    **dict.fromkeys(("--recompute-in-advance", "--recompute-activation-function"), (0, RECOMPUTED)),
+    "--recompute-activation-function-num-layers": (1, RECOMPUTED),
+    "--enable-recompute-layers-per-pp-rank": (0, RECOMPUTED),
+    "--tokenizer-not-use-fast": (0, "a folder's tokenizer.json is read, which gives the same tokens"),
+    **dict.fromkeys(("--use-cp-send-recv-overlap", "--use-fused-ring-attention-update"), (0, NO_CONTEXT)),
+    **dict.fromkeys(("--context-parallel-algo", "--cp-attention-mask-type", "--cp-window-size"), (1, NO_CONTEXT)),
+    "--ulysses-degree-in-cp": (1, NO_CONTEXT),
+    "--kv-head-repeat-before-uly-alltoall": (0, NO_CONTEXT),
 }
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
@@ -219,6 +235,7 @@ DENSE: dict[str, tuple[str, ...]] = {
 _DISTILLATION, _REINFORCEMENT = "knowledge distillation", "reinforcement learning"
 _ENCODER, _MIDDLE = "a model with an encoder", "fill-in-the-middle training"
 _MASKED, _VISION, _FP8 = "masked language modelling (BERT)", "a vision model", "training in FP8 or FP4 (see --bf16)"
+_CONVERSATIONS = "fine-tuning on conversations"
 _LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
@@ -236,6 +253,16 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
     **dict.fromkeys(("--encoder-seq-length", "--decoder-seq-length", "--relative-attention-"), _ENCODER),
     "--pipeline-model-parallel-split-rank": _ENCODER,
+    **dict.fromkeys(("--multi-head-latent-", "--qk-rope-head-dim", "--qk-nope-head-dim"), _LATENT),
+    **dict.fromkeys(("--hetero-", "--enable-hetero"), "a run on devices of several kinds"),
+    **dict.fromkeys(("--input-embeds-norm", "--scale-emb", "--embedding-multiplier"), "a factor of the embeddings"),
+    **dict.fromkeys(("--scale-depth", "--dim-model-base"), "MiniCPM's scaling (see --mup)"),
+    **dict.fromkeys(("--attn-logit-softcapping", "--query-pre-attn-scalar"), "another scale of attention's scores"),
+    "--use-glm-rope": "GLM's form of rotary positions",
+    "--add-output-layer-bias": "a bias of the output layer",
+    "--spec": "a layer that another program's module describes",
+    "--lora-": "low-rank adaptation (LoRA)",
+    **dict.fromkeys(("--is-instruction-dataset", "--is-pairwise-dataset", "--prompt-type"), _CONVERSATIONS),
     **dict.fromkeys(("--bert-", "--mask-prob", "--short-seq-prob", "--output-bert-embeddings"), _MASKED),
     **dict.fromkeys(("--ict-", "--biencoder-", "--indexer-", "--retriever-", "--evidence-data-path"), "retrieval"),
     **dict.fromkeys(("--dino-", "--img-", "--num-classes", "--num-channels", "--patch-dim"), _VISION),
@@ -250,7 +277,7 @@ ABSENT: dict[str, str] = {
     "--apply-residual-connection-post-layernorm": "a residual connection from the norm's output (see --norm-placement)",
     "--quick-geglu": "the quick GeGLU",
     "--muon-": "the Muon optimizer",
-    "--sft": "fine-tuning on conversations",
+    "--sft": _CONVERSATIONS,
     "--mtp-": "multi-token prediction",
     "--fim-": _MIDDLE,
     "--retro-": "retrieval",
@@ -267,6 +294,7 @@ ABSENT: dict[str, str] = {
 }
 """How flags for what is not there begin, and what they ask for."""
 
+_LLAMA = "--use-rope-scaling has the numbers of Llama 3.1"
 LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     "--num-distributed-optimizer-instances": (
         ("1",),
@@ -287,6 +315,12 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     "--rope-type": (("rope",), "stretching rotary positions (YaRN) is not part of gptpar"),
     "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
     "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
+    "--rope-scaling-type": (("llama3",), "--use-rope-scaling has the form of Llama 3.1"),
+    "--low-freq-factor": (("1",), _LLAMA),
+    "--high-freq-factor": (("4",), _LLAMA),
+    **dict.fromkeys(
+        ("--original-max-position-embeddings", "--rope-scaling-original-max-position-embeddings"), (("8192",), _LLAMA)
+    ),
     "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
 }
 """Flag -> its values that change nothing here, and why no other can be had."""
@@ -297,6 +331,8 @@ STANDS_FOR: dict[str, tuple[str, object]] = {
     "--keep-last-checkpoint-only": ("checkpoint.keep_checkpoints", 1),
     **dict.fromkeys(("--no-train 1", "--eval-only 1", "--eval-only True"), ("logging.skip_train", True)),
     "--no-cuda": ("parallel.distributed_backend", "gloo"),
+    "--rope-scaling-type llama3": ("model.use_rope_scaling", True),
+    "--use-deter-comp": ("precision.deterministic_mode", True),
 }
 """What another program's flag says, with its value -> the field that says it here, and its value."""
 
@@ -324,6 +360,10 @@ MEANT: dict[str, str] = {
     **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
     **dict.fromkeys(("--check-for-spiky-loss", "--check-for-large-grads"), "--skip-step-sigma"),
     "--yaml-cfg": "--config",
+    "--add-rmsnorm-offset": "--apply-layernorm-1p",
+    "--post-norm": "--norm-placement",
+    "--num-layer-list": "--partition-method",
+    **dict.fromkeys(("--interleave-sliding-window", "--sliding-window"), "--window-size"),
     "--window-attn-skip-freq": "--window-pattern",
     "--dataloader-inter-document-masking": "--reset-attention-mask",
     "--no-weight-decay-cond-type": "--weight-decay-override",

@@ -21,12 +21,14 @@ class Sets:
         to: fields as ``section.field``, separated by spaces.
         why: a remark for the banner.
         inside: the keys that the value may hold, if it is an object.
+        off: a remark for the banner about a value that turns nothing on.
     """
 
     read: Callable[[Any], Any]
     to: str = ""
     why: str = ""
     inside: str = ""
+    off: str = "it is off"
 
 
 @dataclass(frozen=True)

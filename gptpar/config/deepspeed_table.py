@@ -14,6 +14,7 @@ from typing import Any
 
 from gptpar.config.compat import ALWAYS, BUCKETS, COLLECTIVES
 from gptpar.config.deepspeed_rules import (
+    OFF,
     Absent,
     NoEffect,
     NotRead,
@@ -133,8 +134,8 @@ _BATCH = (
     Key("dataloader_drop_last", NoEffect("every batch is full"), Only((True,), _FULL_BATCHES)),
     Key("prescale_gradients", _DIVIDED),
     Key("gradient_predivide_factor", _DIVIDED),
-    Key("communication_data_type", Sets(word_of({"fp32": False, "bf16": True}), "parallel.grad_reduce_in_bf16",
-        "the sum is kept in fp32")),
+    Key("communication_data_type", Sets(word_of({"fp32": False, "fp16": OFF, "bf16": True, "bfp16": True}),
+        "parallel.grad_reduce_in_bf16", "the sum is kept in fp32", off="gradients are sent in fp32")),
     Key("data_types.grad_accum_dtype", NoEffect("gradients are always summed in fp32")),
 )
 
@@ -190,6 +191,7 @@ _SCHEDULER = (
     _schedule_param("lr_range_test_staircase", truth, _RANGE, False),
 )
 
+_SCALES = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis"
 _FORMATS = (
     Key("fp16.enabled", Sets(truth, "precision.fp16")),
     Key("fp16.loss_scale", Sets(lambda value: number(value) or None, "precision.loss_scale"), default=0),
@@ -201,11 +203,13 @@ _FORMATS = (
     Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.fp16_auto_cast")),
     Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, _FP32_STATE)),
     Key("fp16.opt_level", NoEffect("it is for Apex (amp), which DeepSpeed does not use with fp16")),
+    Key("fp16.dynamic_loss_scale", NoEffect("fp16.loss_scale says it: 0, which is its default, is dynamic")),
     Key("fp16.fp16", NoEffect("GPT-NeoX's second name of fp16.enabled, which decides"), NoEffect("enabled decides")),
     *(row for bf16 in ("bf16.", "bfloat16.") for row in (
         Key(f"{bf16}enabled", Sets(truth, "precision.bf16")),
         Key(f"{bf16}immediate_grad_update", NoEffect("gradients are always added to their fp32 sums at once")),
         Key(f"{bf16}check_grad_overflow", NoEffect("a step whose gradient is not finite is always skipped")),
+        *_same(NoEffect("fp16 alone has a loss scale"), bf16, _SCALES),
         *_same(Only(_FALSE, _FP32_STATE), bf16, "bf16_master_weights_and_grads bf16_optimizer_states"),
         Key(f"{bf16}auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.bf16_auto_cast")),
     )),

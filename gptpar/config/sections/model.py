@@ -84,7 +84,9 @@ class ModelOptions:
         most=10_000_000,
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
-    logit_softcap: float = flag(0.0, "c: logits become c * tanh(logits / c); 0 is off", least=0)
+    logit_softcap: float = flag(
+        0.0, "c: logits become c * tanh(logits / c); 0 is off", names=("--output-logit-softcapping",), least=0
+    )
     z_loss_weight: float = flag(
         0.0,
         "in training, add this times the mean of logsumexp(logits)^2 to the loss; 0 is off",

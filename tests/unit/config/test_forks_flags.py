@@ -157,3 +157,13 @@ def test_rotary_positions_of_llama_3_by_the_names_of_mindspeed() -> None:
 )
 def test_what_mindspeed_and_flagscale_have_besides_is_refused_by_what_it_is(said: str, told: str) -> None:
     assert problems(said) == [told]
+
+
+def test_flags_of_gaudi_and_of_experiments_that_change_no_number_are_named() -> None:
+    words = (
+        "--optimizer fusedadamw --use-torch-compile=1 --use-fused-sdpa 1 --use-fused-rmsnorm 1 --cache-size-limit=0 "
+        "--verify-checkpoint --distributed-engine torch --experiment_name a --experiment-root-dir b"
+    )
+    assert resolved(words) == resolved("")
+    told = parse_flags([*TINY.split(), *words.split()]).without_effect
+    assert "--experiment-root-dir: what a run writes is in its --save folder" in told and len(told) == 8

@@ -346,6 +346,8 @@ STANDS_FOR: dict[str, tuple[str, object]] = {
     **dict.fromkeys(("--no-train 1", "--eval-only 1", "--eval-only True"), ("logging.skip_train", True)),
     "--no-cuda": ("parallel.distributed_backend", "gloo"),
     "--rope-scaling-type llama3": ("model.use_rope_scaling", True),
+    "--geglu": ("model.glu_activation", "geglu"),
+    "--gelu-tanh": ("model.glu_activation", "geglu_tanh"),
     "--use-deter-comp": ("precision.deterministic_mode", True),
 }
 """What another program's flag says, with its value -> the field that says it here, and its value."""

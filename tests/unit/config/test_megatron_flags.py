@@ -139,7 +139,11 @@ def test_the_gated_unit_of_bigscience_has_the_plain_width() -> None:
     model = resolved("--glu-activation swiglu").model
     assert model.swiglu and model.ffn_hidden_size == 4 * model.hidden_size
     assert resolved("--glu-activation swiglu --ffn-hidden-size 96").model.ffn_hidden_size == 96
-    assert problems("--glu-activation geglu") == ["--glu-activation geglu: unknown; it takes one of swiglu."]
+    gelu = resolved("--glu-activation geglu").model
+    assert (gelu.mlp_activation, gelu.ffn_hidden_size, gelu.swiglu) == ("geglu", 4 * gelu.hidden_size, False)
+    assert problems("--glu-activation x") == [
+        "--glu-activation x: unknown; it takes one of swiglu, geglu, geglu_tanh, reglu, liglu."
+    ]
 
 
 def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:

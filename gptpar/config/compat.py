@@ -1,11 +1,9 @@
-"""The flags of Megatron-LM and Megatron-DeepSpeed that are accepted without effect, or refused, and why.
+"""The flags of Megatron-LM, Megatron-DeepSpeed and their forks that are accepted without effect, and why.
 
 Each maps to (number of values it takes or ``ANY_NUMBER``, why it changes nothing here).
 """
 
 from __future__ import annotations
-
-from gptpar.config.data_files import SPLITS
 
 ALWAYS = "this is always so here"
 SDPA = "torch picks the attention kernel"
@@ -26,6 +24,9 @@ MESSAGES = "a pipeline's messages always overlap"
 INDICES = "the indices of data sets are built once, and mapped"
 PINNED = "host memory that a GPU reads or writes is always pinned"
 LIE = "where gradients lie is decided here; it changes no number"
+BACKENDS = "stages send and receive by torch's backends"
+SERVED = "it is for generating text"
+WATCHED = "the run finds a process that hangs by itself; see --hang-seconds"
 RECOMPUTED = "what is computed again changes no number; see --recompute-granularity and --recompute-modules"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
@@ -177,7 +178,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-gradient-reduce-div-fusion": (0, WHEN),
     "--tp-comm-overlap-cfg": (1, "see --no-tp-comm-overlap"),
     "--overlap-p2p-communication": (0, MESSAGES),
-    "--use-ring-exchange-p2p": (0, "stages send and receive by torch's backends"),
+    "--use-ring-exchange-p2p": (0, BACKENDS),
     "--standalone-embedding-stage": (0, CUTS),
     "--dist-ckpt-format": (1, ONE_FORMAT),
     "--dist-ckpt-workers": (1, "each process writes its part"),
@@ -222,169 +223,52 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--context-parallel-algo", "--cp-attention-mask-type", "--cp-window-size"), (1, NO_CONTEXT)),
     "--ulysses-degree-in-cp": (1, NO_CONTEXT),
     "--kv-head-repeat-before-uly-alltoall": (0, NO_CONTEXT),
-}
-
-NO_EXPERTS = "mixture-of-experts is not part of gptpar"
-EXPERTS = ("--moe-", "--expert-", "--num-experts-switch")
-"""How flags for mixture-of-experts begin; those that are not in ``DENSE`` ask for a model that is not there."""
-ANY = ("any value",)
-DENSE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("--num-experts", "--moe-expert-parallel-size", "--expert-model-parallel-size"), ("1",)),
-    **dict.fromkeys(("--expert-tensor-parallel-size", "--topk"), ("1",)),
-    "--mlp-type": ("standard",),
-    "--moe-loss-coeff": ANY,
-    "--moe-train-capacity-factor": ANY,
-    "--moe-eval-capacity-factor": ANY,
-    "--moe-min-capacity": ANY,
-    "--expert-interval": ANY,
-    "--create-moe-param-group": ANY,
-    "--disable-moe-token-dropping": ANY,
     **dict.fromkeys(
-        ("--disable-moe-top2-2nd-expert-sampling", "--use-tutel", "--enable-expert-tensor-parallelism"), ANY
+        (
+            *("--disable-tp-comm-overlap-ag", "--disable-tp-comm-overlap-rs", "--tp-comm-overlap-rs-dgrad"),
+            *("--disable-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-wgrad", "--tp-comm-overlap-disable-qkv"),
+            *("--disable-tp-comm-split-ag", "--disable-tp-comm-split-rs", "--tp-comm-overlap-disable-fc1"),
+        ),
+        (0, "see --no-tp-comm-overlap"),
     ),
-}
-"""Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
---num-experts asks for, so without them every value is harmless."""
-
-_DISTILLATION, _REINFORCEMENT = "knowledge distillation", "reinforcement learning"
-_ENCODER, _MIDDLE = "a model with an encoder", "fill-in-the-middle training"
-_MASKED, _VISION, _FP8 = "masked language modelling (BERT)", "a vision model", "training in FP8 or FP4 (see --bf16)"
-_CONVERSATIONS = "fine-tuning on conversations"
-_LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
-ABSENT: dict[str, str] = {
-    **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
-    **dict.fromkeys(("--kd", "--mos", "--load-teacher", "--num-layers-teacher"), _DISTILLATION),
-    **dict.fromkeys(("--hidden-size-teacher", "--num-attention-heads-teacher"), _DISTILLATION),
-    **dict.fromkeys(("--num-experts-teacher", "--logits-"), _DISTILLATION),
-    **dict.fromkeys(("--rl-", "--grpo-", "--langrl-", "--perform-rl-step"), _REINFORCEMENT),
-    **dict.fromkeys(("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim"), _LATENT),
-    **dict.fromkeys(("--qk-pos-emb-head-dim", "--v-head-dim", "--mla-", "--cache-mla-latents"), _LATENT),
-    **dict.fromkeys(("--linear-", "--experimental-attention-variant"), _LINEAR),
-    **dict.fromkeys(("--force-ds-sequence-parallel", "--ds-sequence-parallel-fpdt"), _CONTEXT),
-    "--hierarchical-context-parallel-sizes": _CONTEXT,
-    **dict.fromkeys(("--mamba-", "--hybrid-", "--is-hybrid-model"), "the Mamba architecture"),
-    **dict.fromkeys(("--patch-size", "--vision-", "--disable-vision-class-token", "--mrope-section"), _VISION),
-    **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
-    **dict.fromkeys(("--encoder-seq-length", "--decoder-seq-length", "--relative-attention-"), _ENCODER),
-    "--pipeline-model-parallel-split-rank": _ENCODER,
-    **dict.fromkeys(("--multi-head-latent-", "--qk-rope-head-dim", "--qk-nope-head-dim"), _LATENT),
-    **dict.fromkeys(("--hetero-", "--enable-hetero"), "a run on devices of several kinds"),
-    **dict.fromkeys(("--input-embeds-norm", "--scale-emb", "--embedding-multiplier"), "a factor of the embeddings"),
-    **dict.fromkeys(("--scale-depth", "--dim-model-base"), "MiniCPM's scaling (see --mup)"),
-    **dict.fromkeys(("--attn-logit-softcapping", "--query-pre-attn-scalar"), "another scale of attention's scores"),
-    "--use-glm-rope": "GLM's form of rotary positions",
-    "--add-output-layer-bias": "a bias of the output layer",
-    "--spec": "a layer that another program's module describes",
-    "--lora-": "low-rank adaptation (LoRA)",
-    **dict.fromkeys(("--is-instruction-dataset", "--is-pairwise-dataset", "--prompt-type"), _CONVERSATIONS),
-    **dict.fromkeys(("--bert-", "--mask-prob", "--short-seq-prob", "--output-bert-embeddings"), _MASKED),
-    **dict.fromkeys(("--ict-", "--biencoder-", "--indexer-", "--retriever-", "--evidence-data-path"), "retrieval"),
-    **dict.fromkeys(("--dino-", "--img-", "--num-classes", "--num-channels", "--patch-dim"), _VISION),
+    "--tp-comm-bootstrap-backend": (1, "see --no-tp-comm-overlap"),
+    "--pipeline-model-parallel-comm-backend": (1, BACKENDS),
+    "--nccl-communicator-config-path": (1, "NCCL reads its variables, NCCL_*"),
+    **dict.fromkeys(("--use-sharp", "--no-batch-p2p-comm", "--high-priority-stream-groups"), (ANY_NUMBER, BACKENDS)),
+    "--train-sync-interval": (1, "how far the CPU is ahead of the GPU changes no number"),
+    "--no-manual-gc-eval": (0, "the loop makes no garbage that waits for its collector"),
+    "--no-initialization": (0, "values that are loaded replace the initial ones"),
+    "--use-mp-args-from-checkpoint-args": (0, "checkpoints load into any layout"),
+    "--distrib-optim-fully-reshardable-mem-efficient": (0, "checkpoints load into any layout"),
+    "--dist-ckpt-save-pre-mcore-014": (0, ONE_FORMAT),
+    "--ckpt-fully-parallel-load-exchange-algo": (1, "every process reads its part"),
+    **dict.fromkeys(("--async-ckpt-cpu-priority", "--async-ckpt-io-priority"), (1, ONE_FORMAT)),
+    **dict.fromkeys(("--async-ckpt-use-cpu-shm", "--no-strict-fsdp-dtensor-load"), (0, ONE_FORMAT)),
+    **dict.fromkeys(("--no-align-grad-reduce", "--enable-full-sharding-in-hsdp"), (0, COLLECTIVES)),
+    **dict.fromkeys(("--fsdp-db-use-persist-buf-on-alloc-fail", "--no-use-layer-wise-param-layout"), (0, COLLECTIVES)),
+    "--ddp-reduce-scatter-with-fp32-accumulation": (0, "gradients are always summed in fp32"),
+    "--embedding-weights-in-fp32": (0, ALL_FP32),
+    "--no-clone-scatter-output-in-embedding": (0, LESS_MEMORY),
+    "--config-logger-dir": (1, "config.toml, in the --save folder, has the configuration"),
+    "--memory-snapshot-path": (1, PROFILED),
+    **dict.fromkeys(("--nvtx-ranges", "--record-shapes", "--use-nsys-profiler"), (0, PROFILED)),
+    **dict.fromkeys(("--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"), (0, PROFILED)),
+    **dict.fromkeys(("--external-cuda-graph", "--cuda-graph-retain-backward-graph"), (0, "see --cuda-graph")),
+    **dict.fromkeys(("--cuda-graph-warmup-steps", "--cuda-graph-modules"), (ANY_NUMBER, "see --cuda-graph")),
+    "--optimizer-cuda-graph": (0, "see --cuda-graph"),
+    **dict.fromkeys(("--flash-decode", "--symmetric-ar-type", "--nccl-all-reduce-for-prefill"), (ANY_NUMBER, SERVED)),
+    **dict.fromkeys(("--mlp-chunks-for-prefill", "--max-tokens-to-oom"), (1, SERVED)),
+    "--flash-attention-version": (1, SDPA),
+    **dict.fromkeys(("--use-transformer-engine-op-fuser", "--use-te-activation-func"), (0, COMPILED)),
+    **dict.fromkeys(("--fused-residual-rmsnorm", "--use-flashinfer-fused-rope", "--disable-jit-fuser"), (0, COMPILED)),
+    "--first-last-layers-bf16": (0, "all layers compute in one format"),
     **dict.fromkeys(
-        ("--rotary-scaling-factor", "--mscale", "--yarn-", "--no-yarn-"), "YaRN's form of rotary positions"
+        ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"), (1, "all layers compute in one format")
     ),
-    **dict.fromkeys(("--no-fp8-", "--te-precision-config-file", "--kitchen-"), _FP8),
-    "--no-rope-freq": "a model with rotary positions in some layers alone",
-    "--heterogeneous-layers-config": "a model whose layers differ in shape",
-    "--init-method-xavier-uniform": "Xavier's initialization (see --init-method-std)",
-    "--fp32-residual-connection": "a residual stream in fp32 beside 16-bit layers",
-    "--apply-residual-connection-post-layernorm": "a residual connection from the norm's output (see --norm-placement)",
-    "--quick-geglu": "the quick GeGLU",
-    "--muon-": "the Muon optimizer",
-    "--sft": _CONVERSATIONS,
-    "--mtp-": "multi-token prediction",
-    "--fim-": _MIDDLE,
-    "--retro-": "retrieval",
-    "--inference-": "an inference server (see gptpar generate)",
-    "--random-ltd": "random layer-token dropping",
-    "--data-efficiency-": "curriculum learning",
-    "--curriculum-learning": "curriculum learning",
-    "--use-bnb-optimizer": "an 8-bit optimizer (see --cpu-optimizer)",
-    "--compression-training": "compression",
-    "--rotary-interleaved": "the interleaved form of rotary positions",
-    "--skip-train-iteration-range": "leaving out the data of some steps (see --skip-step-sigma)",
-    "--outer-": "local SGD with an outer optimizer",
-    "--error-injection-": "the injection of errors",
+    "--result-rejected-tracker-filename": (1, "no step is computed a second time"),
+    "--mid-level-dataset-surplus": (1, INDICES),
+    "--disable-msc": (0, "data sets are files"),
+    "--tokenizer-hf-no-use-fast": (0, "a folder's tokenizer.json is read, which gives the same tokens"),
+    **dict.fromkeys(("--enable-ft-package", "--calc-ft-timeouts"), (0, WATCHED)),
+    "--ft-num-warmup-iters": (1, WATCHED),
 }
-"""How flags for what is not there begin, and what they ask for."""
-
-_LLAMA = "--use-rope-scaling has the numbers of Llama 3.1"
-LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
-    "--num-distributed-optimizer-instances": (
-        ("1",),
-        "the optimizer is always divided over all data-parallel processes",
-    ),
-    **dict.fromkeys(
-        ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), (("fp32",), ALL_FP32)
-    ),
-    "--softmax-type": (("vanilla",), "attention has the plain softmax, without a further term in its sum"),
-    "--remote-device": (("none", "cpu"), "what leaves the GPU is said by --cpu-optimizer and --cpu-parameters"),
-    "--attention-head-type": (
-        ("multihead", "multiquery"),
-        "without --num-query-groups each query head has its own key and value",
-    ),
-    "--fim-rate": (("0",), f"{_MIDDLE} is not part of gptpar"),
-    "--no-train": (("0",), "training is left out by --skip-train"),
-    "--eval-only": (("False", "false", "0"), "training is left out by --skip-train"),
-    "--rope-type": (("rope",), "stretching rotary positions (YaRN) is not part of gptpar"),
-    "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
-    "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
-    "--rope-scaling-type": (("llama3",), "--use-rope-scaling has the form of Llama 3.1"),
-    "--low-freq-factor": (("1",), _LLAMA),
-    "--high-freq-factor": (("4",), _LLAMA),
-    **dict.fromkeys(
-        ("--original-max-position-embeddings", "--rope-scaling-original-max-position-embeddings"), (("8192",), _LLAMA)
-    ),
-    "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
-}
-"""Flag -> its values that change nothing here, and why no other can be had."""
-
-STANDS_FOR: dict[str, tuple[str, object]] = {
-    "--use-z-loss": ("model.z_loss_weight", 1e-4),
-    "--attention-head-type multiquery": ("model.num_query_groups", 1),
-    "--keep-last-checkpoint-only": ("checkpoint.keep_checkpoints", 1),
-    **dict.fromkeys(("--no-train 1", "--eval-only 1", "--eval-only True"), ("logging.skip_train", True)),
-    "--no-cuda": ("parallel.distributed_backend", "gloo"),
-    "--rope-scaling-type llama3": ("model.use_rope_scaling", True),
-    "--geglu": ("model.glu_activation", "geglu"),
-    "--gelu-tanh": ("model.glu_activation", "geglu_tanh"),
-    "--use-deter-comp": ("precision.deterministic_mode", True),
-}
-"""What another program's flag says, with its value -> the field that says it here, and its value."""
-
-PLANNED: dict[str, tuple[str, str]] = {
-    "--context-parallel-size": ("context parallelism", "1"),
-    "--ds-sequence-parallel-size": ("context parallelism", "1"),
-}
-"""Flag -> what it asks for, and the value that asks for nothing."""
-
-ELSEWHERE = frozenset({*ACCEPTED, *DENSE, *LIMITED, *PLANNED, *(said.split()[0] for said in STANDS_FOR)})
-"""Other programs' flags that can be accepted."""
-
-MEANT: dict[str, str] = {
-    "--offload-optimizer": "--cpu-optimizer",
-    "--load-tag": "--ckpt-step",
-    "--non-persistent-save-interval": "--save-local-interval",
-    "--use-mup": "--mup",
-    "--apply-wd-to-qk-layernorm": "--weight-decay-override",
-    "--decoder-first-pipeline-num-layers": "--partition-method",
-    "--decoder-last-pipeline-num-layers": "--partition-method",
-    "--pipeline-model-parallel-layout": "--partition-method",
-    "--reset-progress": "--finetune",
-    "--train-data": "--data-path",
-    "--data-file-list": "--data-args-path",
-    **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
-    **dict.fromkeys(("--check-for-spiky-loss", "--check-for-large-grads"), "--skip-step-sigma"),
-    "--yaml-cfg": "--config",
-    "--add-rmsnorm-offset": "--apply-layernorm-1p",
-    "--post-norm": "--norm-placement",
-    "--num-layer-list": "--partition-method",
-    **dict.fromkeys(("--interleave-sliding-window", "--sliding-window"), "--window-size"),
-    "--window-attn-skip-freq": "--window-pattern",
-    "--dataloader-inter-document-masking": "--reset-attention-mask",
-    "--no-weight-decay-cond-type": "--weight-decay-override",
-    **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
-}
-"""Another program's flag -> the one that means nearly the same."""
-CLOSE_ENOUGH, ALMOST_THE_SAME = 0.75, 0.92
-"""How alike (0 to 1) an unknown flag and a known one must be, word by word or as a whole, to be called mistyped."""

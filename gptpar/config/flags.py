@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.compat import (
+from gptpar.config.compat import ACCEPTED, ANY_NUMBER, OF_THE_LAUNCH
+from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
+from gptpar.config.deepspeed import FromFile, read_deepspeed
+from gptpar.config.derive import Derived, expand_preset
+from gptpar.config.elsewhere import (
     ABSENT,
-    ACCEPTED,
     ALMOST_THE_SAME,
     ANY,
-    ANY_NUMBER,
     CLOSE_ENOUGH,
     DENSE,
     ELSEWHERE,
@@ -28,13 +30,9 @@ from gptpar.config.compat import (
     LIMITED,
     MEANT,
     NO_EXPERTS,
-    OF_THE_LAUNCH,
     PLANNED,
     STANDS_FOR,
 )
-from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
-from gptpar.config.deepspeed import FromFile, read_deepspeed
-from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.run_file import read_run_file
 from gptpar.config.values import FlagField, flag_fields, value_of

@@ -22,7 +22,11 @@ class ModelOptions:
         spellings={"absolute": "learned_absolute", "rotary": "rope"},
     )
     rotary_base: int = flag(
-        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0, most=10**12
+        10000,
+        "base of the rotary frequencies",
+        names=("--rotary-position-embeddings-theta", "--rotary-theta"),
+        above=0,
+        most=10**12,
     )
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
     use_rope_scaling: bool = flag(

@@ -167,3 +167,40 @@ def test_flags_of_gaudi_and_of_experiments_that_change_no_number_are_named() -> 
     assert resolved(words) == resolved("")
     told = parse_flags([*TINY.split(), *words.split()]).without_effect
     assert "--experiment-root-dir: what a run writes is in its --save folder" in told and len(told) == 8
+
+
+def test_flags_of_megatron_core_that_change_no_number_are_named() -> None:
+    words = (
+        "--disable-tp-comm-overlap-ag --tp-comm-bootstrap-backend nccl --train-sync-interval 4 --no-manual-gc-eval "
+        "--enable-ft-package --num-layers-at-end-in-bf16 1 --encoder-tensor-model-parallel-size 0 --flash-decode "
+        "--cuda-graph-modules attn mlp --use-mp-args-from-checkpoint-args --rotary-theta 10000"
+    )
+    assert resolved(words) == resolved("")
+    told = parse_flags([*TINY.split(), *words.split()]).without_effect
+    assert "--enable-ft-package: the run finds a process that hangs by itself; see --hang-seconds" in told
+    assert len(told) == 10
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("--pretrained-checkpoint x", "unknown flag --pretrained-checkpoint; did you mean --load with --finetune?"),
+        (
+            "--non-persistent-local-ckpt-dir x",
+            "unknown flag --non-persistent-local-ckpt-dir; did you mean --save-local?",
+        ),
+        (
+            "--iterations-to-skip 3 4",
+            "--iterations-to-skip 3 4: leaving out the data of some steps (see --skip-step-sigma) is not part of "
+            "gptpar; leave it out.",
+        ),
+        (
+            "--encoder-pipeline-model-parallel-size 2",
+            "--encoder-pipeline-model-parallel-size 2: a model with an encoder is not part of gptpar; leave it out, or "
+            "give 0.",
+        ),
+        ("--qk-clip", "--qk-clip: the clipping of queries and keys is not part of gptpar; leave it out."),
+    ],
+)
+def test_what_megatron_core_has_besides_is_refused_by_what_it_is(said: str, told: str) -> None:
+    assert problems(said) == [told]

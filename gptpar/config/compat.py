@@ -155,6 +155,11 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
     **dict.fromkeys(("--enable-zbh1-pipeline", "--enable-zbh1-exact-semantics"), (0, SCHEDULES)),
     **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
+    "--enable-optimizer-post-validation": (0, SCHEDULES),
+    **dict.fromkeys(
+        ("--zero-bubble-pipeline-timers-start-iter", "--zero-bubble-pipeline-timers-end-iter"), (1, SCHEDULES)
+    ),
+    "--allow-padding-num-layers": (0, CUTS),
     **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
     "--zero-bubble-max-pending-backward": (1, SCHEDULES),
     "--no-scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),

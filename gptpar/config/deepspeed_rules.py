@@ -111,6 +111,18 @@ def truth(value: Any) -> bool:
     return value
 
 
+WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
+}
+"""Texts that DeepSpeed's checked sections (pydantic) read as true or false."""
+
+
+def true_in_words(value: Any) -> bool:
+    """true or false, which may be a text in a section that DeepSpeed checks."""
+    return truth(WORDS.get(value.lower(), value) if isinstance(value, str) else value)
+
+
 def if_true(value: Any) -> object:
     """True, or ``OFF`` for false: a switch that only turns something on."""
     return True if truth(value) else OFF
@@ -196,7 +208,7 @@ def if_enabled(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]
     def read_section(value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("an object in braces is needed")
-        return read(value) if truth(value.get("enabled", False)) else OFF
+        return read(value) if true_in_words(value.get("enabled", False)) else OFF
 
     return read_section
 

@@ -193,6 +193,9 @@ MEANT: dict[str, str] = {
     **dict.fromkeys(("--check-for-spiky-loss", "--check-for-large-grads"), "--skip-step-sigma"),
     "--yaml-cfg": "--config",
     "--no-bias": "--disable-bias-linear",
+    "--use-swiglu": "--swiglu",
+    "--exp-name": "--wandb-exp-name",
+    "--activation": "--mlp-activation",
     "--add-rmsnorm-offset": "--apply-layernorm-1p",
     "--post-norm": "--norm-placement",
     "--num-layer-list": "--partition-method",
@@ -206,5 +209,7 @@ MEANT: dict[str, str] = {
     **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
 }
 """Another program's flag -> the one that means nearly the same."""
-CLOSE_ENOUGH, ALMOST_THE_SAME = 0.75, 0.92
-"""How alike (0 to 1) an unknown flag and a known one must be, word by word or as a whole, to be called mistyped."""
+CLOSE_ENOUGH = 0.75
+"""How alike (0 to 1) an unknown flag and a known one must be, and each of their words, to be called mistyped."""
+SHORTEST_MISTYPED = 5
+"""Letters of a word in which any may be wrong: shorter words that differ mean other things."""

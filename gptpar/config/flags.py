@@ -21,7 +21,6 @@ from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.elsewhere import (
     ABSENT,
-    ALMOST_THE_SAME,
     ANY,
     CLOSE_ENOUGH,
     DENSE,
@@ -31,6 +30,7 @@ from gptpar.config.elsewhere import (
     MEANT,
     NO_EXPERTS,
     PLANNED,
+    SHORTEST_MISTYPED,
     STANDS_FOR,
 )
 from gptpar.config.fields import as_word, flag_name
@@ -152,6 +152,8 @@ def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: P
     what = next((what for start, what in ABSENT.items() if name.startswith(start)), None)
     if (said := " ".join([name, *values])) in STANDS_FOR:
         _stands_for(said, parsed)
+    elif name in STANDS_FOR and name not in MEANT:
+        parsed.problems.append(f"{name} takes 0 value(s), {len(values)} given.")
     elif name in ACCEPTED:
         _accepted(name, values, parsed)
     elif name in DENSE or name.startswith(EXPERTS):
@@ -171,13 +173,25 @@ def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: P
 
 
 def _mistyped(name: str, parser: Parser) -> str | None:
-    """The flag that a mistyped one was meant to be: it is much like it, and so is each of its words."""
+    """The flag that a mistyped one was meant to be: both have the same words, but for letters of longer words.
+
+    A flag with a word more, or without its "no", asks for something else.
+    """
     near = parser.nearest(name, ELSEWHERE, CLOSE_ENOUGH)
-    if near is None or parser.nearest(name, [near], ALMOST_THE_SAME):
-        return near
-    words = near.strip("-").split("-")
-    known = all(difflib.get_close_matches(word, words, n=1, cutoff=CLOSE_ENOUGH) for word in name.strip("-").split("-"))
-    return near if known else None
+    if near is None:
+        return None
+    mine, theirs = (flag.strip("-").replace("_", "-").split("-") for flag in (name, near))
+    same_words = len(mine) == len(theirs) and all(map(_is_mistyped_word, mine, theirs))
+    return near if same_words or "".join(mine) == "".join(theirs) else None
+
+
+def _is_mistyped_word(word: str, known: str) -> bool:
+    """Whether two words are one but for letters; a short one may lack a letter: fp4 is not fp64, nor dion lion."""
+    if min(len(word), len(known)) >= SHORTEST_MISTYPED:
+        return difflib.SequenceMatcher(None, word, known).ratio() >= CLOSE_ENOUGH
+    short, long = sorted((word, known), key=len)
+    without_one = [long[:i] + long[i + 1 :] for i in range(len(long)) if long[i].isalpha()]
+    return word == known or short in without_one
 
 
 def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:

@@ -204,3 +204,22 @@ def test_flags_of_megatron_core_that_change_no_number_are_named() -> None:
 )
 def test_what_megatron_core_has_besides_is_refused_by_what_it_is(said: str, told: str) -> None:
     assert problems(said) == [told]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--align-param-gather", "--masked-softmax-fusion", "--tokenizer-hf-use-fast", "--params-dtype", "--fp4"),
+        *("--no-attention-softmax-in-fp32", "--dion-beta1", "--disable-bias-linear-fc", "--internals-log-interval"),
+        *("--tiktoken-special-tokens", "--glu", "--checkpoint", "--validation", "--remode", "--init-method"),
+    ],
+)
+def test_another_flag_with_like_letters_gets_no_hint(flag: str) -> None:
+    assert problems(flag) == [f"unknown flag {flag}; see --help for the flags there are."]
+
+
+def test_a_switch_that_is_given_a_value_is_told_so() -> None:
+    assert problems("--geglu 1 --use-swiglu") == [
+        "--geglu takes 0 value(s), 1 given.",
+        "unknown flag --use-swiglu; did you mean --swiglu?",
+    ]

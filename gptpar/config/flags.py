@@ -150,10 +150,9 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """A flag that is no flag of gptpar's."""
     what = next((what for start, what in ABSENT.items() if name.startswith(start)), None)
-    if (said := " ".join([name, *values])) in STANDS_FOR:
-        _stands_for(said, parsed)
-    elif name in STANDS_FOR and name not in MEANT:
-        parsed.problems.append(f"{name} takes 0 value(s), {len(values)} given.")
+    said = " ".join([name, *values])
+    if {name, said} & STANDS_FOR.keys():
+        _stands_for(name, values, parsed)
     elif name in ACCEPTED:
         _accepted(name, values, parsed)
     elif name in DENSE or name.startswith(EXPERTS):
@@ -204,15 +203,18 @@ def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
         parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
 
 
-def _stands_for(said: str, parsed: ParsedFlags) -> None:
+def _stands_for(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     """What another flag says here, unless that one is typed, too, and says something else."""
+    if (said := " ".join([name, *values])) not in STANDS_FOR:
+        parsed.problems.append(f"{name} takes 0 value(s), {len(values)} given.")
+        return
     key, value = STANDS_FOR[said]
-    name = key.partition(".")[2]
+    field_name = key.partition(".")[2]
     typed = parsed.typed.setdefault(key, value)
     if typed == value:
-        parsed.derived.append(Derived(name.replace("_", " "), value, said))
+        parsed.derived.append(Derived(field_name.replace("_", " "), value, said))
         return
-    meant = flag_name(name)
+    meant = flag_name(field_name)
     parsed.problems.append(
         f"{said} means {meant} {as_word(value)}, and {meant} {as_word(typed)} is given, too: keep one."
     )

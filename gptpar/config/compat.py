@@ -1,11 +1,9 @@
-"""The flags of Megatron-LM and Megatron-DeepSpeed that are accepted without effect, or refused, and why.
+"""The flags of Megatron-LM, Megatron-DeepSpeed and their forks that are accepted without effect, and why.
 
 Each maps to (number of values it takes or ``ANY_NUMBER``, why it changes nothing here).
 """
 
 from __future__ import annotations
-
-from gptpar.config.data_files import SPLITS
 
 ALWAYS = "this is always so here"
 SDPA = "torch picks the attention kernel"
@@ -26,6 +24,10 @@ MESSAGES = "a pipeline's messages always overlap"
 INDICES = "the indices of data sets are built once, and mapped"
 PINNED = "host memory that a GPU reads or writes is always pinned"
 LIE = "where gradients lie is decided here; it changes no number"
+BACKENDS = "stages send and receive by torch's backends"
+SERVED = "it is for generating text"
+WATCHED = "the run finds a process that hangs by itself; see --hang-seconds"
+RECOMPUTED = "what is computed again changes no number; see --recompute-granularity and --recompute-modules"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
 ANY_NUMBER = -1
@@ -104,8 +106,8 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--log-progress": (0, "metrics.jsonl tells of every step"),
     "--no-barrier-with-level-1-timing": (0, "times are measured without barriers"),
     "--codecarbon-dir": (1, "energy is not measured"),
-    "--cpu_torch_adam": (0, "the CPU kernel is chosen here"),
-    "--ds_fused_adam": (0, "there is one fused kernel"),
+    **dict.fromkeys(("--cpu_torch_adam", "--cpu-torch-adam"), (0, "the CPU kernel is chosen here")),
+    **dict.fromkeys(("--ds_fused_adam", "--ds-fused-adam"), (0, "there is one fused kernel")),
     "--lazy-mpu-init": (ANY_NUMBER, ALWAYS),
     "--no-check-for-nan-in-loss-and-grad": (0, "a step whose gradient is not finite is always skipped"),
     "--check-for-nan-in-loss-and-grad": (0, "a step whose gradient is not finite is always skipped"),
@@ -153,6 +155,11 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
     **dict.fromkeys(("--enable-zbh1-pipeline", "--enable-zbh1-exact-semantics"), (0, SCHEDULES)),
     **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
+    "--enable-optimizer-post-validation": (0, SCHEDULES),
+    **dict.fromkeys(
+        ("--zero-bubble-pipeline-timers-start-iter", "--zero-bubble-pipeline-timers-end-iter"), (1, SCHEDULES)
+    ),
+    "--allow-padding-num-layers": (0, CUTS),
     **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
     "--zero-bubble-max-pending-backward": (1, SCHEDULES),
     "--no-scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),
@@ -176,7 +183,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-gradient-reduce-div-fusion": (0, WHEN),
     "--tp-comm-overlap-cfg": (1, "see --no-tp-comm-overlap"),
     "--overlap-p2p-communication": (0, MESSAGES),
-    "--use-ring-exchange-p2p": (0, "stages send and receive by torch's backends"),
+    "--use-ring-exchange-p2p": (0, BACKENDS),
     "--standalone-embedding-stage": (0, CUTS),
     "--dist-ckpt-format": (1, ONE_FORMAT),
     "--dist-ckpt-workers": (1, "each process writes its part"),
@@ -192,143 +199,81 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-contiguous-buffers-in-ddp": (0, LIE),
     "--structured-logs": (0, "metrics.jsonl tells of every step"),
     "--structured-logs-dir": (1, "metrics.jsonl, in the --save folder, tells of every step"),
-}
-
-NO_EXPERTS = "mixture-of-experts is not part of gptpar"
-EXPERTS = ("--moe-", "--expert-", "--num-experts-switch")
-"""How flags for mixture-of-experts begin; those that are not in ``DENSE`` ask for a model that is not there."""
-ANY = ("any value",)
-DENSE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("--num-experts", "--moe-expert-parallel-size", "--expert-model-parallel-size"), ("1",)),
-    **dict.fromkeys(("--expert-tensor-parallel-size", "--topk"), ("1",)),
-    "--mlp-type": ("standard",),
-    "--moe-loss-coeff": ANY,
-    "--moe-train-capacity-factor": ANY,
-    "--moe-eval-capacity-factor": ANY,
-    "--moe-min-capacity": ANY,
-    "--expert-interval": ANY,
-    "--create-moe-param-group": ANY,
-    "--disable-moe-token-dropping": ANY,
     **dict.fromkeys(
-        ("--disable-moe-top2-2nd-expert-sampling", "--use-tutel", "--enable-expert-tensor-parallelism"), ANY
+        (
+            *("--use-fused-rmsnorm", "--use-fused-swiglu", "--use-fused-mlp", "--jit-compile", "--use-te-custom-op"),
+            *("--use-fused-rotary-pos-emb", "--use-fused-rotary-pos-emb-new", "--use-regional-compilation"),
+            *("--use-torch-compile", "--use-torch-compiled-autograd", "--allow-unspec-int-on-nn-module"),
+        ),
+        (ANY_NUMBER, f"{COMPILED}; see --no-compile"),
     ),
-}
-"""Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
---num-experts asks for, so without them every value is harmless."""
-
-_DISTILLATION, _REINFORCEMENT = "knowledge distillation", "reinforcement learning"
-_ENCODER, _MIDDLE = "a model with an encoder", "fill-in-the-middle training"
-_MASKED, _VISION, _FP8 = "masked language modelling (BERT)", "a vision model", "training in FP8 or FP4 (see --bf16)"
-_LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
-ABSENT: dict[str, str] = {
-    **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
-    **dict.fromkeys(("--kd", "--mos", "--load-teacher", "--num-layers-teacher"), _DISTILLATION),
-    **dict.fromkeys(("--hidden-size-teacher", "--num-attention-heads-teacher"), _DISTILLATION),
-    **dict.fromkeys(("--num-experts-teacher", "--logits-"), _DISTILLATION),
-    **dict.fromkeys(("--rl-", "--grpo-", "--langrl-", "--perform-rl-step"), _REINFORCEMENT),
-    **dict.fromkeys(("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim"), _LATENT),
-    **dict.fromkeys(("--qk-pos-emb-head-dim", "--v-head-dim", "--mla-", "--cache-mla-latents"), _LATENT),
-    **dict.fromkeys(("--linear-", "--experimental-attention-variant"), _LINEAR),
-    **dict.fromkeys(("--force-ds-sequence-parallel", "--ds-sequence-parallel-fpdt"), _CONTEXT),
-    "--hierarchical-context-parallel-sizes": _CONTEXT,
-    **dict.fromkeys(("--mamba-", "--hybrid-", "--is-hybrid-model"), "the Mamba architecture"),
-    **dict.fromkeys(("--patch-size", "--vision-", "--disable-vision-class-token", "--mrope-section"), _VISION),
-    **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
-    **dict.fromkeys(("--encoder-seq-length", "--decoder-seq-length", "--relative-attention-"), _ENCODER),
-    "--pipeline-model-parallel-split-rank": _ENCODER,
-    **dict.fromkeys(("--bert-", "--mask-prob", "--short-seq-prob", "--output-bert-embeddings"), _MASKED),
-    **dict.fromkeys(("--ict-", "--biencoder-", "--indexer-", "--retriever-", "--evidence-data-path"), "retrieval"),
-    **dict.fromkeys(("--dino-", "--img-", "--num-classes", "--num-channels", "--patch-dim"), _VISION),
+    **dict.fromkeys(("--use-fused-sdpa", "--use-fused-sdpa-with-recompute", "--use-fast-softmax"), (1, SDPA)),
+    "--cache-size-limit": (1, "each shape is compiled once"),
+    "--verify-checkpoint": (0, "every byte of a checkpoint is proved by checksums"),
+    "--verify-checkpoint-model-type": (1, "every byte of a checkpoint is proved by checksums"),
+    **dict.fromkeys(("--save-distrib-optimizer-method", "--load-distrib-optimizer-method"), (1, ONE_FORMAT)),
+    "--distributed-engine": (1, "messages are torch.distributed's"),
+    **dict.fromkeys(("--experiment-name", "--experiment-run-id"), (1, "a run is named by --wandb-exp-name")),
+    "--experiment-root-dir": (1, "what a run writes is in its --save folder"),
+    **dict.fromkeys(("--sparse-mode", "--shape-order"), (1, SDPA)),
+    **dict.fromkeys(("--use-mc2", "--use-ascend-coc"), (0, "see --no-tp-comm-overlap")),
+    "--overlapped-distributed-optimizer": (0, COLLECTIVES),
+    "--use-hetnet": (0, "torch's backends choose the network"),
+    **dict.fromkeys(("--swap-attention", "--reuse-fp32-param"), (0, LESS_MEMORY)),
+    **dict.fromkeys(("--recompute-in-advance", "--recompute-activation-function"), (0, RECOMPUTED)),
+    "--recompute-activation-function-num-layers": (1, RECOMPUTED),
+    "--enable-recompute-layers-per-pp-rank": (0, RECOMPUTED),
+    "--tokenizer-not-use-fast": (0, "a folder's tokenizer.json is read, which gives the same tokens"),
+    **dict.fromkeys(("--use-cp-send-recv-overlap", "--use-fused-ring-attention-update"), (0, NO_CONTEXT)),
+    **dict.fromkeys(("--context-parallel-algo", "--cp-attention-mask-type", "--cp-window-size"), (1, NO_CONTEXT)),
+    "--ulysses-degree-in-cp": (1, NO_CONTEXT),
+    "--kv-head-repeat-before-uly-alltoall": (0, NO_CONTEXT),
     **dict.fromkeys(
-        ("--rotary-scaling-factor", "--mscale", "--yarn-", "--no-yarn-"), "YaRN's form of rotary positions"
+        (
+            *("--disable-tp-comm-overlap-ag", "--disable-tp-comm-overlap-rs", "--tp-comm-overlap-rs-dgrad"),
+            *("--disable-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-wgrad", "--tp-comm-overlap-disable-qkv"),
+            *("--disable-tp-comm-split-ag", "--disable-tp-comm-split-rs", "--tp-comm-overlap-disable-fc1"),
+        ),
+        (0, "see --no-tp-comm-overlap"),
     ),
-    **dict.fromkeys(("--no-fp8-", "--te-precision-config-file", "--kitchen-"), _FP8),
-    "--no-rope-freq": "a model with rotary positions in some layers alone",
-    "--heterogeneous-layers-config": "a model whose layers differ in shape",
-    "--init-method-xavier-uniform": "Xavier's initialization (see --init-method-std)",
-    "--fp32-residual-connection": "a residual stream in fp32 beside 16-bit layers",
-    "--apply-residual-connection-post-layernorm": "a residual connection from the norm's output (see --norm-placement)",
-    "--quick-geglu": "the quick GeGLU",
-    "--muon-": "the Muon optimizer",
-    "--sft": "fine-tuning on conversations",
-    "--mtp-": "multi-token prediction",
-    "--fim-": _MIDDLE,
-    "--retro-": "retrieval",
-    "--inference-": "an inference server (see gptpar generate)",
-    "--random-ltd": "random layer-token dropping",
-    "--data-efficiency-": "curriculum learning",
-    "--curriculum-learning": "curriculum learning",
-    "--use-bnb-optimizer": "an 8-bit optimizer (see --cpu-optimizer)",
-    "--compression-training": "compression",
-    "--rotary-interleaved": "the interleaved form of rotary positions",
-    "--skip-train-iteration-range": "leaving out the data of some steps (see --skip-step-sigma)",
-    "--outer-": "local SGD with an outer optimizer",
-    "--error-injection-": "the injection of errors",
-}
-"""How flags for what is not there begin, and what they ask for."""
-
-LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
-    "--num-distributed-optimizer-instances": (
-        ("1",),
-        "the optimizer is always divided over all data-parallel processes",
-    ),
+    "--tp-comm-bootstrap-backend": (1, "see --no-tp-comm-overlap"),
+    "--pipeline-model-parallel-comm-backend": (1, BACKENDS),
+    "--nccl-communicator-config-path": (1, "NCCL reads its variables, NCCL_*"),
+    **dict.fromkeys(("--use-sharp", "--no-batch-p2p-comm", "--high-priority-stream-groups"), (ANY_NUMBER, BACKENDS)),
+    "--train-sync-interval": (1, "how far the CPU is ahead of the GPU changes no number"),
+    "--no-manual-gc-eval": (0, "the loop makes no garbage that waits for its collector"),
+    "--no-initialization": (0, "values that are loaded replace the initial ones"),
+    "--use-mp-args-from-checkpoint-args": (0, "checkpoints load into any layout"),
+    "--distrib-optim-fully-reshardable-mem-efficient": (0, "checkpoints load into any layout"),
+    "--dist-ckpt-save-pre-mcore-014": (0, ONE_FORMAT),
+    "--ckpt-fully-parallel-load-exchange-algo": (1, "every process reads its part"),
+    **dict.fromkeys(("--async-ckpt-cpu-priority", "--async-ckpt-io-priority"), (1, ONE_FORMAT)),
+    **dict.fromkeys(("--async-ckpt-use-cpu-shm", "--no-strict-fsdp-dtensor-load"), (0, ONE_FORMAT)),
+    **dict.fromkeys(("--no-align-grad-reduce", "--enable-full-sharding-in-hsdp"), (0, COLLECTIVES)),
+    **dict.fromkeys(("--fsdp-db-use-persist-buf-on-alloc-fail", "--no-use-layer-wise-param-layout"), (0, COLLECTIVES)),
+    "--ddp-reduce-scatter-with-fp32-accumulation": (0, "gradients are always summed in fp32"),
+    "--embedding-weights-in-fp32": (0, ALL_FP32),
+    "--no-clone-scatter-output-in-embedding": (0, LESS_MEMORY),
+    "--config-logger-dir": (1, "config.toml, in the --save folder, has the configuration"),
+    "--memory-snapshot-path": (1, PROFILED),
+    **dict.fromkeys(("--nvtx-ranges", "--record-shapes", "--use-nsys-profiler"), (0, PROFILED)),
+    **dict.fromkeys(("--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"), (0, PROFILED)),
+    **dict.fromkeys(("--external-cuda-graph", "--cuda-graph-retain-backward-graph"), (0, "see --cuda-graph")),
+    **dict.fromkeys(("--cuda-graph-warmup-steps", "--cuda-graph-modules"), (ANY_NUMBER, "see --cuda-graph")),
+    "--optimizer-cuda-graph": (0, "see --cuda-graph"),
+    **dict.fromkeys(("--flash-decode", "--symmetric-ar-type", "--nccl-all-reduce-for-prefill"), (ANY_NUMBER, SERVED)),
+    **dict.fromkeys(("--mlp-chunks-for-prefill", "--max-tokens-to-oom"), (1, SERVED)),
+    "--flash-attention-version": (1, SDPA),
+    **dict.fromkeys(("--use-transformer-engine-op-fuser", "--use-te-activation-func"), (0, COMPILED)),
+    **dict.fromkeys(("--fused-residual-rmsnorm", "--use-flashinfer-fused-rope", "--disable-jit-fuser"), (0, COMPILED)),
+    "--first-last-layers-bf16": (0, "all layers compute in one format"),
     **dict.fromkeys(
-        ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), (("fp32",), ALL_FP32)
+        ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"), (1, "all layers compute in one format")
     ),
-    "--softmax-type": (("vanilla",), "attention has the plain softmax, without a further term in its sum"),
-    "--remote-device": (("none", "cpu"), "what leaves the GPU is said by --cpu-optimizer and --cpu-parameters"),
-    "--attention-head-type": (
-        ("multihead", "multiquery"),
-        "without --num-query-groups each query head has its own key and value",
-    ),
-    "--fim-rate": (("0",), f"{_MIDDLE} is not part of gptpar"),
-    "--no-train": (("0",), "training is left out by --skip-train"),
-    "--eval-only": (("False", "false", "0"), "training is left out by --skip-train"),
-    "--rope-type": (("rope",), "stretching rotary positions (YaRN) is not part of gptpar"),
-    "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
-    "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
-    "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
+    "--result-rejected-tracker-filename": (1, "no step is computed a second time"),
+    "--mid-level-dataset-surplus": (1, INDICES),
+    "--disable-msc": (0, "data sets are files"),
+    "--tokenizer-hf-no-use-fast": (0, "a folder's tokenizer.json is read, which gives the same tokens"),
+    **dict.fromkeys(("--enable-ft-package", "--calc-ft-timeouts"), (0, WATCHED)),
+    "--ft-num-warmup-iters": (1, WATCHED),
 }
-"""Flag -> its values that change nothing here, and why no other can be had."""
-
-STANDS_FOR: dict[str, tuple[str, object]] = {
-    "--use-z-loss": ("model.z_loss_weight", 1e-4),
-    "--attention-head-type multiquery": ("model.num_query_groups", 1),
-    "--keep-last-checkpoint-only": ("checkpoint.keep_checkpoints", 1),
-    **dict.fromkeys(("--no-train 1", "--eval-only 1", "--eval-only True"), ("logging.skip_train", True)),
-    "--no-cuda": ("parallel.distributed_backend", "gloo"),
-}
-"""What another program's flag says, with its value -> the field that says it here, and its value."""
-
-PLANNED: dict[str, tuple[str, str]] = {
-    "--context-parallel-size": ("context parallelism", "1"),
-    "--ds-sequence-parallel-size": ("context parallelism", "1"),
-}
-"""Flag -> what it asks for, and the value that asks for nothing."""
-
-ELSEWHERE = frozenset({*ACCEPTED, *DENSE, *LIMITED, *PLANNED, *(said.split()[0] for said in STANDS_FOR)})
-"""Other programs' flags that can be accepted."""
-
-MEANT: dict[str, str] = {
-    "--offload-optimizer": "--cpu-optimizer",
-    "--load-tag": "--ckpt-step",
-    "--non-persistent-save-interval": "--save-local-interval",
-    "--use-mup": "--mup",
-    "--apply-wd-to-qk-layernorm": "--weight-decay-override",
-    "--decoder-first-pipeline-num-layers": "--partition-method",
-    "--decoder-last-pipeline-num-layers": "--partition-method",
-    "--pipeline-model-parallel-layout": "--partition-method",
-    "--reset-progress": "--finetune",
-    "--train-data": "--data-path",
-    "--data-file-list": "--data-args-path",
-    **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
-    **dict.fromkeys(("--check-for-spiky-loss", "--check-for-large-grads"), "--skip-step-sigma"),
-    "--yaml-cfg": "--config",
-    "--window-attn-skip-freq": "--window-pattern",
-    "--dataloader-inter-document-masking": "--reset-attention-mask",
-    "--no-weight-decay-cond-type": "--weight-decay-override",
-    **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
-}
-"""Another program's flag -> the one that means nearly the same."""
-CLOSE_ENOUGH, ALMOST_THE_SAME = 0.75, 0.92
-"""How alike (0 to 1) an unknown flag and a known one must be, word by word or as a whole, to be called mistyped."""

@@ -26,7 +26,9 @@ WITHOUT_UNKNOWN = (
     *("zero_optimization.", "fp16.", "bf16.", "bfloat16.", "optimizer.params.", "scheduler.params.", "gptpar."),
 )
 """Sections in which DeepSpeed (the last one: gptpar) refuses keys that it does not know."""
-WITH_UNKNOWN = ("pipeline.", "activation_checkpointing.", "optimizer.", "scheduler.")
+WITH_UNKNOWN = (
+    *("pipeline.", "activation_checkpointing.", "optimizer.", "scheduler.", "checkpoint.", "aio.", "flops_profiler."),
+)
 """Sections in which DeepSpeed ignores keys that it does not know, as it does in no section."""
 
 
@@ -125,7 +127,7 @@ class KeyReader:
     def _set(self, key: str, value: Any, rule: Sets, *, default: bool = False) -> None:
         read, fields = rule.read(value), rule.to.split()
         if read is OFF:
-            self.without_effect.append(f"{key}: it is off")
+            self.without_effect.append(f"{key}: {rule.off}")
             return
         values = read if isinstance(read, list) else [read] * len(fields)
         for name, one in zip(fields, values, strict=True):
@@ -165,13 +167,15 @@ class KeyReader:
 
     def _nearest(self, name: str, prefix: str, tree: Tree) -> str:
         """The only key of the same name elsewhere, else the nearest beside it; of a key in no section, anywhere."""
-        beside, words = {other: prefix + other for other in tree}, Counter(word for word, _ in _paths(self.tree))
-        anywhere = {word: path for word, path in _paths(self.tree) if words[word] == 1}
+        beside = {other: prefix + other for other in tree}
+        paths = [(word, path) for word, path in _paths(self.tree) if not path.startswith("bf")]  # fp16's have effect
+        words = Counter(word for word, _ in paths)
+        anywhere = {word: path for word, path in paths if words[word] == 1}
         if name in anywhere:
             return anywhere[name]
-        for paths in (beside, {} if prefix else anywhere):
-            if near := difflib.get_close_matches(name, paths, n=1, cutoff=MISTYPED):
-                return paths[near[0]]
+        for known in (beside, {} if prefix else anywhere):
+            if near := difflib.get_close_matches(name, known, n=1, cutoff=MISTYPED):
+                return known[near[0]]
         return ""
 
 

@@ -21,12 +21,14 @@ class Sets:
         to: fields as ``section.field``, separated by spaces.
         why: a remark for the banner.
         inside: the keys that the value may hold, if it is an object.
+        off: a remark for the banner about a value that turns nothing on.
     """
 
     read: Callable[[Any], Any]
     to: str = ""
     why: str = ""
     inside: str = ""
+    off: str = "it is off"
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,18 @@ def truth(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("true or false is needed")
     return value
+
+
+WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
+}
+"""Texts that DeepSpeed's checked sections (pydantic) read as true or false."""
+
+
+def true_in_words(value: Any) -> bool:
+    """true or false, which may be a text in a section that DeepSpeed checks."""
+    return truth(WORDS.get(value.lower(), value) if isinstance(value, str) else value)
 
 
 def if_true(value: Any) -> object:
@@ -194,7 +208,7 @@ def if_enabled(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]
     def read_section(value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("an object in braces is needed")
-        return read(value) if truth(value.get("enabled", False)) else OFF
+        return read(value) if true_in_words(value.get("enabled", False)) else OFF
 
     return read_section
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from gptpar.config.compat import ALWAYS, BUCKETS, COLLECTIVES
 from gptpar.config.deepspeed_rules import (
+    OFF,
     Absent,
     NoEffect,
     NotRead,
@@ -39,6 +40,7 @@ from gptpar.config.deepspeed_rules import (
     share,
     switch,
     text,
+    true_in_words,
     truth,
     wandb_words,
     whole,
@@ -133,8 +135,8 @@ _BATCH = (
     Key("dataloader_drop_last", NoEffect("every batch is full"), Only((True,), _FULL_BATCHES)),
     Key("prescale_gradients", _DIVIDED),
     Key("gradient_predivide_factor", _DIVIDED),
-    Key("communication_data_type", Sets(word_of({"fp32": False, "bf16": True}), "parallel.grad_reduce_in_bf16",
-        "the sum is kept in fp32")),
+    Key("communication_data_type", Sets(word_of({"fp32": False, "fp16": OFF, "bf16": True, "bfp16": True}),
+        "parallel.grad_reduce_in_bf16", "the sum is kept in fp32", off="gradients are sent in fp32")),
     Key("data_types.grad_accum_dtype", NoEffect("gradients are always summed in fp32")),
 )
 
@@ -190,24 +192,27 @@ _SCHEDULER = (
     _schedule_param("lr_range_test_staircase", truth, _RANGE, False),
 )
 
+_SCALES = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis"
 _FORMATS = (
-    Key("fp16.enabled", Sets(truth, "precision.fp16")),
+    Key("fp16.enabled", Sets(true_in_words, "precision.fp16")),
     Key("fp16.loss_scale", Sets(lambda value: number(value) or None, "precision.loss_scale"), default=0),
     Key("fp16.initial_scale_power", Sets(scale_of_power, "precision.initial_loss_scale"), default=16),
     Key("fp16.loss_scale_window", Sets(whole, "precision.loss_scale_window")),
     Key("fp16.hysteresis", Sets(whole, "precision.hysteresis")),
     Key("fp16.min_loss_scale", Sets(number, "precision.min_loss_scale")),
     Key("fp16.consecutive_hysteresis", Only(_FALSE, "the hysteresis is restored when the scale doubles: leave it out")),
-    Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.fp16_auto_cast")),
+    Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(true_in_words, "module.fp16_auto_cast")),
     Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, _FP32_STATE)),
     Key("fp16.opt_level", NoEffect("it is for Apex (amp), which DeepSpeed does not use with fp16")),
+    Key("fp16.dynamic_loss_scale", NoEffect("fp16.loss_scale says it: 0, which is its default, is dynamic")),
     Key("fp16.fp16", NoEffect("GPT-NeoX's second name of fp16.enabled, which decides"), NoEffect("enabled decides")),
     *(row for bf16 in ("bf16.", "bfloat16.") for row in (
-        Key(f"{bf16}enabled", Sets(truth, "precision.bf16")),
+        Key(f"{bf16}enabled", Sets(true_in_words, "precision.bf16")),
         Key(f"{bf16}immediate_grad_update", NoEffect("gradients are always added to their fp32 sums at once")),
         Key(f"{bf16}check_grad_overflow", NoEffect("a step whose gradient is not finite is always skipped")),
+        *_same(NoEffect("fp16 alone has a loss scale"), bf16, _SCALES),
         *_same(Only(_FALSE, _FP32_STATE), bf16, "bf16_master_weights_and_grads bf16_optimizer_states"),
-        Key(f"{bf16}auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.bf16_auto_cast")),
+        Key(f"{bf16}auto_cast", NoEffect("inputs are token ids"), Sets(true_in_words, "module.bf16_auto_cast")),
     )),
     Key("amp", Absent("Apex")),
     Key("torch_autocast", Absent("torch's autocast (see bf16 and fp16)")),
@@ -233,8 +238,8 @@ _ZERO = (
     Key(f"{_PARAMETERS_OUT}device", Sets(parameters_on_cpu, "offload.cpu_parameters")),
     Key(f"{_PARAMETERS_OUT}pin_memory", _PINNED),
     *_same(_ONE_BY_ONE, _PARAMETERS_OUT, "nvme_path buffer_count buffer_size max_in_cpu"),
-    Key(f"{_ZERO_}cpu_offload", Sets(truth, "offload.cpu_optimizer")),
-    *_same(Sets(truth, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
+    Key(f"{_ZERO_}cpu_offload", Sets(true_in_words, "offload.cpu_optimizer")),
+    *_same(Sets(true_in_words, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
     Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
     *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
     *_same(NoEffect("every parameter of a GPT is used"), _ZERO_, "ignore_unused_parameters find_unused_parameters",

@@ -49,9 +49,9 @@ class _Notes:
         self.derived.append(Derived(name, value, reason))
 
 
-def ffn_width(hidden_size: int, swiglu: bool) -> int:
-    """4 x hidden; with SwiGLU two thirds of it, a multiple of 64 (as Megatron: ``int(8h/3/64)*64``)."""
-    return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
+def ffn_width(hidden_size: int, gated: bool) -> int:
+    """4 x hidden; with a gate two thirds of it, a multiple of 64 (as Megatron: ``int(8h/3/64)*64``)."""
+    return int(4 * hidden_size * 2 / 3 / 64) * 64 if gated else 4 * hidden_size
 
 
 def expand_preset(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
@@ -100,8 +100,9 @@ def _derive_position_embedding(notes: _Notes) -> None:
 
 def _derive_model(notes: _Notes) -> None:
     _derive_position_embedding(notes)
-    if notes.flags.model.glu_activation is not None and not notes.flags.model.swiglu:
-        notes.replace("model", "swiglu", True, f"--glu-activation {notes.flags.model.glu_activation}")
+    if (gate := notes.flags.model.glu_activation) is not None and not notes.flags.model.swiglu:
+        name, value = ("swiglu", True) if gate == "swiglu" else ("mlp_activation", gate)
+        notes.replace("model", name, value, f"--glu-activation {gate}")
         if notes.flags.model.hidden_size:
             width = 4 * notes.flags.model.hidden_size
             notes.fill("model", "ffn_hidden_size", width, "4 x hidden, as --glu-activation has it")
@@ -109,8 +110,8 @@ def _derive_model(notes: _Notes) -> None:
         notes.replace("model", "mlp_activation", "squared_relu", "--squared-relu")
     model = notes.flags.model
     if model.hidden_size:
-        reason = "8/3 x hidden for SwiGLU, a multiple of 64" if model.swiglu else "4 x hidden"
-        notes.fill("model", "ffn_hidden_size", ffn_width(model.hidden_size, model.swiglu), reason)
+        reason = "8/3 x hidden for a gated MLP, a multiple of 64" if model.gated else "4 x hidden"
+        notes.fill("model", "ffn_hidden_size", ffn_width(model.hidden_size, model.gated), reason)
         if model.num_attention_heads:
             width = model.hidden_size // model.num_attention_heads
             notes.fill("model", "kv_channels", width, "hidden / heads")

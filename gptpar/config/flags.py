@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.compat import (
+from gptpar.config.compat import ACCEPTED, ANY_NUMBER, OF_THE_LAUNCH
+from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
+from gptpar.config.deepspeed import FromFile, read_deepspeed
+from gptpar.config.derive import Derived, expand_preset
+from gptpar.config.elsewhere import (
     ABSENT,
-    ACCEPTED,
-    ALMOST_THE_SAME,
     ANY,
-    ANY_NUMBER,
     CLOSE_ENOUGH,
     DENSE,
     ELSEWHERE,
@@ -28,13 +29,10 @@ from gptpar.config.compat import (
     LIMITED,
     MEANT,
     NO_EXPERTS,
-    OF_THE_LAUNCH,
     PLANNED,
+    SHORTEST_MISTYPED,
     STANDS_FOR,
 )
-from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
-from gptpar.config.deepspeed import FromFile, read_deepspeed
-from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.run_file import read_run_file
 from gptpar.config.values import FlagField, flag_fields, value_of
@@ -152,8 +150,9 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """A flag that is no flag of gptpar's."""
     what = next((what for start, what in ABSENT.items() if name.startswith(start)), None)
-    if (said := " ".join([name, *values])) in STANDS_FOR:
-        _stands_for(said, parsed)
+    said = " ".join([name, *values])
+    if {name, said} & STANDS_FOR.keys():
+        _stands_for(name, values, parsed)
     elif name in ACCEPTED:
         _accepted(name, values, parsed)
     elif name in DENSE or name.startswith(EXPERTS):
@@ -173,13 +172,25 @@ def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: P
 
 
 def _mistyped(name: str, parser: Parser) -> str | None:
-    """The flag that a mistyped one was meant to be: it is much like it, and so is each of its words."""
+    """The flag that a mistyped one was meant to be: both have the same words, but for letters of longer words.
+
+    A flag with a word more, or without its "no", asks for something else.
+    """
     near = parser.nearest(name, ELSEWHERE, CLOSE_ENOUGH)
-    if near is None or parser.nearest(name, [near], ALMOST_THE_SAME):
-        return near
-    words = near.strip("-").split("-")
-    known = all(difflib.get_close_matches(word, words, n=1, cutoff=CLOSE_ENOUGH) for word in name.strip("-").split("-"))
-    return near if known else None
+    if near is None:
+        return None
+    mine, theirs = (flag.strip("-").replace("_", "-").split("-") for flag in (name, near))
+    same_words = len(mine) == len(theirs) and all(map(_is_mistyped_word, mine, theirs))
+    return near if same_words or "".join(mine) == "".join(theirs) else None
+
+
+def _is_mistyped_word(word: str, known: str) -> bool:
+    """Whether two words are one but for letters; a short one may lack a letter: fp4 is not fp64, nor dion lion."""
+    if min(len(word), len(known)) >= SHORTEST_MISTYPED:
+        return difflib.SequenceMatcher(None, word, known).ratio() >= CLOSE_ENOUGH
+    short, long = sorted((word, known), key=len)
+    without_one = [long[:i] + long[i + 1 :] for i in range(len(long)) if long[i].isalpha()]
+    return word == known or short in without_one
 
 
 def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
@@ -192,15 +203,18 @@ def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
         parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
 
 
-def _stands_for(said: str, parsed: ParsedFlags) -> None:
+def _stands_for(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     """What another flag says here, unless that one is typed, too, and says something else."""
+    if (said := " ".join([name, *values])) not in STANDS_FOR:
+        parsed.problems.append(f"{name} takes 0 value(s), {len(values)} given.")
+        return
     key, value = STANDS_FOR[said]
-    name = key.partition(".")[2]
+    field_name = key.partition(".")[2]
     typed = parsed.typed.setdefault(key, value)
     if typed == value:
-        parsed.derived.append(Derived(name.replace("_", " "), value, said))
+        parsed.derived.append(Derived(field_name.replace("_", " "), value, said))
         return
-    meant = flag_name(name)
+    meant = flag_name(field_name)
     parsed.problems.append(
         f"{said} means {meant} {as_word(value)}, and {meant} {as_word(typed)} is given, too: keep one."
     )

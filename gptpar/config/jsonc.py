@@ -46,7 +46,8 @@ def read_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:
-        value = _by_hjson(text, unique, f"line {error.lineno}, column {error.colno}: {error.msg}")
+        loose = error.msg.startswith("Expecting") and plain[error.pos : error.pos + 1] not in ("", *",:]}")
+        value = _by_hjson(text, unique, f"line {error.lineno}, column {error.colno}: {error.msg}", loose=loose)
     except (RecursionError, ValueError) as error:  # too deep, not a number, a number of too many digits
         raise JsonError(str(error)) from None
     if repeated:
@@ -56,8 +57,11 @@ def read_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _by_hjson(text: str, hook: Any, mistake: str) -> Any:
+def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
     """What the hjson library makes of a text.
+
+    Args:
+        loose: whether the library may read what is no JSON there, so that its absence is told.
 
     Raises:
         JsonError: with the mistake in the JSON, where there is no such library, or it can do no better.
@@ -65,8 +69,8 @@ def _by_hjson(text: str, hook: Any, mistake: str) -> Any:
     try:
         hjson = importlib.import_module("hjson")
     except ImportError:
-        loose = "pip install 'gptpar[hjson]' reads what DeepSpeed's looser parser reads"
-        raise JsonError(f"{mistake} ({loose})") from None
+        remedy = " (pip install 'gptpar[hjson]' reads what DeepSpeed's looser parser reads)"
+        raise JsonError(f"{mistake}{remedy if loose else ''}") from None
     try:
         return hjson.loads(text, object_pairs_hook=hook)
     except (ValueError, RecursionError):

@@ -40,14 +40,29 @@ def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> to
             return F.relu(x_NF).square()
 
 
+def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
+    """What the other half is multiplied by: SiLU, GELU (exact or tanh), ReLU, or x itself (Shazeer 2020)."""
+    match name:
+        case "swiglu":
+            return F.silu(x_NF)
+        case "geglu":
+            return F.gelu(x_NF)
+        case "geglu_tanh":
+            return F.gelu(x_NF, approximate="tanh")
+        case "reglu":
+            return F.relu(x_NF)
+        case _:
+            return x_NF
+
+
 class MLP(nn.Module):
-    """Two linear layers with an activation function between them, or the gated SwiGLU (Shazeer 2020)."""
+    """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020)."""
 
     def __init__(self, linears: Linears):
         super().__init__()
         config = linears.config
         width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        self.gated, self.activation = config.swiglu, config.mlp_activation
+        self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
         parts = 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.END)
@@ -57,7 +72,7 @@ class MLP(nn.Module):
         up = self.up(x_ND)
         if self.gated:
             gate_NF, value_NF = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate_NF) * value_NF)
+            return self.down(gate(self.activation, gate_NF) * value_NF)
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
 

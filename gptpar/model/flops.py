@@ -66,7 +66,7 @@ def _mean_seen(model: ModelConfig, layer: int) -> float:
 
 def fc1_width(model: ModelConfig) -> int:
     """Output width of the MLP's first matrix, which with SwiGLU computes gate and value."""
-    return model.ffn_hidden_size * (2 if model.swiglu else 1)
+    return model.ffn_hidden_size * (2 if model.gated else 1)
 
 
 def _layer_matmul_parameters(model: ModelConfig) -> int:

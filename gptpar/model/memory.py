@@ -34,7 +34,7 @@ def layer_activation_bytes_per_token(
     # Inputs of the norms, of qkv and of fc1. With parallel residuals, the norms of attention and MLP have one input.
     inputs = num_norms(model) + 2 - model.use_parallel_residual
     replicated = inputs * h * size + (2 * h if has_dropout else 0)
-    mlp = model.ffn_hidden_size * (3 if model.swiglu else 2)
+    mlp = model.ffn_hidden_size * (3 if model.gated else 2)
     # A norm of queries and keys keeps its input, attention its output.
     split = (
         qkv_width(model) + normed_width(model) + query_width(model) + gated_width(model) + distance_width(model) + mlp

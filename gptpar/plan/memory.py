@@ -274,7 +274,7 @@ def block_bytes_per_token(job: Job) -> float:
                 (normed_width(shape) + gated_width(shape) + distance_width(shape)) * size + head_norms
             ) / job.layout.tensor
         if "mlp" in modules:
-            forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
+            forgotten += shape.ffn_hidden_size * (3 if shape.gated else 2) * size / job.layout.tensor
         if "layernorm" in modules:
             forgotten += num_norms(shape) * shape.hidden_size * size / job.token_splits
     kept = layer_activation_bytes_per_token(

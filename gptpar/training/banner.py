@@ -29,6 +29,7 @@ from gptpar.training.gpt import split_of
 from gptpar.training.reporter import device_peak
 
 ACTIVATIONS = {"gelu_tanh": "GELU", "gelu": "exact GELU", "squared_relu": "squared ReLU"}
+ACTIVATIONS |= {"geglu": "exact GEGLU", "geglu_tanh": "GEGLU", "reglu": "ReGLU", "liglu": "LiGLU"}
 OVERESTIMATE = 1.1
 """A run is refused only where even this much less would not fit: the expectation may be wrong."""
 

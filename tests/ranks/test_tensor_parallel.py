@@ -38,6 +38,7 @@ OPTIONS = {  # the same of options that few models have
     "norms after": ("--norm-placement post", ()),
     "norms before and after": ("--norm-placement peri", ()),
     "parallel residual, exact GELU": ("--use-parallel-residual --mlp-activation gelu", ()),
+    "GEGLU": ("--mlp-activation geglu_tanh", ()),
     "gated attention": ("--attention-output-gate --num-query-groups 2 --squared-relu", ()),
     "gated attention with head norms": (f"{LLAMA} --attention-output-gate --qk-layernorm", ()),
     "windows": ("--window-size 5 --window-pattern SF", ("document_ids",)),

@@ -54,7 +54,8 @@ MODELS = {
     "mup": "--use-parallel-residual --norm-placement peri --squared-relu --attention-output-gate --qk-layernorm "
     "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 4",
     "bloom": "--num-attention-heads 12 --kv-channels 4 --position-embedding-type alibi --embed-layernorm "
-    "--apply-layernorm-1p --decoupled-lr 2e-2 --decoupled-min-lr 1e-2 --no-adam-bias-correction",
+    "--apply-layernorm-1p --mlp-activation geglu_tanh --decoupled-lr 2e-2 --decoupled-min-lr 1e-2 "
+    "--no-adam-bias-correction",
 }
 """A model's flags beside SMALL. The second has weights inside a split layer that every tensor rank holds whole: the
 norms of queries and keys. The others have options that the first two do not have."""

@@ -61,6 +61,8 @@ def _windows(m: ModelFlags) -> Iterator[str]:
 def _mlp(m: ModelFlags) -> Iterator[str]:
     if m.swiglu and m.mlp_activation != "gelu_tanh":
         yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
+    if m.swiglu and m.glu_activation not in (None, "swiglu"):
+        yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
 
 
 def _mup(m: ModelFlags) -> Iterator[str]:
@@ -118,7 +120,7 @@ def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
     if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
         return
     attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))
-    mlp = (3 if m.swiglu else 2) * hidden * m.ffn_hidden_size
+    mlp = (3 if m.gated else 2) * hidden * m.ffn_hidden_size
     rows = max(vocab_size, m.make_vocab_size_divisible_by, m.pad_vocab_size_to or 0) + (m.max_position_embeddings or 0)
     parameters = layers * (attention + mlp) + rows * hidden
     if parameters > MAX_ELEMENTS:

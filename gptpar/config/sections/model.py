@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from gptpar.config.fields import flag, on_unless
 from gptpar.config.presets import PRESETS
 
+GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
+"""Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -19,7 +22,11 @@ class ModelOptions:
         spellings={"absolute": "learned_absolute", "rotary": "rope"},
     )
     rotary_base: int = flag(
-        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0, most=10**12
+        10000,
+        "base of the rotary frequencies",
+        names=("--rotary-position-embeddings-theta", "--rotary-theta"),
+        above=0,
+        most=10**12,
     )
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
     use_rope_scaling: bool = flag(
@@ -66,8 +73,9 @@ class ModelOptions:
     swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
     mlp_activation: str = flag(
         "gelu_tanh",
-        "the MLP's activation function without --swiglu",
-        choices=("gelu_tanh", "gelu", "squared_relu"),
+        "the MLP's activation function without --swiglu; geglu, geglu_tanh, reglu and liglu are gates, as SwiGLU is: "
+        "of the exact GELU, its tanh form, the ReLU, and none",
+        choices=("gelu_tanh", "gelu", "squared_relu", *GATES),
         spellings={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "squared_relu"},
     )
     add_bias_linear: bool = on_unless("--disable-bias-linear", "no biases in linear layers")
@@ -84,7 +92,9 @@ class ModelOptions:
         most=10_000_000,
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
-    logit_softcap: float = flag(0.0, "c: logits become c * tanh(logits / c); 0 is off", least=0)
+    logit_softcap: float = flag(
+        0.0, "c: logits become c * tanh(logits / c); 0 is off", names=("--output-logit-softcapping",), least=0
+    )
     z_loss_weight: float = flag(
         0.0,
         "in training, add this times the mean of logsumexp(logits)^2 to the loss; 0 is off",
@@ -109,6 +119,11 @@ class ModelOptions:
     hidden_dropout: float = flag(0.1, "dropout on embeddings and on each block's two outputs")
 
     @property
+    def gated(self) -> bool:
+        """Whether one half of the MLP's first layer is multiplied by an activation of the other half."""
+        return self.swiglu or self.mlp_activation in GATES
+
+    @property
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
         return self.attention_dropout > 0 or self.hidden_dropout > 0
@@ -127,7 +142,7 @@ class ModelFlags(ModelOptions):
     num_layers: int | None = flag(None, "number of transformer blocks", least=1, most=10_000)
     hidden_size: int | None = flag(None, "width of the residual stream", least=1, most=1_000_000)
     ffn_hidden_size: int | None = flag(
-        None, "width of the MLP (default: 4 x hidden, with --swiglu 8/3 x hidden)", least=1, most=10_000_000
+        None, "width of the MLP (default: 4 x hidden, with a gate 8/3 x hidden)", least=1, most=10_000_000
     )
     num_attention_heads: int | None = flag(None, "number of query heads", least=1, most=100_000)
     group_query_attention: bool = flag(False, "share each key/value head among several query heads")
@@ -143,7 +158,9 @@ class ModelFlags(ModelOptions):
     max_position_embeddings: int | None = flag(
         None, "learned positions (default: --seq-length)", least=1, most=100_000_000
     )
-    glu_activation: str | None = flag(None, "same as --swiglu (BigScience)", choices=("swiglu",))
+    glu_activation: str | None = flag(
+        None, "same as --swiglu, or as --mlp-activation with a gate (BigScience)", choices=("swiglu", *GATES)
+    )
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = on_unless(

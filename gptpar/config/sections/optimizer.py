@@ -17,7 +17,7 @@ class OptimizerOptions:
         "adam",
         "adam is AdamW, lion has one state vector and no fused kernel; both decouple the weight decay",
         choices=("adam", "lion"),
-        spellings={"adamw": "adam"},
+        spellings={"adamw": "adam", "fusedadamw": "adam"},
     )
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     decoupled_lr: float | None = flag(

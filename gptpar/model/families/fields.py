@@ -19,8 +19,31 @@ ACTIVATIONS = {
 }
 """transformers' name of an activation function -> ``--mlp-activation``."""
 
+GATES = {
+    "silu": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "relu": "reglu",
+    "linear": "liglu",
+}
+"""transformers' name of the activation function in a gated MLP -> ``--glu-activation``."""
+
+GATES_BACK = {ours: theirs for theirs, ours in reversed(GATES.items())}
+"""``--glu-activation`` -> the name that transformers' own models use."""
+
 ACTIVATIONS_BACK = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 """``--mlp-activation`` -> the name that transformers' own models use."""
+
+
+def activation_field(model: ModelConfig) -> str:
+    """transformers' name of an MLP's activation function; a gate has GELU's, which tells them apart."""
+    return ACTIVATIONS_BACK.get(model.mlp_activation, "gelu")
+
+
+def gate_field(model: ModelConfig) -> str:
+    """transformers' name of a gated MLP's activation function; another MLP has SiLU's, which tells them apart."""
+    return GATES_BACK.get(model.mlp_activation, "silu")
 
 
 LLAMA3: dict[str, Any] = {
@@ -73,6 +96,14 @@ class HfConfig:
         if found not in ACTIVATIONS:
             self.problems.append(f"{name} is {found!r}, and gptpar has {', '.join(ACTIVATIONS)}.")
         return ACTIVATIONS.get(found, "gelu")
+
+    def gate(self, name: str) -> dict[str, Any]:
+        """The flags of the gated MLP whose activation function a field names."""
+        found = self.get(name, "silu")
+        if found not in GATES:
+            self.problems.append(f"{name} is {found!r}, and a gated MLP of gptpar's has {', '.join(GATES)}.")
+        kind = GATES.get(found, "swiglu")
+        return {"swiglu": True} if kind == "swiglu" else {"mlp_activation": kind}
 
     def rotary(self, default_base: float, default_share: float = 1.0) -> dict[str, Any]:
         """The flags for rotary positions: transformers 5 has one dictionary of them, version 4 had a field each."""

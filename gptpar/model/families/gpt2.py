@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
-from gptpar.model.families.fields import ACTIVATIONS_BACK, HfConfig
+from gptpar.model.families.fields import HfConfig, activation_field
 from gptpar.model.families.names import TRANSPOSED, WHOLE, WeightNames, Within, all_q_all_k_all_v
 
 
@@ -43,7 +43,7 @@ def gpt2_fields(model: ModelConfig) -> dict[str, Any]:
     """The ``config.json`` of a model."""
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "activation_function": ACTIVATIONS_BACK[model.mlp_activation],
+        "activation_function": activation_field(model),
         "attn_pdrop": model.attention_dropout,
         "embd_pdrop": model.hidden_dropout,
         "resid_pdrop": model.hidden_dropout,

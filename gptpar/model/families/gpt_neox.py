@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
-from gptpar.model.families.fields import ACTIVATIONS_BACK, HfConfig, rotary_fields
+from gptpar.model.families.fields import HfConfig, activation_field, rotary_fields
 from gptpar.model.families.names import WHOLE, WeightNames, Within
 
 
@@ -42,7 +42,7 @@ def gpt_neox_fields(model: ModelConfig) -> dict[str, Any]:
         "architectures": ["GPTNeoXForCausalLM"],
         "attention_bias": model.add_bias_linear,
         "attention_dropout": model.attention_dropout,
-        "hidden_act": ACTIVATIONS_BACK[model.mlp_activation],
+        "hidden_act": activation_field(model),
         "hidden_dropout": model.hidden_dropout,
         "hidden_size": model.hidden_size,
         "initializer_range": model.init_method_std,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
-from gptpar.model.families.fields import HfConfig, rotary_fields
+from gptpar.model.families.fields import HfConfig, gate_field, rotary_fields
 from gptpar.model.families.names import WHOLE, WeightNames, Within, part, projections
 
 
@@ -20,7 +20,7 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
         rope_theta, norm_eps: the family's defaults.
         **options: further flags.
     """
-    config.require("hidden_act", "silu", "the MLP is SwiGLU")
+    gate = config.gate("hidden_act")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     shared: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
@@ -36,7 +36,7 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
         **config.rotary(rope_theta),
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", norm_eps),
-        "swiglu": True,
+        **gate,
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "init_method_std": config.get("initializer_range", 0.02),
@@ -63,7 +63,7 @@ def fields_like_llama(model: ModelConfig, architecture: str, **options: Any) -> 
         "architectures": [architecture],
         "attention_dropout": model.attention_dropout,
         "head_dim": model.kv_channels,
-        "hidden_act": "silu",
+        "hidden_act": gate_field(model),
         "hidden_size": model.hidden_size,
         "initializer_range": model.init_method_std,
         "intermediate_size": model.ffn_hidden_size,

@@ -135,6 +135,10 @@ def test_looser_json_is_left_to_the_hjson_library(monkeypatch: pytest.MonkeyPatc
         "line 2, column 3: Expecting property name enclosed in double quotes (pip install 'gptpar[hjson]' reads what "
         "DeepSpeed's looser parser reads)"
     )
+    for text in ('{"train_batch_size": , "a": 1}', '{"a": 1}\n```', '{"a": [1}', '{"a": 1'):  # hjson refuses these, too
+        with pytest.raises(JsonError) as caught:
+            read_object(text)
+        assert "hjson" not in str(caught.value)
     asked: list[str] = []
 
     def loads(text: str, object_pairs_hook: Any) -> Any:
@@ -301,17 +305,21 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),
         ({"tensorboard": 1}, "tensorboard is 1: an object in braces is needed."),
         ({"zero_optimization": 2}, "zero_optimization is 2: an object in braces is needed."),
-        ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale is unknown; the keys there are enabled, immediate"),
+        ({"loss_scale": 0}, "loss_scale is unknown; did you mean fp16.loss_scale?"),
+        ({"bf16": {"scale": 0}}, "bf16.scale is unknown; the keys there are enabled, immediate"),
         ({"checkpoints": {"load_universal": True}}, "checkpoints is unknown; did you mean checkpoint?"),
         ({"checkpointing": 1}, "checkpointing is unknown; did you mean checkpoint?"),
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
         ({"gradient_clipping": True}, "gradient_clipping is true: a number is needed."),
         ({"gradient_clipping": 10**400}, "gradient_clipping is 1000000"),
         ({"steps_per_print": 10**400}, "steps_per_print is 1000000"),
-        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled is "yes": true or false is needed.'),
+        ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": true or false is needed.'),
         ({"amp": {"enabled": True}}, "amp: Apex is not part of gptpar; leave it out."),
         ({"scheduler": {"type": []}}, "scheduler.type is []: only WarmupLR,"),
-        ({"communication_data_type": "fp8"}, 'communication_data_type is "fp8": one of fp32, bf16 is needed.'),
+        (
+            {"communication_data_type": "fp8"},
+            'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is needed.',
+        ),
         ({"fp16": {"enabled": True, "initial_scale_power": 999}}, "fp16.initial_scale_power is 999: a whole number fr"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is true: master wei"),
     ],

@@ -133,3 +133,40 @@ def test_every_key_has_one_rule_at_a_door() -> None:
     for door in Door:
         places = [(key.path, kind) for key in TABLE if key.rule(door) for kind in key.of or ("",)]
         assert len(places) == len(set(places))
+
+
+def test_keys_of_older_versions_of_deepspeed_are_read_as_they_read_them(folder: Path) -> None:
+    sections = {
+        "bf16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+        "fp16": {"enabled": False, "dynamic_loss_scale": True},
+        "checkpoint": {"tag_validation_mode": "WARN", "load_universal": False},
+        "aio": {"block_count": 4},
+    }
+    parsed = parsed_with({**BATCH, **RATE, **sections}, "")
+    assert not parsed.problems and parsed.flags.precision.bf16
+    assert parsed.without_effect == [
+        "bf16.loss_scale: fp16 alone has a loss scale",
+        "bf16.initial_scale_power: fp16 alone has a loss scale",
+        "bf16.hysteresis: fp16 alone has a loss scale",
+        "fp16.dynamic_loss_scale: fp16.loss_scale says it: 0, which is its default, is dynamic",
+        "checkpoint.tag_validation_mode: DeepSpeed has no such key, and ignores it",
+        "checkpoint: checkpoints load into any layout; see --save and --load",
+        "aio.block_count: DeepSpeed has no such key, and ignores it",
+        "aio: the operating system reads ahead and writes back",
+    ]
+
+
+@pytest.mark.parametrize(("word", "sent"), [("fp32", False), ("fp16", False), ("bf16", True), ("bfp16", True)])
+def test_gradients_are_sent_in_the_format_asked_for_or_a_wider_one(folder: Path, word: str, sent: bool) -> None:
+    file = {**BATCH, **RATE, "bf16": {"enabled": True}, "communication_data_type": word}
+    assert resolved(file)[0].parallel.grad_reduce_in_bf16 is sent
+    told = "communication_data_type: gradients are sent in fp32"
+    assert (told in parsed_with(file, "").without_effect) == (word == "fp16")
+
+
+@pytest.mark.parametrize(("word", "meant"), [("true", True), ("True", True), ("yes", True), ("off", False)])
+def test_sections_that_deepspeed_checks_take_true_and_false_as_texts(folder: Path, word: str, meant: bool) -> None:
+    config = resolved({**BATCH, **RATE, "bf16": {"enabled": word}, "zero_optimization": {"cpu_offload": word}})[0]
+    assert (config.precision.dtype == "bf16", config.offload.cpu_optimizer) == (meant, meant)
+    parsed = parsed_with({**BATCH, **RATE, "tensorboard": {"enabled": word}}, "")
+    assert (parsed.flags.logging.tensorboard_dir is not None) == meant

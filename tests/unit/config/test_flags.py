@@ -169,7 +169,7 @@ def test_a_field_that_must_be_known_cannot_be_open() -> None:
 
 
 def test_derived_sizes() -> None:
-    assert ffn_width(1024, swiglu=False) == 4096 and ffn_width(4096, swiglu=True) == 10880
+    assert ffn_width(1024, gated=False) == 4096 and ffn_width(4096, gated=True) == 10880
     assert [padded_vocab(v, 128) for v in (50257, 128, 129)] == [50304, 128, 256]
 
 

@@ -115,3 +115,111 @@ def test_what_turns_a_flag_off_is_not_answered_with_the_flag_that_it_is_for() ->
     assert resolve(parse_flags([*TINY.split(), "--no-train", "0", "--eval-only", "False"]), 1)
     assert problems("--no-train 2") == ["--no-train 2: training is left out by --skip-train; leave it out, or give 0."]
     assert resolve(parse_flags([*TINY.split(), "--exit-interval", "9" * 25]), 1)
+
+
+def test_flags_of_mindspeed_and_flagscale_that_change_no_number_are_named() -> None:
+    words = (
+        "--use-fused-rmsnorm --use-fused-rotary-pos-emb --jit-compile --use-mc2 --swap-attention --sparse-mode 4 "
+        "--recompute-activation-function-num-layers 1 --context-parallel-algo ulysses_cp_algo --use-hetnet"
+    )
+    assert resolved(words) == resolved("")
+    told = parse_flags([*TINY.split(), *words.split()]).without_effect
+    assert "--use-mc2: see --no-tp-comm-overlap" in told and len(told) == 9
+
+
+def test_rotary_positions_of_llama_3_by_the_names_of_mindspeed() -> None:
+    start = "--position-embedding-type rope"
+    words = (
+        "--rope-scaling-type llama3 --rope-scaling-factor 8.0 --low-freq-factor 1.0 --high-freq-factor 4.0 "
+        "--original-max-position-embeddings 8192"
+    )
+    assert resolved(f"{start} {words}") == resolved(f"{start} --use-rope-scaling") != resolved(start)
+    assert resolved("--output-logit-softcapping 30") == resolved("--logit-softcap 30")
+    assert resolved("--use-deter-comp") == resolved("--deterministic-mode")
+    assert problems("--rope-scaling-type yarn --high-freq-factor 8") == [
+        "--rope-scaling-type yarn: --use-rope-scaling has the form of Llama 3.1; leave it out, or give llama3.",
+        "--high-freq-factor 8: --use-rope-scaling has the numbers of Llama 3.1; leave it out, or give 4.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "--hetero-mode pp",
+            "--hetero-mode pp: a run on devices of several kinds is not part of gptpar; leave it out.",
+        ),
+        ("--scale-emb 12", "--scale-emb 12: a factor of the embeddings is not part of gptpar; leave it out."),
+        ("--lora-r 8", "--lora-r 8: low-rank adaptation (LoRA) is not part of gptpar; leave it out."),
+        ("--add-rmsnorm-offset", "unknown flag --add-rmsnorm-offset; did you mean --apply-layernorm-1p?"),
+        ("--post-norm", "unknown flag --post-norm; did you mean --norm-placement?"),
+    ],
+)
+def test_what_mindspeed_and_flagscale_have_besides_is_refused_by_what_it_is(said: str, told: str) -> None:
+    assert problems(said) == [told]
+
+
+def test_flags_of_gaudi_and_of_experiments_that_change_no_number_are_named() -> None:
+    words = (
+        "--optimizer fusedadamw --use-torch-compile=1 --use-fused-sdpa 1 --use-fused-rmsnorm 1 --cache-size-limit=0 "
+        "--verify-checkpoint --distributed-engine torch --experiment_name a --experiment-root-dir b"
+    )
+    assert resolved(words) == resolved("")
+    told = parse_flags([*TINY.split(), *words.split()]).without_effect
+    assert "--experiment-root-dir: what a run writes is in its --save folder" in told and len(told) == 8
+
+
+def test_flags_of_megatron_core_that_change_no_number_are_named() -> None:
+    words = (
+        "--disable-tp-comm-overlap-ag --tp-comm-bootstrap-backend nccl --train-sync-interval 4 --no-manual-gc-eval "
+        "--enable-ft-package --num-layers-at-end-in-bf16 1 --encoder-tensor-model-parallel-size 0 --flash-decode "
+        "--cuda-graph-modules attn mlp --use-mp-args-from-checkpoint-args --rotary-theta 10000"
+    )
+    assert resolved(words) == resolved("")
+    told = parse_flags([*TINY.split(), *words.split()]).without_effect
+    assert "--enable-ft-package: the run finds a process that hangs by itself; see --hang-seconds" in told
+    assert len(told) == 10
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("--pretrained-checkpoint x", "unknown flag --pretrained-checkpoint; did you mean --load with --finetune?"),
+        (
+            "--non-persistent-local-ckpt-dir x",
+            "unknown flag --non-persistent-local-ckpt-dir; did you mean --save-local?",
+        ),
+        (
+            "--iterations-to-skip 3 4",
+            "--iterations-to-skip 3 4: leaving out the data of some steps (see --skip-step-sigma) is not part of "
+            "gptpar; leave it out.",
+        ),
+        (
+            "--encoder-pipeline-model-parallel-size 2",
+            "--encoder-pipeline-model-parallel-size 2: a model with an encoder is not part of gptpar; leave it out, or "
+            "give 0.",
+        ),
+        ("--qk-clip", "--qk-clip: the clipping of queries and keys is not part of gptpar; leave it out."),
+    ],
+)
+def test_what_megatron_core_has_besides_is_refused_by_what_it_is(said: str, told: str) -> None:
+    assert problems(said) == [told]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--align-param-gather", "--masked-softmax-fusion", "--tokenizer-hf-use-fast", "--params-dtype", "--fp4"),
+        *("--no-attention-softmax-in-fp32", "--dion-beta1", "--disable-bias-linear-fc", "--internals-log-interval"),
+        *("--tiktoken-special-tokens", "--glu", "--checkpoint", "--validation", "--remode", "--init-method"),
+    ],
+)
+def test_another_flag_with_like_letters_gets_no_hint(flag: str) -> None:
+    assert problems(flag) == [f"unknown flag {flag}; see --help for the flags there are."]
+
+
+def test_a_switch_that_is_given_a_value_is_told_so() -> None:
+    assert problems("--geglu 1 --use-swiglu") == [
+        "--geglu takes 0 value(s), 1 given.",
+        "unknown flag --use-swiglu; did you mean --swiglu?",
+    ]

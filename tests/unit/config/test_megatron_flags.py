@@ -139,7 +139,11 @@ def test_the_gated_unit_of_bigscience_has_the_plain_width() -> None:
     model = resolved("--glu-activation swiglu").model
     assert model.swiglu and model.ffn_hidden_size == 4 * model.hidden_size
     assert resolved("--glu-activation swiglu --ffn-hidden-size 96").model.ffn_hidden_size == 96
-    assert problems("--glu-activation geglu") == ["--glu-activation geglu: unknown; it takes one of swiglu."]
+    gelu = resolved("--glu-activation geglu").model
+    assert (gelu.mlp_activation, gelu.ffn_hidden_size, gelu.swiglu) == ("geglu", 4 * gelu.hidden_size, False)
+    assert problems("--glu-activation x") == [
+        "--glu-activation x: unknown; it takes one of swiglu, geglu, geglu_tanh, reglu, liglu."
+    ]
 
 
 def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
@@ -157,7 +161,7 @@ def test_older_and_other_names_mean_the_same() -> None:
     assert parse_flags(["--distribute-checkpointed-activations"]).flags.recompute.distribute_saved_activations
     assert resolved("--wandb_project p --use_wandb").logging.wandb_project == "p"
     assert resolved("--clip_grad=0.5 --no_bias_gelu_fusion") == resolved("--clip-grad 0.5")
-    assert problems("--clip_grade 1") == ["unknown flag --clip_grade; see --help for the flags there are."]
+    assert problems("--clip_grade 1") == ["unknown flag --clip_grade; did you mean --clip-grad?"]
     assert parse_flags(["--save-total-limit", "2"]).flags == parse_flags(["--keep-checkpoints", "2"]).flags
     assert parse_flags(["--use-packed-seq-params"]).flags == parse_flags(["--reset-attention-mask"]).flags
     logged = resolved("--wandb-project-name p --wandb-entity-name e").logging

@@ -90,8 +90,8 @@ def test_sizes_that_nobody_can_mean_are_told(flags: str, told: str) -> None:
 
 def test_a_derived_size_is_held_to_its_flags_limits() -> None:
     assert problems("--swiglu --hidden-size 16") == [
-        "--ffn-hidden-size follows from 8/3 x hidden for SwiGLU, a multiple of 64 and is 0; it must be at least 1: "
-        "give it, or other numbers."
+        "--ffn-hidden-size follows from 8/3 x hidden for a gated MLP, a multiple of 64 and is 0; it must be at least 1"
+        ": give it, or other numbers."
     ]
     assert problems("--swiglu --hidden-size 24") == []
     assert problems("--hidden-size 2") == [

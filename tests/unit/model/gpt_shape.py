@@ -32,3 +32,8 @@ class GPTShape:
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     untie_embeddings_and_output_weights: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu

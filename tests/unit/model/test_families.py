@@ -54,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Llama": {**LLAMA, "model_type": "llama"},
     "Llama, biases": {**LLAMA, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    **{
+        f"Llama with a gate of {name}": {**LLAMA, "model_type": "llama", "mlp_bias": name == "gelu"}
+        | {"attention_bias": name == "gelu", "hidden_act": name}
+        for name in ("gelu", "gelu_pytorch_tanh", "relu", "linear")
+    },
     "Llama 3": {
         **LLAMA,
         "model_type": "llama",
@@ -208,7 +213,7 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             {**LLAMA, "model_type": "llama", "rope_parameters": {**ROTARY_31, "low_freq_factor": 2.0}},
             "low_freq_factor of the rotary positions is 2.0, and gptpar computes with 1.0.",
         ),
-        ({**LLAMA, "model_type": "llama", "hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({**LLAMA, "model_type": "llama", "hidden_act": "mish"}, "hidden_act is 'mish'"),
         ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),
     ],

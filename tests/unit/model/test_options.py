@@ -115,6 +115,29 @@ def test_activations(activation: str) -> None:
     torch.testing.assert_close(mlp(x), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("activation", ["geglu", "geglu_tanh", "reglu", "liglu"])
+def test_gates(activation: str) -> None:
+    mlp = Block(tiny_config(f"--mlp-activation {activation} --ffn-hidden-size 24").model).mlp
+    weights, x = filled(mlp), torch.randn(5, 32, dtype=torch.float64)
+    up, value = (x @ weights["up.weight"][i].t() + weights["up.bias"][i] for i in range(2))
+    inner = {
+        "geglu": 0.5 * up * (1 + torch.erf(up / 2**0.5)),
+        "geglu_tanh": F.gelu(up, approximate="tanh"),
+        "reglu": up.clamp(min=0),
+        "liglu": up,
+    }[activation]
+    wanted = (inner * value) @ weights["down.weight"].t() + weights["down.bias"]
+    torch.testing.assert_close(mlp(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gates_by_their_other_names() -> None:
+    by_name = {name: tiny_config(f"--mlp-activation {name} --ffn-hidden-size 128") for name in ("geglu", "geglu_tanh")}
+    assert tiny_config("--glu-activation geglu") == tiny_config("--geglu") == by_name["geglu"]
+    assert tiny_config("--gelu-tanh") == by_name["geglu_tanh"]
+    assert tiny_config("--mlp-activation reglu").model.ffn_hidden_size == 64  # 8/3 x 32, a multiple of 64
+    assert tiny_config("--glu-activation swiglu") == tiny_config("--swiglu --ffn-hidden-size 128")
+
+
 def test_a_window_is_a_number_of_tokens() -> None:
     mask = attention_mask(6, None, 3, torch.device("cpu"))
     assert mask is not None and mask.shape == (1, 1, 6, 6)
@@ -202,6 +225,7 @@ def test_mups_initial_values_and_multipliers_are_the_papers() -> None:
         ("--qk-layernorm-scope width --normalization RMSNorm", "--qk-layernorm-scope width says what --qk-layernorm"),
         ("--qk-layernorm --qk-layernorm-scope width", "there for --normalization RMSNorm alone, not for LayerNorm"),
         ("--swiglu --squared-relu", "--swiglu has an activation function of its own: drop --mlp-activation squ"),
+        ("--swiglu --glu-activation reglu", "--swiglu and --glu-activation reglu are different gates: keep one"),
         ("--num-experts 8", "--num-experts 8: mixture-of-experts is not part of gptpar"),
     ],
 )

@@ -41,6 +41,7 @@ OPTIONS = {
     "parallel residual": "--use-parallel-residual",
     "exact GELU": "--mlp-activation gelu",
     "squared ReLU": "--squared-relu",
+    "GEGLU": "--mlp-activation geglu",
     "gated attention": "--attention-output-gate --num-query-groups 2",
     "windows": "--window-size 5 --window-pattern SF",
     "capped logits": "--logit-softcap 0.3",

@@ -87,6 +87,7 @@ WINDOWS = "--window-size 4 --window-pattern SF"
         ("--position-embedding-type rope --use-parallel-residual", "gpt_neox"),
         (LLAMA, "llama"),
         (LLAMA + "--num-query-groups 2 --kv-channels 16", "llama"),
+        (LLAMA.replace("--swiglu", "--mlp-activation geglu_tanh"), "llama"),
         (LLAMA + "--add-qkv-bias " + WINDOWS, "qwen2"),
         (LLAMA + "--qk-layernorm " + WINDOWS, "qwen3"),
         (LLAMA + "--qk-layernorm --qk-layernorm-scope width --norm-placement post", "olmo2"),
@@ -102,6 +103,8 @@ def test_the_family_follows_from_the_model(flags: str, kind: str) -> None:
         ("--logit-softcap 20", "gpt2", "--logit-softcap is 20.0, and there it is 0.0"),
         ("--norm-placement peri", "gpt2", "--norm-placement is peri, and there it is pre"),
         ("--position-embedding-type none", "gpt_neox", "--position-embedding-type is none"),
+        ("--mlp-activation geglu", "gpt2", "--mlp-activation is geglu, and there it is gelu."),
+        (LLAMA.replace("--swiglu", "--squared-relu"), "llama", "--swiglu is False, and there it is True"),
         (LLAMA + "--attention-output-gate", "llama", "--attention-output-gate is True"),
     ],
 )
@@ -117,7 +120,7 @@ def test_everything_wrong_in_a_folder_is_told_and_nothing_is_written(tmp_path: P
     config = json.loads((theirs / "config.json").read_text())
     before = contents(theirs)
     for change, told in (
-        ({"hidden_act": "relu", "rope_parameters": {"rope_type": "yarn"}}, "(?s)hidden_act is 'relu'.*rope_type is"),
+        ({"hidden_act": "mish", "rope_parameters": {"rope_type": "yarn"}}, "(?s)hidden_act is 'mish'.*rope_type is"),
         ({"num_hidden_layers": 2}, r"'model.layers.2.input_layernorm.weight' has no place in a llama"),
         ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight' is missing"),
         ({"num_hidden_layers": 10**12}, "1000000000000 layers"),

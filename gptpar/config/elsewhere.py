@@ -1,0 +1,215 @@
+"""The flags of other programs that ask for something: what is absent, what they mean here, what they may say.
+
+:mod:`gptpar.config.compat` has those that are accepted without effect.
+"""
+
+from __future__ import annotations
+
+from gptpar.config.compat import ACCEPTED, ALL_FP32
+from gptpar.config.data_files import SPLITS
+
+NO_EXPERTS = "mixture-of-experts is not part of gptpar"
+EXPERTS = ("--moe-", "--expert-", "--num-experts-switch")
+"""How flags for mixture-of-experts begin; those that are not in ``DENSE`` ask for a model that is not there."""
+ANY = ("any value",)
+DENSE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("--num-experts", "--moe-expert-parallel-size", "--expert-model-parallel-size"), ("1",)),
+    **dict.fromkeys(("--expert-tensor-parallel-size", "--topk"), ("1",)),
+    "--mlp-type": ("standard",),
+    "--moe-loss-coeff": ANY,
+    "--moe-train-capacity-factor": ANY,
+    "--moe-eval-capacity-factor": ANY,
+    "--moe-min-capacity": ANY,
+    "--expert-interval": ANY,
+    "--create-moe-param-group": ANY,
+    "--disable-moe-token-dropping": ANY,
+    **dict.fromkeys(
+        ("--disable-moe-top2-2nd-expert-sampling", "--use-tutel", "--enable-expert-tensor-parallelism"), ANY
+    ),
+}
+"""Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
+--num-experts asks for, so without them every value is harmless."""
+
+_DISTILLATION, _REINFORCEMENT = "knowledge distillation", "reinforcement learning"
+_ENCODER, _MIDDLE = "a model with an encoder", "fill-in-the-middle training"
+_MASKED, _VISION, _FP8 = "masked language modelling (BERT)", "a vision model", "training in FP8 or FP4 (see --bf16)"
+_LEFT_OUT = "leaving out the data of some steps (see --skip-step-sigma)"
+_PREFIX = "a prefix language model or multitask training"
+_CONVERSATIONS = "fine-tuning on conversations"
+_LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
+ABSENT: dict[str, str] = {
+    **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
+    **dict.fromkeys(("--kd", "--mos", "--load-teacher", "--num-layers-teacher"), _DISTILLATION),
+    **dict.fromkeys(("--hidden-size-teacher", "--num-attention-heads-teacher"), _DISTILLATION),
+    **dict.fromkeys(("--num-experts-teacher", "--logits-"), _DISTILLATION),
+    **dict.fromkeys(("--rl-", "--grpo-", "--langrl-", "--perform-rl-step"), _REINFORCEMENT),
+    **dict.fromkeys(("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim"), _LATENT),
+    **dict.fromkeys(("--qk-pos-emb-head-dim", "--v-head-dim", "--mla-", "--cache-mla-latents"), _LATENT),
+    **dict.fromkeys(("--linear-", "--experimental-attention-variant"), _LINEAR),
+    **dict.fromkeys(("--force-ds-sequence-parallel", "--ds-sequence-parallel-fpdt"), _CONTEXT),
+    "--hierarchical-context-parallel-sizes": _CONTEXT,
+    **dict.fromkeys(("--mamba-", "--hybrid-", "--is-hybrid-model"), "the Mamba architecture"),
+    **dict.fromkeys(("--patch-size", "--vision-", "--disable-vision-class-token", "--mrope-section"), _VISION),
+    **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
+    **dict.fromkeys(("--encoder-seq-length", "--decoder-seq-length", "--relative-attention-"), _ENCODER),
+    "--pipeline-model-parallel-split-rank": _ENCODER,
+    **dict.fromkeys(("--multi-head-latent-", "--qk-rope-head-dim", "--qk-nope-head-dim"), _LATENT),
+    **dict.fromkeys(("--hetero-", "--enable-hetero"), "a run on devices of several kinds"),
+    **dict.fromkeys(("--input-embeds-norm", "--scale-emb", "--embedding-multiplier"), "a factor of the embeddings"),
+    **dict.fromkeys(("--scale-depth", "--dim-model-base"), "MiniCPM's scaling (see --mup)"),
+    **dict.fromkeys(("--attn-logit-softcapping", "--query-pre-attn-scalar"), "another scale of attention's scores"),
+    "--use-glm-rope": "GLM's form of rotary positions",
+    "--add-output-layer-bias": "a bias of the output layer",
+    "--spec": "a layer that another program's module describes",
+    "--lora-": "low-rank adaptation (LoRA)",
+    **dict.fromkeys(("--is-instruction-dataset", "--is-pairwise-dataset", "--prompt-type"), _CONVERSATIONS),
+    **dict.fromkeys(("--bert-", "--mask-prob", "--short-seq-prob", "--output-bert-embeddings"), _MASKED),
+    **dict.fromkeys(("--ict-", "--biencoder-", "--indexer-", "--retriever-", "--evidence-data-path"), "retrieval"),
+    **dict.fromkeys(("--dino-", "--img-", "--num-classes", "--num-channels", "--patch-dim"), _VISION),
+    **dict.fromkeys(
+        ("--rotary-scaling-factor", "--mscale", "--yarn-", "--no-yarn-"), "YaRN's form of rotary positions"
+    ),
+    **dict.fromkeys(("--no-fp8-", "--te-precision-config-file", "--kitchen-"), _FP8),
+    "--no-rope-freq": "a model with rotary positions in some layers alone",
+    "--heterogeneous-layers-config": "a model whose layers differ in shape",
+    "--init-method-xavier-uniform": "Xavier's initialization (see --init-method-std)",
+    "--fp32-residual-connection": "a residual stream in fp32 beside 16-bit layers",
+    "--apply-residual-connection-post-layernorm": "a residual connection from the norm's output (see --norm-placement)",
+    "--quick-geglu": "the quick GeGLU",
+    "--muon-": "the Muon optimizer",
+    "--sft": _CONVERSATIONS,
+    "--mtp-": "multi-token prediction",
+    "--fim-": _MIDDLE,
+    "--retro-": "retrieval",
+    **dict.fromkeys(("--inference", "--ds-inference"), "an inference server (see gptpar generate)"),
+    **dict.fromkeys(("--ckpt-convert-",), "a conversion of checkpoints within a run (see gptpar convert)"),
+    "--iterations-to-skip": _LEFT_OUT,
+    "--inprocess-": "a restart within a process (see --max-restarts)",
+    "--data-parallel-random-init": "copies of a model that begin with different weights",
+    "--decrease-batch-size-if-needed": "a batch that shrinks to what the processes can divide",
+    **dict.fromkeys(("--object-storage-cache-path", "--s3-cache-path", "--enable-msc"), "data in object storage"),
+    **dict.fromkeys(("--titles-data-path", "--query-in-block-prob", "--use-one-sent-docs"), "retrieval"),
+    **dict.fromkeys(("--block-data-path", "--embedding-path"), "retrieval"),
+    **dict.fromkeys(("--classes-fraction", "--data-per-class-fraction", "--head-lr-mult", "--swin-"), _VISION),
+    **dict.fromkeys(("--mask-type", "--mask-factor", "--iter-per-epoch"), _VISION),
+    **dict.fromkeys(("--reweight-loss-based-on-", "--loss-on-targets-only", "--noise-density"), _PREFIX),
+    "--mean-noise-span-length": _PREFIX,
+    "--dsa-": "sparse attention",
+    **dict.fromkeys(("--mhc-", "--enable-mhc-connections"), "hyper-connections"),
+    **dict.fromkeys(("--soap-", "--adan-", "--ademamix-"), "an optimizer other than AdamW and Lion"),
+    **dict.fromkeys(("--keep-fp8-", "--tp-only-amax-red"), _FP8),
+    "--qk-clip": "the clipping of queries and keys",
+    "--qk-l2-norm": "the norm of queries and keys without weights (see --qk-layernorm)",
+    "--softmax-scale": "another scale of attention's scores",
+    "--embedding-init-method-std": "a standard deviation of the embeddings alone (see --init-method-std)",
+    "--goldfish-": "the goldfish loss",
+    "--variable-seq-lengths": "a run whose samples differ in length",
+    "--random-ltd": "random layer-token dropping",
+    "--data-efficiency-": "curriculum learning",
+    "--curriculum-learning": "curriculum learning",
+    "--use-bnb-optimizer": "an 8-bit optimizer (see --cpu-optimizer)",
+    "--compression-training": "compression",
+    "--rotary-interleaved": "the interleaved form of rotary positions",
+    "--skip-train-iteration-range": _LEFT_OUT,
+    "--outer-": "local SGD with an outer optimizer",
+    "--error-injection-": "the injection of errors",
+}
+"""How flags for what is not there begin, and what they ask for."""
+
+_LLAMA = "--use-rope-scaling has the numbers of Llama 3.1"
+LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
+    "--num-distributed-optimizer-instances": (
+        ("1",),
+        "the optimizer is always divided over all data-parallel processes",
+    ),
+    **dict.fromkeys(
+        ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), (("fp32",), ALL_FP32)
+    ),
+    "--softmax-type": (("vanilla",), "attention has the plain softmax, without a further term in its sum"),
+    "--remote-device": (("none", "cpu"), "what leaves the GPU is said by --cpu-optimizer and --cpu-parameters"),
+    "--attention-head-type": (
+        ("multihead", "multiquery"),
+        "without --num-query-groups each query head has its own key and value",
+    ),
+    "--fim-rate": (("0",), f"{_MIDDLE} is not part of gptpar"),
+    "--no-train": (("0",), "training is left out by --skip-train"),
+    "--eval-only": (("False", "false", "0"), "training is left out by --skip-train"),
+    "--rope-type": (("rope",), "stretching rotary positions (YaRN) is not part of gptpar"),
+    "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
+    **dict.fromkeys(
+        ("--encoder-tensor-model-parallel-size", "--encoder-pipeline-model-parallel-size"),
+        (("0",), f"{_ENCODER} is not part of gptpar"),
+    ),
+    **dict.fromkeys(("--megatron-fsdp-main-params-dtype", "--megatron-fsdp-main-grads-dtype"), (("fp32",), ALL_FP32)),
+    "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
+    "--rope-scaling-type": (("llama3",), "--use-rope-scaling has the form of Llama 3.1"),
+    "--low-freq-factor": (("1",), _LLAMA),
+    "--high-freq-factor": (("4",), _LLAMA),
+    **dict.fromkeys(
+        ("--original-max-position-embeddings", "--rope-scaling-original-max-position-embeddings"), (("8192",), _LLAMA)
+    ),
+    "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
+}
+"""Flag -> its values that change nothing here, and why no other can be had."""
+
+STANDS_FOR: dict[str, tuple[str, object]] = {
+    "--use-z-loss": ("model.z_loss_weight", 1e-4),
+    "--attention-head-type multiquery": ("model.num_query_groups", 1),
+    "--keep-last-checkpoint-only": ("checkpoint.keep_checkpoints", 1),
+    **dict.fromkeys(("--no-train 1", "--eval-only 1", "--eval-only True"), ("logging.skip_train", True)),
+    "--no-cuda": ("parallel.distributed_backend", "gloo"),
+    "--rope-scaling-type llama3": ("model.use_rope_scaling", True),
+    "--activation swiglu": ("model.swiglu", True),
+    "--geglu": ("model.glu_activation", "geglu"),
+    "--gelu-tanh": ("model.glu_activation", "geglu_tanh"),
+    "--use-deter-comp": ("precision.deterministic_mode", True),
+}
+"""What another program's flag says, with its value -> the field that says it here, and its value."""
+
+PLANNED: dict[str, tuple[str, str]] = {
+    "--context-parallel-size": ("context parallelism", "1"),
+    "--ds-sequence-parallel-size": ("context parallelism", "1"),
+}
+"""Flag -> what it asks for, and the value that asks for nothing."""
+
+ELSEWHERE = frozenset({*ACCEPTED, *DENSE, *LIMITED, *PLANNED, *(said.split()[0] for said in STANDS_FOR)})
+"""Other programs' flags that can be accepted."""
+
+MEANT: dict[str, str] = {
+    "--offload-optimizer": "--cpu-optimizer",
+    "--load-tag": "--ckpt-step",
+    "--non-persistent-save-interval": "--save-local-interval",
+    **dict.fromkeys(("--non-persistent-local-ckpt-dir", "--non-persistent-global-ckpt-dir"), "--save-local"),
+    "--pretrained-checkpoint": "--load with --finetune",
+    "--use-mup": "--mup",
+    "--apply-wd-to-qk-layernorm": "--weight-decay-override",
+    "--decoder-first-pipeline-num-layers": "--partition-method",
+    "--decoder-last-pipeline-num-layers": "--partition-method",
+    "--pipeline-model-parallel-layout": "--partition-method",
+    "--reset-progress": "--finetune",
+    "--train-data": "--data-path",
+    "--data-file-list": "--data-args-path",
+    **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
+    **dict.fromkeys(("--check-for-spiky-loss", "--check-for-large-grads"), "--skip-step-sigma"),
+    "--yaml-cfg": "--config",
+    "--no-bias": "--disable-bias-linear",
+    "--use-swiglu": "--swiglu",
+    "--exp-name": "--wandb-exp-name",
+    "--activation": "--mlp-activation",
+    "--add-rmsnorm-offset": "--apply-layernorm-1p",
+    "--post-norm": "--norm-placement",
+    "--num-layer-list": "--partition-method",
+    **dict.fromkeys(("--interleave-sliding-window", "--sliding-window"), "--window-size"),
+    "--window-attn-skip-freq": "--window-pattern",
+    **dict.fromkeys(
+        ("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage"), "--partition-method"
+    ),
+    "--dataloader-inter-document-masking": "--reset-attention-mask",
+    "--no-weight-decay-cond-type": "--weight-decay-override",
+    **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
+}
+"""Another program's flag -> the one that means nearly the same."""
+CLOSE_ENOUGH = 0.75
+"""How alike (0 to 1) an unknown flag and a known one must be, and each of their words, to be called mistyped."""
+SHORTEST_MISTYPED = 5
+"""Letters of a word in which any may be wrong: shorter words that differ mean other things."""

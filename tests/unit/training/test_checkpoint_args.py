@@ -48,10 +48,17 @@ def test_conflicts_are_told_all_at_once(tmp_path: Path) -> None:
     place = f"but the checkpoint in {tmp_path} has"
     assert f"--num-layers 3, {place} 2: drop it, or drop --use-checkpoint-args." in told
     assert f"--vocab-size 61, {place} 60: drop it, or drop --use-checkpoint-args." in told
+    told = filled(tmp_path, "--vocab-size 60 --tokenizer-model a.model --tokenizer-type NullTokenizer").problems
+    assert told == [f"--tokenizer-type NullTokenizer, {place} none: drop it, or drop --use-checkpoint-args."]
 
 
 def test_without_a_checkpoint_it_is_told(tmp_path: Path) -> None:
     assert "there is no checkpoint in --load" in filled(tmp_path).problems[0]
+    with pytest.raises(ConfigError) as caught:  # nor is the model asked for
+        resolve(with_checkpoint_args(parse_flags([*RUN.split(), "--use-checkpoint-args", "--load", str(tmp_path)])), 1)
+    assert caught.value.problems == [
+        f"--use-checkpoint-args: there is no checkpoint in --load {tmp_path} yet: drop it at the start."
+    ]
     (problem,) = with_checkpoint_args(parse_flags([*RUN.split(), "--use-checkpoint-args"])).problems
     assert problem == "--use-checkpoint-args needs --load, a folder with checkpoints."
     with pytest.raises(CheckpointError):

@@ -71,6 +71,8 @@ def _is_run(path: Path) -> bool:
 
 
 def _require_own(folder: Path, remedy: str) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: give the folder of an engine's checkpoints.")
     if folder.is_dir() and (found := foreign_checkpoint(folder)):
         raise CheckpointError(f"{folder} holds {found}: {remedy}")
     if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):

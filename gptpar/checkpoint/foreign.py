@@ -115,6 +115,15 @@ def why_not_to_load(path: str | Path, otherwise: str = "") -> str | None:
     return None
 
 
+def why_not_to_show(path: Path) -> str | None:
+    """Why a verb that shows our checkpoints has nothing to show, and what to do; ``None``: nobody else's are there."""
+    if not path.exists():
+        return f"{path} does not exist: name a folder of checkpoints."
+    if (found := foreign_checkpoint(path)) and not found.startswith(HINT_NAME):  # a hint alone may be ours
+        return f"{path} holds {found}: gptpar shows its own checkpoints only; {_remedy(path, found)}."
+    return None
+
+
 def converter_of(found: str) -> str | None:
     """Which reader of ``gptpar convert`` takes what :func:`foreign_checkpoint` told of; ``None``: there is none."""
     return next((reader for told, reader in CONVERTERS.items() if re.fullmatch(told, found)), None)

@@ -80,7 +80,6 @@ def main(argv: list[str]) -> int:
         activity.lost_ranks_explained(),
         open_topology(layout, backend=None, timeout_minutes=10.0) as topology,
     ):
-        request.hold()
         found = evaluate(args, topology, request, activity)
         if found is not None and topology.is_main:
             print(json.dumps(found, indent=2), flush=True)
@@ -97,10 +96,14 @@ def evaluate(
     context = stored.model.seq_length
     tasks = read_tasks(args.eval_tasks, moved_tokenizer(stored.tokenizer, args), context, args.eval_limit)
     evaluator = Evaluator(model.pipeline, topology, context, args.micro_batch_size * context, activity.note)
+    request.hold()  # until here nobody waits for this process to come to a batch's end
     scores: dict[str, Any] = {}
     for task in tasks:
         found = evaluator.evaluate(task, lambda: topology.any_rank(request.signal is not None))
         if found is None:
+            if topology.is_main:
+                done = f"{len(scores)} of {len(tasks)} tasks"
+                print(f" > stopped after {done}: there is no result", file=sys.stderr, flush=True)
             return None
         sizes = {"num_items": found.num_items, "num_tokens": found.num_tokens, "seconds": found.seconds}
         scores[task.name] = {**found.scores, **sizes}

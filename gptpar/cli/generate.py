@@ -142,10 +142,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts is None:
         return args.prompt or [""]
     try:
-        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+        text = args.prompts.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"--prompts {args.prompts} cannot be read: {error}; give a file of UTF-8 text."]) from None
-    if not lines:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([f"--prompts {args.prompts} cannot be read: {reason}; give a file of UTF-8 text."]) from None
+    lines = text.removesuffix("\n").split("\n")  # str.splitlines ends lines at U+2028, a form feed and others, too
+    if not text:
         raise ConfigError([f"--prompts {args.prompts} has no lines: write a prompt on each line."])
     return [*(args.prompt or []), *lines]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gptpar.checkpoint.describe import summary_of
 from gptpar.checkpoint.folders import find_checkpoints
-from gptpar.checkpoint.foreign import foreign_checkpoint
+from gptpar.checkpoint.foreign import why_not_to_show
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
 from gptpar.reporting.banner import WIDTH, format_bytes
@@ -33,8 +33,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if bundles := [args.dir] if (args.dir / SPIKE_FILE).exists() else bundles_in(args.dir):
         return _show_spikes(bundles, as_json=args.json)
-    if foreign := foreign_checkpoint(args.dir):
-        raise CheckpointError(f"{args.dir} holds {foreign}; gptpar inspects its own checkpoints only")
+    if problem := why_not_to_show(args.dir):
+        raise CheckpointError(problem)
     found = [path for _, path in find_checkpoints(args.dir)]
     single = not found
     if single and not (args.dir / MANIFEST_NAME).exists() and not args.dir.name.startswith("iter_"):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gptpar.checkpoint.foreign import why_not_to_show
+from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser
@@ -20,13 +22,18 @@ def main(argv: list[str]) -> int:
     """Print the survey; returns 1 if a checkpoint of the folder or of a branch is damaged, else 0.
 
     Raises:
-        CheckpointError: DIR is no folder.
+        CheckpointError: DIR is no folder, is itself a checkpoint, or holds another program's checkpoint.
     """
     parser = Parser(prog="gptpar runs", description=DESCRIPTION)
     parser.add_argument("dir", type=Path, help="run folder (a --save folder, or one of its branches)")
     parser.add_argument("--verify", action="store_true", help="re-read every byte, and remember what was found")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if problem := why_not_to_show(args.dir):
+        raise CheckpointError(problem)
+    if (args.dir / MANIFEST_NAME).is_file():
+        there = f"gptpar inspect {args.dir} shows it, and gptpar runs {args.dir.parent} the folder that it is in"
+        raise CheckpointError(f"{args.dir} is itself a checkpoint: {there}")
     if not args.dir.is_dir():
         raise CheckpointError(f"{args.dir} is no folder: name a run folder (a --save folder)")
     found = survey(args.dir, verify=args.verify)

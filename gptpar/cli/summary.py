@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gptpar summary", description="Compare a run's loss with the loss that token frequencies alone would give."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or its metrics.jsonl")
     parser.add_argument("--data-path", metavar="PREFIX", help="the run's data set, for its unigram entropy")
     parser.add_argument("--entropy-only", action="store_true", help="print the unigram entropy alone")
     return parser
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if args.entropy_only:
         print(f"{entropy:.4f}")
         return 0
-    file = args.run / FILE_NAME
+    file = args.run if args.run.is_file() else args.run / FILE_NAME
     losses = [loss for loss in series(file, read_metrics(file), "lm_loss") if loss is not None]
     if not losses:
         raise GptparError(f"{file} holds no finished step")
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
             f"token frequencies alone would give {entropy:.3f} (the corpus's unigram entropy): "
             f"the model is {abs(entropy - reached):.3f} nats {side} that"
         )
-        if _is_another_corpus(args.run, args.data_path):
+        if _is_another_corpus(file.parent, args.data_path):
             print(
                 f"WARNING: {args.data_path} is not the corpus that the run was trained on, or it was damaged since.",
                 file=sys.stderr,

@@ -47,6 +47,11 @@ MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
 
 
+def keys_of_model() -> set[str]:
+    """The fields of the model and the tokenizer, as ``section.field``."""
+    return {one.key for one in flag_fields() if one.section in ("model", "tokenizer")}
+
+
 @dataclass
 class ParsedFlags:
     """A command line, read.

@@ -48,11 +48,9 @@ def read_run_file(path: str) -> RunFile:
     try:
         raw = tomllib.loads(read_regular(path).decode())
     except OSError as error:
-        found.problems.append(f"--config {path}: {error.strerror or error}.")
-        return found
+        return _unread(found, f"--config {path}: {error.strerror or error}.")
     except ValueError as error:  # TOML's errors, and text that is not UTF-8
-        found.problems.append(f"--config {path} is no TOML: {error}.")
-        return found
+        return _unread(found, f"--config {path} is no TOML: {error}.")
     known = _known_keys()
     sections = {one.section for one, _ in known.values()}
     for key, value in raw.items():
@@ -66,6 +64,13 @@ def read_run_file(path: str) -> RunFile:
             hint = f"did you mean [{near[0]}]" if near else f"there are {', '.join(sorted(sections))}"
             found.complain(f"[{key}]", f"unknown section; {hint}, and keys may stand without sections, too")
     return found
+
+
+def _unread(file: RunFile, problem: str) -> RunFile:
+    """A file that may say every flag, and cannot be read."""
+    file.problems.append(problem)
+    file.refused |= {one.key for one in flag_fields()}
+    return file
 
 
 def _known_keys() -> dict[str, tuple[FlagField, bool]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
-from gptpar.config.flags import ParsedFlags
+from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.training.resume import checkpoint_to_resume, folder_to_load
 from gptpar.training.same_run import RULES, Rule
 from gptpar.training.stored import StoredModel, stored_model
@@ -40,7 +39,8 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
 
 
 def _with_problem(parsed: ParsedFlags, problem: str) -> ParsedFlags:
-    return dataclasses.replace(parsed, problems=[*parsed.problems, problem])
+    refused = parsed.refused | keys_of_model()  # nobody need be asked for what the checkpoint was to say
+    return dataclasses.replace(parsed, problems=[*parsed.problems, problem], refused=refused)
 
 
 def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags:
@@ -53,19 +53,16 @@ def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags
             value = getattr(there, spec.name, here)
             if key in parsed.given and value != here and _must_agree(key):
                 conflicts.append(
-                    f"{flag_name(spec.name)} {_shown(here)}, but the checkpoint in {load} has {_shown(value)}: drop "
-                    f"it, or drop {_REASON}."
+                    f"{flag_name(spec.name)} {here}, but the checkpoint in {load} has "
+                    f"{'none' if value is None else value}: drop it, or drop {_REASON}."
                 )
             elif key not in parsed.given and value != here and spec.metadata:
                 flags = flags.update(section, **{spec.name: value})
-                derived.append(Derived(spec.name.replace("_", " "), _shown(value), _REASON))
+                shown = "not given" if value is None else str(value)
+                derived.append(Derived(spec.name.replace("_", " "), shown, _REASON))
     return dataclasses.replace(parsed, flags=flags, derived=derived, problems=[*parsed.problems, *conflicts])
 
 
 def _must_agree(key: str) -> bool:
     """Whether another value makes another model or tokenizer."""
     return key in ("tokenizer.tokenizer_type", "tokenizer.vocab_size") or RULES.get(key) is Rule.MODEL
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)

@@ -15,6 +15,7 @@ from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage, memory_for
+from gptpar.training.resume import instead_of
 from gptpar.training.stored import StoredModel, stored_model
 
 
@@ -66,11 +67,12 @@ def load_stages(
     """
     if problem := why_not_to_load(folder):
         raise CheckpointError(problem)
-    found = [path for number, path in find_checkpoints(folder) if iteration in (None, number)]
+    there = find_checkpoints(folder)
+    found = [path for number, path in there if iteration in (None, number)]
     if not found:
         what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
         where = f"in {folder}" if folder.is_dir() else f"in {folder}, which does not exist"
-        raise CheckpointError(f"there is no {what} {where}: name the --save folder of a run")
+        raise CheckpointError(f"there is no {what} {where}: {instead_of(there)}")
     problems: list[str] = []
     for path in found:
         try:

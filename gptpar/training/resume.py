@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,19 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
                 return read_manifest(path)
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
     elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
-    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}")
+    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}: {instead_of(found)}")
+
+
+def instead_of(found: Sequence[tuple[int, Path]]) -> str:
+    """What to give in place of a folder, or an iteration, whose checkpoint cannot be read.
+
+    Args:
+        found: (iteration, path) of the checkpoints that are there.
+    """
+    if not found:
+        return "it has none, so give the --save folder of a run that has saved"
+    have = ", ".join(str(number) for number in sorted(number for number, _ in found))
+    return f"it has {have}; gptpar inspect says whether they are whole"
 
 
 def folder_to_load(config: Config | Flags, load: str) -> Path:

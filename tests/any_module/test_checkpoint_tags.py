@@ -41,6 +41,11 @@ def test_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         engine.save_checkpoint(tmp_path, "a\nb")
     with pytest.raises(CheckpointError, match=f"is itself a checkpoint: give {tmp_path}"):
         engine.load_checkpoint(tmp_path / "iter_0000003")
+    (file := tmp_path / "state.txt").write_text("")
+    for verb in (engine.load_checkpoint, engine.save_checkpoint):  # neither "nothing is there" nor a full disk
+        with pytest.raises(CheckpointError) as refused:
+            verb(file)
+        assert str(refused.value) == f"{file} is a file: give the folder of an engine's checkpoints."
     assert inspect([str(tmp_path)]) == 0 and inspect([str(tmp_path / "iter_0000003"), "--verify"]) == 0
     told = capsys.readouterr().out
     assert "tag best" in told and "weights/blocks.0.up.weight" in told and "every byte of" in told

@@ -30,6 +30,7 @@ from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationReco
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
+from gptpar.training.checkpoint_args import with_checkpoint_args
 from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 from gptpar.training.reporter import device_peak
 from gptpar.training.run import Run
@@ -96,7 +97,7 @@ def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None]
 
     parsed = parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags)
     take_shape_of_hf(parsed)
-    return _with_defaults(parsed)
+    return _with_defaults(with_checkpoint_args(parsed))
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
@@ -110,6 +111,7 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
         flags = flags.update("optimizer", lr=3e-4)
     nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
     flags = flags.update("data", mock_data=True, **nothing)
+    flags = flags.update("checkpoint", load=None, use_checkpoint_args=False)  # steps are timed, no run goes on
     flags, derived = _of_one_size(without_lengths(flags))
     flags = flags.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
     flags = flags.update("logging", eval_iters=0, log_interval=max(1, steps))
@@ -148,7 +150,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
     on_gpu = topology.device.type == "cuda"
     return {
         "model": preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
-        "params": gpt_model(config.model).num_parameters,
+        "params": gpt_model(shape).num_parameters,
         "tokens_per_s": round(per_s, 1),
         "tokens_per_s_per_gpu": round(per_gpu, 1),
         "ms_per_step": round(median, 3),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gptpar.cli import hostfile
 from gptpar.cli.launch.failure import Failure
-from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, read_flags
+from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, program_of, read_flags
 from gptpar.cli.launch.machines import run_torchrun
 from gptpar.cli.launch.memory import folder_in_memory, keep_newest
 from gptpar.cli.launch.program import Program
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
         memory = stack.enter_context(folder_in_memory()) if words.max_restarts else None
-        relay = Relay(folder, patience(), Children())
+        relay = Relay(folder, patience(), Children(), program_of(words))
         return _exit_code(relay, folder, lambda: run_torchrun(words, folder, memory))
 
 

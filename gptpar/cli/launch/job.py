@@ -75,6 +75,12 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv))
 
 
+def program_of(words: argparse.Namespace) -> Program:
+    """The program that torchrun's flags name."""
+    kind: Kind = "executable" if words.no_python else "module" if words.module else "script"
+    return Program(kind, words.training_script, tuple(words.training_script_args))
+
+
 def job_of(words: argparse.Namespace) -> LaunchJob | None:
     """The job that torchrun's flags describe, if it is one machine's and needs nothing that only torchrun has."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
@@ -82,10 +88,9 @@ def job_of(words: argparse.Namespace) -> LaunchJob | None:
     default = get_args_parser()
     if words.nnodes not in ("1", "1:1") or _asks_torchrun(words, default):
         return None
-    kind: Kind = "executable" if words.no_python else "module" if words.module else "script"
     chosen = not words.standalone and words.master_port != default.get_default("master_port")
     return LaunchJob(
-        Program(kind, words.training_script, tuple(words.training_script_args)),
+        program_of(words),
         determine_local_world_size(words.nproc_per_node),
         max_restarts=words.max_restarts,
         hang_seconds=words.hang_seconds or (HANG_SECONDS if words.max_restarts else 0.0),

@@ -26,6 +26,11 @@ class Program:
     name: str
     words: tuple[str, ...]
 
+    @property
+    def is_gptpar(self) -> bool:
+        """Whether the workers are gptpar's own, which note what they do as soon as there is something to save."""
+        return self.kind == "module" and self.name == "gptpar"
+
     def command(self) -> list[str]:
         """The command line of a process of its own. Output is unbuffered, as torchrun has it."""
         if self.kind == "executable":

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from gptpar.cli.launch.failure import Failure
+from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
 from gptpar.system.activity import START, all_activities
 from gptpar.system.life import SignsOfLife
@@ -94,13 +95,14 @@ class Relay:
     Args:
         folder: of the workers' records of activity.
         patience: seconds without a sign of life.
+        program: what the workers run.
 
     Attributes:
         signal: the first request.
     """
 
-    def __init__(self, folder: Path, patience: float, workers: Workers):
-        self._folder, self._patience, self._workers = folder, patience, workers
+    def __init__(self, folder: Path, patience: float, workers: Workers, program: Program):
+        self._folder, self._patience, self._workers, self._program = folder, patience, workers, program
         self.signal: signal.Signals | None = None
         self._when = 0.0
         self._at_once: float | None = None
@@ -142,12 +144,20 @@ class Relay:
             )
         elif self._at_once is not None:
             tell("error: interrupted twice: stopped at once, without saving")
-        elif failure.code in (-asked, 128 + asked) and failure.doing == START:
-            tell(f"stopped by {asked.name}{NOTHING_LOST}")
+        elif failure.doing == START and self._is_answer(failure, asked):
+            # Other programs than gptpar's may note nothing to their end, whatever they have learnt.
+            tell(f"stopped by {asked.name}{NOTHING_LOST if self._program.is_gptpar else ''}")
         else:
             tell(f"error: stopped by {asked.name}, but {failure}")
             return failure.exit_code
         return 128 + (asked if self._at_once is None else signal.SIGINT)
+
+    def _is_answer(self, failure: Failure, asked: signal.Signals) -> bool:
+        """Whether a worker that ended in its start-up did so because of the request.
+
+        Python ends with 1, or by another signal, if Ctrl-C comes before it has read its first module.
+        """
+        return failure.code in (-asked, 128 + asked) or (self._program.is_gptpar and not failure.final)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:

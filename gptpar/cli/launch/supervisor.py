@@ -71,7 +71,7 @@ class Supervisor:
         self._restart = Restart(limit=job.max_restarts)
         self._store: LocalStore | None = None
         self.holds = False
-        self.relay = Relay(folder, patience(), self)
+        self.relay = Relay(folder, patience(), self, job.program)
         self._environment = {
             **os.environ,
             **({} if memory is None else {MEMORY_VARIABLE: str(memory)}),

@@ -21,6 +21,7 @@ from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_t
 from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
+from gptpar.training.checkpoint_args import with_checkpoint_args
 from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
@@ -96,7 +97,7 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     """
     parsed = parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags)
     take_shape_of_hf(parsed)
-    parsed = _with_defaults(parsed)
+    parsed = _with_defaults(with_checkpoint_args(parsed))
     problems = [*parsed.problems, *range_problems(parsed.flags)]
     batch = parsed.flags.batch
     if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:

@@ -36,7 +36,7 @@ def _sources(d: DataFlags) -> Iterator[str]:
     sources = {"--mock-data": d.mock_data, "--data-path": bool(d.data_path), "--train-data-path": _has_parts(d)}
     given = [name for name, present in sources.items() if present]
     if not given:
-        yield "there is nothing to train on: give --data-path PREFIX (see gptpar preprocess), or --mock-data."
+        yield Missing("there is nothing to train on: give --data-path PREFIX (see gptpar preprocess), or --mock-data.")
     elif len(given) > 1:
         yield f"data is given twice ({' and '.join(given)}): keep one."
 

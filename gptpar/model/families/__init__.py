@@ -78,12 +78,16 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError([f"model_type {kind!r} is not known; gptpar knows {', '.join(FAMILIES)}."])
     config = HfConfig(hf_config)
+    if config.get("quantization_config", {}):
+        config.problems.append(
+            "quantization_config is set, and gptpar has no quantized weights: take the model without."
+        )
     try:
         flags = FAMILIES[kind].flags(config)
     except KeyError as missing:
         config.problems.append(f"{missing.args[0]} is missing in the config.json: a {kind} model needs it.")
     if config.problems:
-        raise ConfigError([f"{kind}: {problem}" for problem in config.problems])
+        raise ConfigError([f"{kind}: {problem}" for problem in dict.fromkeys(config.problems)])
     return flags
 
 

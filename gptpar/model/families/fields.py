@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gptpar.config import ModelConfig
+from gptpar.errors import printable
 from gptpar.model.flops import window_of
 from gptpar.model.rotary import LONGEST, SCALED_CONTEXT, SHORTEST
 
@@ -55,6 +57,21 @@ LLAMA3: dict[str, Any] = {
 """transformers' fields of Llama 3.1's rotary positions, but for the factor."""
 
 
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((int, float), "a number"),
+    float: ((int, float), "a number"),
+    bool: ((bool,), "true or false"),
+    str: ((str,), "a text"),
+    list: ((list,), "a list"),
+    dict: ((dict,), "an object"),
+}
+"""Kind of a field's default -> kinds of values that the field may have, and what they are called."""
+
+
+def _shown(value: object) -> str:
+    return printable(json.dumps(value)[:80])
+
+
 class HfConfig:
     """The fields of one ``config.json``.
 
@@ -66,20 +83,30 @@ class HfConfig:
         self._fields = fields
         self.problems: list[str] = []
 
-    def __getitem__(self, name: str) -> Any:
-        """A required field.
+    def __getitem__(self, name: str) -> int:
+        """A required size; 1, and a problem noted, if the field is none.
 
         Raises:
             KeyError: it is missing.
         """
-        if self._fields.get(name) is None:
+        value = self._fields.get(name)
+        if value is None:
             raise KeyError(name)
-        return self._fields[name]
+        if type(value) is not int or value < 1:
+            self.problems.append(f"{name} is {_shown(value)}; a whole number from 1 is needed.")
+            return 1
+        return value
 
     def get(self, name: str, default: Any) -> Any:
-        """A field, or its default where it is missing or ``null``."""
+        """A field, or its default where it is missing or ``null``, or, with a problem noted, of another kind."""
         value = self._fields.get(name)
-        return default if value is None else value
+        if value is None:
+            return default
+        kinds, needed = _KINDS[type(default)]
+        if type(value) not in kinds:
+            self.problems.append(f"{name} is {_shown(value)}; {needed} is needed.")
+            return default
+        return value
 
     def require(self, name: str, value: Any, why: str, *, default: Any = None) -> None:
         """Note a problem unless a field has this value.

@@ -46,12 +46,13 @@ def plan_batches(
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     step = math.lcm(WIDTH_STEP, multiple)
-    batches = []
-    while order:
-        width = min(-(-max(1, lengths[order[0]]) // step) * step, context)
-        height = min(max(1, tokens // width), -(-len(order) // ranks))
-        here, order = order[: height * ranks], order[height * ranks :]
-        batches.append(RowBatch(tuple(here[rank::ranks]), height, width))
+    batches, begin = [], 0
+    while begin < len(order):
+        width = min(-(-max(1, lengths[order[begin]]) // step) * step, context)
+        height = min(max(1, tokens // width), -(-(len(order) - begin) // ranks))
+        end = begin + height * ranks
+        batches.append(RowBatch(tuple(order[begin + rank : end : ranks]), height, width))
+        begin = end
     return batches
 
 

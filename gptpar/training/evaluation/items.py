@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptpar.system.files import read_regular
+
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
+
 MAX_PROBLEMS = 5
 """Malformed lines of one file that are reported one by one; further ones are counted."""
 
@@ -58,12 +62,15 @@ def read_items(path: Path) -> tuple[list[Item], list[str]]:
     All lines must have the form of the first line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = read_regular(path).decode("utf-8-sig")  # Windows' programs write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        return [], [f"--eval-tasks {path} cannot be read: {error}; give a .jsonl file of UTF-8 text."]
+        reason = error.strerror if isinstance(error, OSError) else error
+        return [], [f"--eval-tasks {path} cannot be read: {reason}; give a .jsonl file of UTF-8 text."]
     items: list[Item] = []
     problems: list[str] = []
     form: _Form | None = None
+    # JSON's texts may hold other characters that str.splitlines takes for the end of a line, such as U+2028.
+    lines = text.split("\n")
     for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
         where = f"{path}, line {number}"
         try:
@@ -85,6 +92,8 @@ def _object(line: str) -> dict[str, Any]:
         raise ValueError(f"this is not JSON ({error}): {line[:60]!r}") from None
     if not isinstance(values, dict):
         raise ValueError(f"an object is needed, this is {line[:60]!r}")
+    if half := _HALF_OF_A_PAIR.search(json.dumps(values, ensure_ascii=False)):
+        raise ValueError(f"it has {half[0]!a}, one half of a surrogate pair, which has no UTF-8 form: remove the line")
     return values
 
 

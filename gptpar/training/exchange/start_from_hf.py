@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gptpar.checkpoint.foreign import converter_of, foreign_checkpoint, holds_ours
 from gptpar.config import ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
-from gptpar.config.flags import ParsedFlags
+from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.errors import CheckpointError
 from gptpar.model.families import flags_of
 from gptpar.training.exchange.hf_folder import HfModel, open_hf, read_config
@@ -36,7 +37,7 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
     try:
         model = open_hf(Path(folder))
     except CheckpointError as error:
-        parsed.problems.append(f"--load-hf: {error}")
+        _note_unread(parsed, Path(folder), error)
         return
     _take_shape(parsed, model.kind, flags_of(model.fields), folder)
     tokenizer = parsed.flags.tokenizer
@@ -55,7 +56,7 @@ def take_shape_of_hf(parsed: ParsedFlags) -> None:
     try:
         fields = read_config(Path(folder))
     except CheckpointError as error:
-        parsed.problems.append(f"--load-hf: {error}")
+        _note_unread(parsed, Path(folder), error)
         return
     theirs = flags_of(fields)
     _take_shape(parsed, str(fields["model_type"]), theirs, folder)
@@ -63,6 +64,20 @@ def take_shape_of_hf(parsed: ParsedFlags) -> None:
     tokenizer = parsed.flags.tokenizer
     if tokenizer.tokenizer_type is None and tokenizer.vocab_size is None:
         parsed.flags = parsed.flags.update("tokenizer", vocab_size=theirs.padded_vocab_size)
+
+
+def _note_unread(parsed: ParsedFlags, folder: Path, error: CheckpointError) -> None:
+    """Say why a folder gives no model; the flags that it was to give need not be asked for."""
+    found = foreign_checkpoint(folder)
+    if holds_ours(folder):
+        problem = f"--load-hf {folder} holds checkpoints of gptpar: give --load {folder}."
+    elif found and converter_of(found) == "megatron":
+        then = f"gptpar convert {folder} NEW_FOLDER makes one of gptpar, for --load NEW_FOLDER"
+        problem = f"--load-hf {folder} holds {found}: {then}."
+    else:
+        problem = f"--load-hf: {error}"
+    parsed.problems.append(problem)
+    parsed.refused |= keys_of_model()
 
 
 def _take_shape(parsed: ParsedFlags, kind: str, theirs: ModelFlags, folder: str) -> None:

@@ -21,6 +21,7 @@ from gptpar.checkpoint import (
 )
 from gptpar.checkpoint.verify import sound_files
 from gptpar.cli.inspect import main as inspect
+from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError
 
 SIZES = {"model.a": 1000, "model.b": 3_000_000, "optim.c": 7}
@@ -302,6 +303,13 @@ def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixt
     (root / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint"):
         inspect([str(root / "empty")])
+    with pytest.raises(CheckpointError) as absent:
+        inspect([str(root / "absent")])
+    assert str(absent.value) == f"{root / 'absent'} does not exist: name a folder of checkpoints."
+    with pytest.raises(CheckpointError) as single:
+        runs([str(root / "iter_0000003")])
+    there = f"gptpar inspect {root / 'iter_0000003'} shows it, and gptpar runs {root} the folder that it is in"
+    assert str(single.value) == f"{root / 'iter_0000003'} is itself a checkpoint: {there}"
 
 
 def test_inspect_wraps_many_settings_between_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

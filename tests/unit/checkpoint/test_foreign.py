@@ -12,6 +12,7 @@ from gptpar.checkpoint import save_checkpoint
 from gptpar.checkpoint.foreign import foreign_checkpoint, why_not_to_load
 from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
+from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.training.generation import load_model
 from gptpar.training.resume import checkpoint_to_resume, refuse_foreign_folders
@@ -98,6 +99,11 @@ def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: s
     with pytest.raises(CheckpointError) as refused:
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} --finetune"))
     assert FOREIGN[listing] in str(refused.value)
+    for verb in (inspect, runs):
+        if listing != TRACKER:  # a hint may be left over in a folder of ours
+            with pytest.raises(CheckpointError) as shown:
+                verb([str(tmp_path)])
+            assert str(shown.value).startswith(f"{tmp_path} holds {foreign_checkpoint(tmp_path)}: gptpar shows its own")
     with pytest.raises(ConfigError, match="nothing is written into it"):
         refuse_foreign_folders(tiny_config(f"--save {tmp_path}"))
     assert contents(tmp_path) == before

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gptpar.cli import main
+from gptpar.cli import evaluate, main
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
@@ -63,6 +65,35 @@ def test_several_processes(saved: tuple[Path, list[str], dict], flags: str) -> N
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     same(json.loads(done.stdout), said)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("read_tasks", "error: interrupted"),
+        ("Evaluator.evaluate", " > stopped after 0 of 1 tasks: there is no result"),
+    ],
+    ids=["while texts become tokens", "between batches"],
+)
+def test_a_request_to_stop_is_answered_at_once(
+    saved: tuple[Path, list[str], dict],
+    place: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, files, _ = saved
+    owner, name = (evaluate.Evaluator, "evaluate") if place == "Evaluator.evaluate" else (evaluate, place)
+    real = getattr(owner, name)
+
+    def asked(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, asked)
+    assert main(["evaluate", "--load", str(folder), "--eval-tasks", files[0]]) == 130
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1] == said
 
 
 def test_malformed_lines_and_impossible_splits_are_told(

@@ -140,6 +140,8 @@ def test_several_prompts_give_what_each_gives_alone(
     assert printed(folder, capsys, "--prompt", "one", "--prompt", "and two") == wanted
     (tmp_path / "prompts.txt").write_text("one\nand two\n")
     assert printed(folder, capsys, "--prompts", str(tmp_path / "prompts.txt")) == wanted
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\nand two")
+    assert printed(folder, capsys, "--prompts", str(tmp_path / "windows.txt")) == wanted
     assert alone[0].startswith("one") and len(alone[0]) > 5
 
 
@@ -152,7 +154,7 @@ def test_a_stream_is_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_prompts_that_cannot_be_read_are_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--load", str(folder), "--prompts", str(tmp_path / "no")]) == 1
-    assert "no cannot be read" in capsys.readouterr().err
+    assert "no cannot be read: No such file or directory; give a file of UTF-8 text." in capsys.readouterr().err
     (tmp_path / "empty").write_text("")
     assert main(["generate", "--load", str(folder), "--prompts", str(tmp_path / "empty")]) == 1
     assert "has no lines: write a prompt on each line" in capsys.readouterr().err

@@ -17,10 +17,15 @@ import pytest
 from gptpar.cli import launch
 from gptpar.cli.launch import relay, worker
 from gptpar.cli.launch.failure import Failure
+from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
 
 ROOT = Path(__file__).parents[3]
+OURS = Program("module", "gptpar", ("pretrain",))
+FAILED_AT_START = (
+    "error: stopped by SIGINT, but rank 0 ended with exit code 1 while it was at start-up; its message is above"
+)
 # The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
 LAUNCHER = """
 import sys
@@ -177,7 +182,7 @@ def test_only_a_launcher_that_is_gone_ends_a_worker(monkeypatch: pytest.MonkeyPa
 
 def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     Activity(1, tmp_path).note("saving the checkpoint of iteration 7")
-    its_relay = relay.Relay(tmp_path, 1.0, relay.Children())
+    its_relay = relay.Relay(tmp_path, 1.0, relay.Children(), OURS)
     its_relay.signal = signal.SIGTERM
     assert its_relay.exit_code(Failure(1, 1, last_activity(tmp_path, 1))) == 1
     place = "while it was at saving the checkpoint of iteration 7"
@@ -190,6 +195,36 @@ def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
 
 
+@pytest.mark.parametrize(
+    ("program", "failure", "code", "said"),
+    [
+        (OURS, Failure(0, 1, START), 130, "stopped by SIGINT before there was anything to save"),
+        (
+            OURS,
+            Failure(0, 1, START, final=True),
+            1,
+            FAILED_AT_START,
+        ),
+        (Program("script", "own.py", ()), Failure(0, -signal.SIGINT, START), 130, "stopped by SIGINT"),
+        (
+            Program("script", "own.py", ()),
+            Failure(0, 1, START),
+            1,
+            FAILED_AT_START,
+        ),
+    ],
+    ids=["python itself", "an error", "a script", "a script's error"],
+)
+def test_ctrl_c_in_start_up(
+    program: Program, failure: Failure, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that makes no engine notes nothing: what it has learnt until then is not known."""
+    its_relay = relay.Relay(tmp_path, 1.0, relay.Children(), program)
+    its_relay.signal = signal.SIGINT
+    assert its_relay.exit_code(failure) == code
+    assert capsys.readouterr().err == f"{said}\n"
+
+
 @pytest.mark.parametrize("holds", [False, True], ids=["first start", "restart"])
 def test_workers_of_a_restart_have_something_to_save(
     holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +235,7 @@ def test_workers_of_a_restart_have_something_to_save(
     monkeypatch.setattr(relay, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(relay, "send", lambda processes, number: killed.append(number) if processes else None)
     workers = SimpleNamespace(holds=holds, living=lambda: {1}, listening=set)
-    its_relay = relay.Relay(tmp_path, 1000.0, workers)
+    its_relay = relay.Relay(tmp_path, 1000.0, workers, OURS)
     its_relay.signal = signal.SIGTERM
     watcher = threading.Thread(target=its_relay._watch)
     watcher.start()

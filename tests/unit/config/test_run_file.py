@@ -11,6 +11,7 @@ from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import FILE_NAME, read_run_file, run_file_text, write_run_file
 from gptpar.config.validate import resolve
 from gptpar.config.values import FlagField, flag_fields
+from gptpar.errors import ConfigError
 from tests.helpers import TINY
 
 FIELDS = list(flag_fields())
@@ -99,7 +100,9 @@ def test_all_mistakes_are_told_at_once_with_file_and_key(tmp_path: Path) -> None
 @pytest.mark.parametrize(("text", "told"), [("a = = 1", "is no TOML"), (None, "No such file")])
 def test_a_file_that_cannot_be_read_is_a_problem(text: str | None, told: str, tmp_path: Path) -> None:
     path = written(tmp_path, text) if text else str(tmp_path / "no.toml")
-    (problem,) = parse_flags(["--config", path]).problems
+    with pytest.raises(ConfigError) as caught:  # nothing is asked for that the file may say
+        resolve(parse_flags(["--config", path]), 1)
+    (problem,) = caught.value.problems
     assert problem.startswith(f"--config {path}") and told in problem
 
 

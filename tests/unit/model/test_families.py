@@ -216,6 +216,13 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         ({**LLAMA, "model_type": "llama", "hidden_act": "mish"}, "hidden_act is 'mish'"),
         ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),
+        (
+            {**LLAMA, "model_type": "llama", "num_attention_heads": 0, "rms_norm_eps": "1e-5", "attention_bias": 1},
+            "(?s)attention_bias is 1; true or false is needed..*num_attention_heads is 0; a whole number from 1 is "
+            'needed..*rms_norm_eps is "1e-5"; a number is needed.',
+        ),
+        ({**GPT2, "n_head": 2.0}, "gpt2: n_head is 2.0; a whole number from 1 is needed."),
+        ({**NEOX, "quantization_config": {"quant_method": "gptq"}}, "quantization_config is set, and gptpar has no"),
     ],
 )
 def test_what_cannot_be_reproduced_is_told(fields: dict[str, Any], told: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.checkpoint import save_checkpoint
+from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
@@ -98,8 +98,22 @@ def test_what_is_not_left_behind_must_be_the_same(tmp_path: Path, flags: str, to
     "flag", ["--finetune", "--reset-iteration", "--skip-train", "--ckpt-step 3", "--exit-on-missing-checkpoint"]
 )
 def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str) -> None:
-    with pytest.raises(CheckpointError, match="there is no readable checkpoint.*in --load"):
+    told = "there is no readable checkpoint.* in --load .*: it has none, so give the --save folder of a run that has"
+    with pytest.raises(CheckpointError, match=told):
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
+
+
+def test_an_iteration_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    saved(tmp_path)
+    have = ", ".join(str(number) for number, _ in reversed(find_checkpoints(tmp_path)))
+    told = f"{{}}: it has {have}; gptpar inspect says whether they are whole"
+    with pytest.raises(CheckpointError) as resumed:
+        checkpoint_to_resume(tiny_config(f"--load {tmp_path} --ckpt-step 99"))
+    there = f"there is no readable checkpoint of iteration 99 in --load {tmp_path}"
+    assert str(resumed.value) == told.format(there)
+    with pytest.raises(CheckpointError) as loaded:
+        load_model(tmp_path, torch.device("cpu"), torch.float32, 99)
+    assert str(loaded.value) == told.format(f"there is no checkpoint of iteration 99 in {tmp_path}")
 
 
 # Field -> a value other than the tiny model's.

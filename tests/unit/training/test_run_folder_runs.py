@@ -103,4 +103,4 @@ def test_a_strangers_names_are_escaped(root: Path, show: Show) -> None:
 
 def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["runs", str(tmp_path / "none")]) == 1
-    assert f"{tmp_path / 'none'} is no folder" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'} does not exist: name a folder of checkpoints.\n"

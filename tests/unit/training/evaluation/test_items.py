@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,10 @@ def test_texts(tmp_path: Path) -> None:
         (PLAIN | {"choices": ["b", " "]}, "choice 1 (counted from 0) is empty"),
         (PLAIN | {"choices": "bc"}, "'choices' is 'bc', where a list of texts belongs"),
         (PLAIN | {"query": None}, "'query' is None, where a text belongs"),
+        (
+            '{"query": "a \\ud83d\\ude00 \\ud800", "choices": ["b", "c"], "gold": 0}',
+            "it has '\\ud800', one half of a surrogate pair, which has no UTF-8 form: remove the line.",
+        ),
     ],
 )
 def test_malformed_lines_are_told_with_file_and_line(line: dict | str, told: str, tmp_path: Path) -> None:
@@ -91,6 +97,25 @@ def test_malformed_lines_are_told_with_file_and_line(line: dict | str, told: str
     assert problem.startswith(f"--eval-tasks {file}, line 2: {told}")
     with pytest.raises(ConfigError, match="line 2"):
         read_tasks([file], TOKENIZER, 8)
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    """JSON allows U+2028, U+0085 and others in texts; a file may begin with a byte order mark, and have CRLF."""
+    query = "one\u2028two\u2029three\x85four"
+    line = json.dumps(PLAIN | {"query": query}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(f"\ufeff{line}\r\n\r\n{line}".encode())
+    items, problems = read_items(tmp_path / "a.jsonl")
+    assert not problems
+    assert [item.where.rpartition(" ")[2] for item in items] == ["1", "3"]
+    assert [item.query for item in items if isinstance(item, Question)] == [query, query]
+
+
+def test_a_pipe_is_refused_where_a_file_belongs(tmp_path: Path) -> None:
+    """It would be waited for without end, and each process reads the file."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert list(all_problems([str(tmp_path / "a.jsonl")])) == [
+        f"--eval-tasks {tmp_path / 'a.jsonl'} cannot be read: it is no regular file; give a .jsonl file of UTF-8 text."
+    ]
 
 
 def test_problems_of_all_files_are_told_at_once(tmp_path: Path) -> None:

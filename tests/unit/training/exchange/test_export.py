@@ -125,7 +125,7 @@ def test_everything_wrong_in_a_folder_is_told_and_nothing_is_written(tmp_path: P
         ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight' is missing"),
         ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
         ({"intermediate_size": 47}, r"gate_proj.weight' is \[48, 32\], and \[47, 32\] follows from config.json"),
-        ({"hidden_size": "32"}, "config.json has a value of a wrong kind"),
+        ({"hidden_size": "32"}, 'llama: hidden_size is "32"; a whole number from 1 is needed.'),
         ({"hidden_size": 33}, "hidden"),
         ({"model_type": ["llama"]}, "is not known; gptpar knows gpt2"),
     ):

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.checkpoint import read_tensors
+from gptpar.checkpoint import read_tensors, save_checkpoint
 from gptpar.cli.convert import main as convert
 from gptpar.config.flags import parse_flags
-from gptpar.errors import CheckpointError
+from gptpar.config.validate import resolve
+from gptpar.errors import CheckpointError, ConfigError
 from gptpar.training.exchange.start_from_hf import take_model_of_hf
 from tests.unit.training.exchange.hf_models import contents, save_theirs
 
@@ -88,6 +89,25 @@ def test_a_head_that_repeats_the_tied_embedding_is_fine_and_generation_config_ma
     assert "weights/output.weight" not in read_tensors(tmp_path / "run/iter_0000000")
     assert convert([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf/generation_config.json").is_file()
+
+
+def test_load_hf_names_what_is_not_hugging_faces(tmp_path: Path) -> None:
+    """To copy the files again would help nobody there; nor is the model asked for that the folder was to give."""
+    (tmp_path / "theirs/iter_0000005/mp_rank_00").mkdir(parents=True)
+    save_checkpoint(tmp_path / "ours", 3, {"w": torch.ones(2)}, {})
+    remedy = f"gptpar convert {tmp_path / 'theirs'} NEW_FOLDER makes one of gptpar, for --load NEW_FOLDER"
+    told = {
+        "theirs": f"holds a Megatron-LM checkpoint, legacy format (iter_0000005): {remedy}.",
+        "ours": f"holds checkpoints of gptpar: give --load {tmp_path / 'ours'}.",
+    }
+    for name, problem in told.items():
+        parsed = parse_flags(
+            f"--load-hf {tmp_path / name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data".split()
+        )
+        take_model_of_hf(parsed)
+        with pytest.raises(ConfigError) as caught:
+            resolve(parsed, 1)
+        assert caught.value.problems == [f"--load-hf {tmp_path / name} {problem}"]
 
 
 def test_nothing_is_made_in_a_foreign_folder(tmp_path: Path) -> None:

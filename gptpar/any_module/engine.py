@@ -150,6 +150,8 @@ class ModuleEngine(TrainingEngine):
         if self._needs_losses:
             self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
         self._is_final = last
+        if last:
+            self.weights.watch_until_step()
         if not retain_graph:
             _notes_of(loss)[_SPENT] = True
         return loss

@@ -156,6 +156,7 @@ class ModuleStage(PlacedParameters):
         self._called.append(scope.path)
         if scope.path == ROOT:
             self._begin()
+        self._gatherer.keep_last_step()  # this may be a call between the last backward pass and the step
         if torch.is_grad_enabled():
             if not self.passes:
                 self.passes.append([])

@@ -83,13 +83,18 @@ class ReadGuard:
     def writing(self) -> Iterator[None]:
         """A context in which gathered parameters stay guarded, so that changes through ``.data`` are noticed."""
         present = [unit for unit in self._members if unit not in self._away]
-        for unit in present:
-            self._keep_guarding(unit)
+        self.watch_present()
         try:
             yield
         finally:
             for unit in present:
                 self.arrived(unit)
+
+    def watch_present(self) -> None:
+        """Guard gathered units too, until their next forward: an optimizer may work ahead of the step."""
+        for unit in self._members:
+            if unit not in self._away:
+                self._keep_guarding(unit)
 
     def _keep_guarding(self, unit: str) -> None:
         """A unit is here, but its parameters do not get their own class until their forward."""
@@ -137,6 +142,8 @@ class ReadGuard:
     def _bring(self, values: Any) -> None:
         tensors = list(tensors_in(values))
         units = dict.fromkeys(self._unit_of[id(one)] for one in tensors if id(one) in self._unit_of)
+        if units:
+            self._gatherer.keep_last_step()
         away = [unit for unit in units if unit in self._away and unit not in self._here]
         if away and not self._gatherer.arrives_alone:
             read = [one for one in tensors if self._unit_of.get(id(one)) in away]

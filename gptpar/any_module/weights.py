@@ -179,10 +179,16 @@ class Weights(NotCopied):
             guard.before_write([memory.shards[unit.name]])
             memory.shards[unit.name].copy_(memory.full[unit.name][low : low + unit.shard_length])
 
+    def watch_until_step(self) -> None:
+        """The step's gradient is final: whoever reads a parameter now gets the value before the step."""
+        if self._engine.subscriber is not None:
+            self._guard.watch_present()
+
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         self._engine.finish()
+        self._engine.gatherer.keep_last_step()
         subscriber = self._engine.subscriber
         unchanged = contextlib.nullcontext() if subscriber is None else subscriber.without_speculation()
         with unchanged, self._engine.gatherer.held():

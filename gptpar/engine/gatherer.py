@@ -219,6 +219,11 @@ class ParameterGatherer:
         """Bring a layer's parameters for use outside of its forward."""
         self._acquire(name)
 
+    def keep_last_step(self) -> None:
+        """Let no subscriber change parameters before the coming step is requested, and undo what it has changed."""
+        if self._subscriber is not None:
+            self._subscriber.keep_last_step()
+
     def let_go(self, name: str) -> None:
         """End the use that :meth:`bring` began."""
         if self._memory.transient:

@@ -56,6 +56,9 @@ class Subscriber(Protocol):
     def without_speculation(self) -> AbstractContextManager[None]:
         """A context in which the subscriber does not change the model's parameters before the next step."""
 
+    def keep_last_step(self) -> None:
+        """Give the model's parameters the values that they have before the coming step, until it is requested."""
+
     def publish(self) -> None:
         """Copy all master weights to the model's parameters."""
 

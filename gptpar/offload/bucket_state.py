@@ -10,6 +10,7 @@ The training loop submits gradients and requests the step. The updating thread c
     PARTIAL -> PARTIAL_AND_FINAL -> FINAL                             it was final before anything was speculated
     FINAL -> REPLACED -> UPDATING                                     a second gradient: it may be replaced again
     SPECULATED -> STALE -> UPDATING                                   a second gradient, after a speculation
+    SPECULATED -> FINAL -> UPDATING                                   taken back: somebody reads before the step
 
 A skipped step leads to IDLE from every state but COMPLETING and UPDATING. Parameters speculated with a final gradient
 are sent to the device at once. Parameters speculated with a partial gradient wait in the bucket's own host memory
@@ -48,6 +49,9 @@ gradient that was replaced once may be replaced again."""
 HOLDS_SPECULATION = frozenset({_S.SPECULATED_PARTIAL, _S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
 """The double buffer holds a speculated state, right or wrong; the device's parameters may already have its values."""
 
+SPECULATED_WITH_FINAL = frozenset({_S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
+"""Of these the ones whose final gradient is submitted. ``SPECULATED_PARTIAL`` is missing: nothing of it is sent."""
+
 HAS_FINAL = frozenset({_S.PARTIAL_AND_FINAL, _S.FINAL, _S.REPLACED, _S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
 """A step may be requested."""
 
@@ -69,6 +73,9 @@ TRANSITIONS: dict[tuple[BucketState, What], BucketState] = {
     (_S.PARTIAL, _W.SPECULATION_BEGUN): _S.SPECULATED_PARTIAL,
     (_S.PARTIAL_AND_FINAL, _W.SPECULATION_BEGUN): _S.SPECULATED_AND_FINAL,
     (_S.FINAL, _W.SPECULATION_BEGUN): _S.SPECULATED,
+    (_S.SPECULATED, _W.TAKEN_BACK): _S.FINAL,
+    (_S.SPECULATED_AND_FINAL, _W.TAKEN_BACK): _S.FINAL,
+    (_S.STALE, _W.TAKEN_BACK): _S.REPLACED,
     **{(state, _W.UPDATE_BEGUN): _S.UPDATING for state in HAS_FINAL},
     (_S.UPDATING, _W.UPDATED): _S.IDLE,
     (_S.SPECULATED_AND_FINAL, _W.COMPLETION_BEGUN): _S.COMPLETING,

@@ -22,6 +22,7 @@ class What(StrEnum):
     COMMITTED = "speculated state committed"
     UPDATED = "updated in place"
     SKIPPED = "skipped"
+    TAKEN_BACK = "speculation taken back"
 
     PREPARED = "prepared for partial gradients"
     ARRIVED = "gradient in host memory"

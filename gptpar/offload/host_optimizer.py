@@ -19,7 +19,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -49,8 +49,6 @@ EXIT_SECONDS = 10.0
 
 class HostOptimizer(UpdatingThread):
     """The CPU optimizer: the engine's :class:`~gptpar.engine.subscriber.Subscriber`, which the training loop calls.
-
-    While it exists, Python switches between threads more often.
 
     Args:
         partitions: each unit's offloaded range, in forward order.
@@ -88,17 +86,13 @@ class HostOptimizer(UpdatingThread):
         # Buckets come first: the base class works on them. Double buffers come before the partial gradients' memory,
         # which only buckets with a double buffer get. The thread starts last, when all it reads is there.
         names = ("weights", *kernel.states)
-        buckets = [
-            b
-            for partition in partitions
-            for b in buckets_of(partition, parameters[partition.unit], names, dtype, folder)
-        ]
+        buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], names, dtype, folder)]
         super().__init__(buckets, kernel=kernel, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
         self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
-        self.waited_s = 0.0
+        self.waited_s, self._has_gradients = 0.0, False
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
         self._comparisons: dict[str, RowComparison] = {}
@@ -158,6 +152,7 @@ class HostOptimizer(UpdatingThread):
         Raises:
             ForbiddenEvent: the unit's last step is not done.
         """
+        self._has_gradients = True
         with self._changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
@@ -228,6 +223,7 @@ class HostOptimizer(UpdatingThread):
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
+            self._has_gradients = self._keeps = False
             for bucket in self._buckets:
                 bucket.due = True
             if self.log is not None:
@@ -257,24 +253,23 @@ class HostOptimizer(UpdatingThread):
     def _wait_for_step(self) -> None:
         """Return when the last step's state is in host memory; any thread may call it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._failure is not None
-                    or (self._request is None and not any(bucket.due for bucket in self._buckets))
-                )
-            )
+            self._until(lambda: self._request is None and not any(bucket.due for bucket in self._buckets))
         self._raise()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
         with record_function("wait for the CPU optimizer"), self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or not any(bucket.due for bucket in buckets))
+            self._until(lambda: not any(bucket.due for bucket in buckets))
         self.waited_s += time.perf_counter() - started
         self._raise()
         for bucket in buckets:
             sent, bucket.sent = bucket.sent, None
             if sent is not None:
                 sent(block)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait, with the lock, until something is done, or the thread has failed."""
+        self._changed.wait_for(lambda: self._failure is not None or done())
 
     def _raise(self) -> None:
         if self._failure is not None:
@@ -301,6 +296,19 @@ class HostOptimizer(UpdatingThread):
             with self._changed:
                 self._holds -= 1
                 self._changed.notify_all()
+
+    def keep_last_step(self) -> None:
+        """Give the device's parameters the values that they have before the coming step, until it is requested.
+
+        Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
+        """
+        if not self._has_gradients or self._keeps:
+            return
+        with self._changed:
+            self._keeps = self._taking_back = True
+            self._changed.notify_all()
+            self._until(lambda: not self._taking_back)
+        self._wait_for(self._buckets)
 
     # Between steps.
 

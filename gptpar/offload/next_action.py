@@ -20,6 +20,8 @@ class Action(Enum):
     SPECULATE = auto()
     FINISH_UPDATE = auto()
     """Wait for the kernel, and send the new parameters."""
+    TAKE_BACK = auto()
+    """Undo the speculation in the device's parameters."""
     WAKE = auto()
     """Wake the kernel's threads: there will be work in a moment."""
     WAIT = auto()
@@ -27,7 +29,13 @@ class Action(Enum):
 
 
 def next_action(
-    candidates: Sequence[Bucket], *, step_known: bool, on_its_way: bool, at_work: bool, ending: bool
+    candidates: Sequence[Bucket],
+    *,
+    step_known: bool,
+    on_its_way: bool,
+    at_work: bool,
+    taking_back: bool,
+    ending: bool,
 ) -> tuple[Action, Bucket | None]:
     """The next action, and its bucket if the action is to speculate.
 
@@ -39,6 +47,7 @@ def next_action(
         step_known: whether a step is requested, and either its norm is known or there is nothing left to speculate.
         on_its_way: whether the gradient of a candidate is being copied to the host.
         at_work: whether the kernel has an update whose result was not sent yet.
+        taking_back: whether the training loop waits for the parameters of the last step.
         ending: whether the thread is to end, and no step is requested.
     """
     if step_known:
@@ -49,6 +58,8 @@ def next_action(
                 return Action.SPECULATE, bucket
     if at_work:
         return Action.FINISH_UPDATE, None
+    if taking_back:
+        return Action.TAKE_BACK, None
     if ending:
         return Action.END, None
     return (Action.WAKE if on_its_way else Action.WAIT), None

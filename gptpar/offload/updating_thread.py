@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gptpar.offload.back_off import BackOff
-from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, event_of_step
+from gptpar.offload.bucket_state import HOLDS_SPECULATION, SPECULATED_WITH_FINAL, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
@@ -67,7 +67,8 @@ class UpdatingThread:
     ``num_updated``, ``num_ahead``    thread                           under the lock
     ``_request``, ``_expected``       loop; thread clears the former   under the lock
     ``_back_off``                     thread                           the loop reads it without the lock
-    ``_holds``                        loop                             under the lock
+    ``_holds``, ``_keeps``            loop                             under the lock
+    ``_taking_back``                  loop sets it, thread clears it   under the lock
     ================================  ===============================  ========================================
 
     Args:
@@ -108,6 +109,7 @@ class UpdatingThread:
         self._request: StepRequest | None = None
         self._expected: StepHyperparameters | None = None
         self._back_off, self._holds = BackOff(), 0
+        self._keeps = self._taking_back = False  # the last step's parameters until the next step
         self._at_work: _AtWork | None = None
         self._groups: Sequence[Any] = ()
         self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
@@ -147,6 +149,8 @@ class UpdatingThread:
             self._take_step(request)
         elif action is Action.FINISH_UPDATE:
             self._finish_update()
+        elif action is Action.TAKE_BACK:
+            self._take_back()
         elif action is Action.WAKE:
             self._kernel.wake()
         return action is not Action.END
@@ -161,7 +165,12 @@ class UpdatingThread:
             on_its_way = not (step_known or ending) and begin_copies(candidates)
             at_work = self._at_work is not None
             action, bucket = next_action(
-                candidates, step_known=step_known, on_its_way=on_its_way, at_work=at_work, ending=ending
+                candidates,
+                step_known=step_known,
+                on_its_way=on_its_way,
+                at_work=at_work,
+                taking_back=self._taking_back,
+                ending=ending,
             )
             if action is not Action.WAIT:
                 return action, bucket
@@ -176,7 +185,21 @@ class UpdatingThread:
             bucket.use_newer()
             bucket.partial = None
             self._advance(bucket, What.PARTIAL_DROPPED)
-        return [] if self._back_off.steps or self._holds else speculable(self._buckets)
+        return [] if self._back_off.steps or self._holds or self._keeps else speculable(self._buckets)
+
+    def _take_back(self) -> None:
+        """Undo the speculation: the device's parameters get the last step's values, and the gradients stay."""
+        for bucket in self._buckets:
+            if bucket.state in (BucketState.SPECULATED, BucketState.STALE):
+                self._send_weights(bucket)
+        with self._changed:
+            for bucket in self._buckets:
+                if bucket.state in SPECULATED_WITH_FINAL:
+                    bucket.use_newer()
+                    bucket.partial = bucket.speculated_with = None
+                    self._advance(bucket, What.TAKEN_BACK)
+            self._taking_back = False
+            self._changed.notify_all()
 
     def _take_step(self, request: StepRequest) -> None:
         hyperparameters = request.clipped(self._clip_grad)

@@ -136,6 +136,13 @@ OFFLOAD = [
         ("tests/unit/offload/test_copying_transfers.py", "tests/unit/offload/test_offload_gradients_flag.py"),
     ),
     Mutation(
+        "a-speculation-that-was-replaced-stays-on-the-device",
+        "gptpar/offload/updating_thread.py",
+        "if bucket.state in (BucketState.SPECULATED, BucketState.STALE):",
+        "if bucket.state is BucketState.SPECULATED:",
+        ("tests/unit/offload/test_bucket_state.py",),
+    ),
+    Mutation(
         "backward-pass-never-held-back",
         "gptpar/offload/copying_transfers.py",
         "(self._num_bytes > self._max_bytes or self._copies[0].arrived())",

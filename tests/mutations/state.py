@@ -182,8 +182,8 @@ STATE = [
     Mutation(
         "state-taken-before-the-cpu-has-done-the-step",
         "gptpar/offload/host_optimizer.py",
-        "(self._request is None and not any(bucket.due for bucket in self._buckets))",
-        "True",
+        "self._until(lambda: self._request is None and not any(bucket.due for bucket in self._buckets))",
+        "pass",
         (LATE,),
     ),
     Mutation(

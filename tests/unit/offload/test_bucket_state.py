@@ -29,9 +29,9 @@ ALLOWED = {
     S.FINAL: {W.SUBMITTED, W.SPECULATION_BEGUN, W.UPDATE_BEGUN, W.SKIPPED},
     S.REPLACED: {W.SUBMITTED, W.UPDATE_BEGUN, W.SKIPPED},
     S.SPECULATED_PARTIAL: {W.SUBMITTED, W.SKIPPED},
-    S.SPECULATED_AND_FINAL: {W.SUBMITTED, W.UPDATE_BEGUN, W.COMPLETION_BEGUN, W.COMMITTED, W.SKIPPED},
-    S.SPECULATED: {W.SUBMITTED, W.UPDATE_BEGUN, W.COMMITTED, W.SKIPPED},
-    S.STALE: {W.SUBMITTED, W.UPDATE_BEGUN, W.SKIPPED},
+    S.SPECULATED_AND_FINAL: {W.SUBMITTED, W.TAKEN_BACK, W.UPDATE_BEGUN, W.COMPLETION_BEGUN, W.COMMITTED, W.SKIPPED},
+    S.SPECULATED: {W.SUBMITTED, W.TAKEN_BACK, W.UPDATE_BEGUN, W.COMMITTED, W.SKIPPED},
+    S.STALE: {W.SUBMITTED, W.TAKEN_BACK, W.UPDATE_BEGUN, W.SKIPPED},
     S.COMPLETING: {W.COMMITTED},
     S.UPDATING: {W.UPDATED},
 }
@@ -41,6 +41,13 @@ PATHS = [
     [(W.SUBMITTED, S.FINAL), (W.SPECULATION_BEGUN, S.SPECULATED), (W.UPDATE_BEGUN, S.UPDATING), (W.UPDATED, S.IDLE)],
     [(W.SUBMITTED, S.FINAL), (W.SUBMITTED, S.REPLACED), (W.SUBMITTED, S.REPLACED), (W.UPDATE_BEGUN, S.UPDATING)],
     [(W.SUBMITTED, S.FINAL), (W.SPECULATION_BEGUN, S.SPECULATED), (W.SUBMITTED, S.STALE), (W.SUBMITTED, S.STALE)],
+    [
+        (W.SUBMITTED, S.FINAL),
+        (W.SPECULATION_BEGUN, S.SPECULATED),
+        (W.TAKEN_BACK, S.FINAL),
+        (W.UPDATE_BEGUN, S.UPDATING),
+    ],
+    [(W.SUBMITTED, S.FINAL), (W.SPECULATION_BEGUN, S.SPECULATED), (W.SUBMITTED, S.STALE), (W.TAKEN_BACK, S.REPLACED)],
     [
         (W.SUBMITTED_PARTIAL, S.PARTIAL),
         (W.SPECULATION_BEGUN, S.SPECULATED_PARTIAL),
@@ -135,13 +142,15 @@ def test_what_the_thread_does_next() -> None:
     far, near = (make_bucket(S.FINAL, grad=cast(Any, Copy(has_arrived=here))) for here in (False, True))
 
     def action(candidates: Sequence[Bucket], told: str) -> tuple[Action, Bucket | None]:
-        names = ("step_known", "on_its_way", "at_work", "ending")
+        names = ("step_known", "on_its_way", "at_work", "taking_back", "ending")
         return next_action(candidates, **{name: name in told.split() for name in names})
 
     assert action([far, near], "step_known on_its_way at_work") == (Action.TAKE_STEP, None)
     assert action([far, near, near], "on_its_way at_work") == (Action.SPECULATE, near)
     assert action([far, near], "at_work ending") == (Action.FINISH_UPDATE, None)
     assert action([far], "on_its_way at_work") == (Action.FINISH_UPDATE, None)
+    assert action([], "at_work taking_back") == (Action.FINISH_UPDATE, None)
+    assert action([], "taking_back") == (Action.TAKE_BACK, None)
     assert action([far, near], "ending on_its_way") == (Action.END, None)
     assert action([far], "on_its_way") == (Action.WAKE, None)
     assert action([far], "") == action([], "") == (Action.WAIT, None)
@@ -191,6 +200,36 @@ def test_a_final_gradient_that_is_replaced_closes_no_ranges(speculated: bool) ->
     host.finish()
     torch.testing.assert_close(live, torch.full((128,), 0.1), rtol=1e-5, atol=0)
     assert host.num_redone == speculated and host.steps_taken == 1
+    host.close()
+
+
+@pytest.mark.parametrize("kind", ["final", "replaced", "partial"])
+def test_the_parameters_before_the_step_until_it_is_requested(kind: str) -> None:
+    """The speculation is undone, counts as neither right nor wrong, and goes on with the next step."""
+    log, live, first = EventLog(), torch.zeros(128), TWO_PIECES[:1]
+    unit = "first" if kind == "partial" else None
+    host = make_host(CpuAdam(1), speculated=128, pieces=first, log=log, parameters={"first": live}, partial_unit=unit)
+    host.keep_last_step()  # there is nothing to undo, and nothing is held up
+    host.expect_step(RATES, 1.0)
+    if kind == "partial":
+        host.expect_open_ranges("first", np.array([[0, 8]]))
+    host.submit_gradient("first", torch.ones(128), formed=128 if kind == "partial" else None)
+    wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
+    if kind != "final":
+        host.submit_gradient("first", torch.ones(128) * (-1 if kind == "replaced" else 1))
+    for _ in range(2):
+        host.keep_last_step()
+        assert not live.any()
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    host.finish()
+    torch.testing.assert_close(live, torch.full((128,), 0.1 if kind == "replaced" else -0.1), rtol=1e-5, atol=0)
+    assert len(log.of(What.TAKEN_BACK)) == 1 and (host.num_redone, host.num_ahead, host.steps_taken) == (0, 0, 1)
+    host.expect_step(RATES, 1.0)
+    host.submit_gradient("first", torch.ones(128))
+    wait_until(lambda: len(log.of(What.SPECULATION_BEGUN)) == 2)
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    host.finish()
+    assert (host.num_redone, host.num_ahead, host.steps_taken) == (0, 128, 2)
     host.close()
 
 

@@ -2,7 +2,8 @@
 
 While a unit is released, its parameters belong to a subclass of their own class, which sees every operator before it
 reads them. A parameter is never copied for that, and remains the same object. When its unit is gathered, it gets its
-own class again, so that forward and backward passes see plain parameters.
+own class again, so that forward and backward passes see plain parameters. Between a step's last backward pass and the
+step, gathered units are guarded too if an optimizer works ahead, which it takes back for a reader.
 """
 
 from __future__ import annotations

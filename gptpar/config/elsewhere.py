@@ -212,4 +212,4 @@ MEANT: dict[str, str] = {
 CLOSE_ENOUGH = 0.75
 """How alike (0 to 1) an unknown flag and a known one must be, and each of their words, to be called mistyped."""
 SHORTEST_MISTYPED = 5
-"""Letters of a word in which any may be wrong: shorter words that differ mean other things."""
+"""Fewest letters of a word that counts as mistyped. A shorter word that differs means something else."""

@@ -63,7 +63,7 @@ def copy_with_crc32(target: torch.Tensor, source: torch.Tensor) -> int:
 def read_with_crc32(file: int, place: int, target: torch.Tensor, before: int, part_bytes: int) -> tuple[int, int]:
     """Fill a tensor with the bytes at a place of a file.
 
-    One call does all of it outside of Python's lock, for which each of several threads would wait after each part.
+    All parts are one call, which does not hold Python's lock: threads would wait for it after each part.
 
     Args:
         file: its descriptor.

@@ -46,7 +46,7 @@ def workers_wanted(nproc_per_node: int | None) -> int:
     """The number of workers on this machine: as asked for, else one for each visible GPU, else one.
 
     Raises:
-        GptparError: mpirun or srun started several processes without RANK, each of which would start its own workers.
+        GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
     for name, rank in MPI_SIZES.items():
         if os.environ.get(name, "1") not in ("0", "1"):

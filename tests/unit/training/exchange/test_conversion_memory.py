@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     def make(*, pinned: bool = False) -> torch.Tensor:
         memory = of_pieces(pinned=pinned)
-        found.num_bytes += memory.nbytes  # the addresses around it, by which it is aligned, have no pages
+        found.num_bytes += memory.nbytes  # alignment takes addresses, but no pages
         return memory
 
     def read_counted(*args: object) -> object:

@@ -24,6 +24,7 @@ from gptpar.system.crc32 import crc32
 from gptpar.system.strided_copy import copy_elements
 
 MAX_THREADS = 12
+"""Threads that read, copy and write. A thread is in a write for about half of its time, and disks want several."""
 MIN_BUFFERS = 8
 """64 MiB: what a conversion may take however small its tensors are."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -157,6 +158,37 @@ def test_what_waits_for_the_device_is_launched(ratio: float) -> None:
     assert got == wanted and all(torch.equal(weights[name], value) for name, value in theirs.items())
     assert recorded.module.calls == STEPS + 1
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def steps_one_by_one(engine: ModuleEngine, observes: bool) -> dict[str, torch.Tensor]:
+    """Final weights; an observer compares the weights before each backward pass with those before the step."""
+
+    def weights() -> dict[str, torch.Tensor]:
+        with engine.gathered():
+            return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+    data = batches()
+    for step in range(STEPS):
+        before = weights() if observes else {}
+        engine.backward(engine(next(data)["input_ids"].cuda())["loss"])
+        if step % 2:
+            time.sleep(0.02)  # else the CPU is still at work
+        between = weights() if observes else {}
+        assert [name for name, value in before.items() if not torch.equal(between[name], value)] == []
+        engine.step()
+    final = weights()
+    engine.close()
+    return final
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_before_its_step_a_weight_is_the_last_steps(precision: str, ratio: float) -> None:
+    """Also where the CPU has worked ahead; and who looked has the weights of who did not."""
+    numbers: dict[str, Any] = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    numbers["gradient_clipping"] = 1e3  # each speculation is right
+    seen, unseen = (steps_one_by_one(make(False, ratio, **numbers), observes) for observes in (True, False))
+    assert [name for name, value in unseen.items() if not torch.equal(seen[name], value)] == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,7 +8,7 @@ contenders run in turns, each round in another order, because disks are shared; 
 are over. Each run has a process of its own. ``extra_memory_bytes`` is what it grew by from when everything was
 imported to its peak, to be compared with ``largest_tensor_bytes``.
 
-- ``plain``: the export's files, of the same sizes, 8 MiB at a time by as many threads as the export has, each file
+- ``plain``: the export's files, of the same sizes, 8 MiB at a time by as many threads as write an export, each file
   flushed at the end. In three ways: through the system's cache; past it; past it, into blocks of the disk that were
   reserved. ``of_plain`` compares with the fastest of them.
 - ``copy``: reads as many bytes as the weights have in the checkpoint, and writes as many as the export does, past the
@@ -255,7 +255,7 @@ def main() -> None:
     checkpoint = make_checkpoint(args.folder / "run", model)
     sizes, threads = (
         file_sizes(prepare_export(checkpoint, out, ExportOptions(dtype=dtype))),
-        Room.within(max(weights)).threads,
+        Room.within(max(weights)).writers,
     )
     (data,) = checkpoint.glob("*.bin")
 

@@ -4,6 +4,9 @@ Each source is read piece by piece; a piece gives every block the elements that 
 it has all of its elements, and its memory then serves another block. So memory holds the blocks that are begun: a few
 where the order is nearly the same, all of a tensor's where it is transposed. A piece is read once there is room for the
 blocks that it begins. Where a tensor's blocks do not fit together, its source is read more than once.
+
+Some threads read and copy, others write: the blocks of a transposed tensor are complete all at once, and the disk
+writes them while the next tensor is read.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import threading
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -23,8 +28,9 @@ from gptpar.checkpoint.patches import Patch, common_parts
 from gptpar.system.crc32 import crc32
 from gptpar.system.strided_copy import copy_elements
 
-MAX_THREADS = 12
-"""Threads that read, copy and write. A thread is in a write for about half of its time, and disks want several."""
+MAX_READERS = 8
+MAX_WRITERS = 8
+"""Disks want several writes at a time."""
 MIN_BUFFERS = 8
 """64 MiB: what a conversion may take however small its tensors are."""
 
@@ -37,19 +43,24 @@ class Room:
     """Memory of a conversion, in buffers of a piece of 8 MiB each.
 
     Attributes:
-        threads: each has a buffer for what it reads.
+        readers: threads that read and copy; each has a buffer for what it reads.
         blocks: blocks that may be in memory at once.
     """
 
-    threads: int
+    readers: int
     blocks: int
+
+    @property
+    def writers(self) -> int:
+        """Threads that write blocks."""
+        return min(MAX_WRITERS, self.blocks)
 
     @staticmethod
     def within(num_bytes: int) -> Room:
         """What fits a number of bytes; at least 64 MiB are taken."""
         buffers = max(MIN_BUFFERS, num_bytes // BUFFER_BYTES)
-        threads = min(MAX_THREADS, buffers // 3)
-        return Room(threads, buffers - threads)
+        readers = min(MAX_READERS, buffers // 3)
+        return Room(readers, buffers - readers)
 
 
 @dataclass(eq=False)
@@ -148,44 +159,69 @@ class Assembly:
     """
 
     def __init__(self, room: Room):
-        self._room, self._lock = room, threading.Lock()
+        self._room, self._changed = room, threading.Condition()
         self._begun: dict[FileBlock, _Begun] = {}
         self._written: set[FileBlock] = set()  # or complete
         self._complete: deque[_Begun] = deque()
         self._free: list[torch.Tensor] = []
         self._in_memory = self.most_begun = 0
+        self._reading: set[Future[None]] = set()
+        self._writing: set[Future[None]] = set()
+        self._errors: list[BaseException] = []
 
     def run(self, groups: Iterable[Sequence[Reading]]) -> None:
         """Read everything in order, and write all blocks.
 
-        A reading begins once there is room for its blocks. When no other is under way there is room, because
+        A reading begins once there is room for its blocks. When nothing is under way there is room, because
         :func:`in_passes` saw to it.
 
         Args:
             groups: of readings; blocks of one group have all of their elements from it.
+
+        Raises:
+            CheckpointError: a reading or a write failed; nothing more is begun then.
         """
-        under_way: set[Future[None]] = set()
-        with ThreadPoolExecutor(self._room.threads) as pool:
+        with ThreadPoolExecutor(self._room.writers) as writers, ThreadPoolExecutor(self._room.readers) as readers:
             try:
                 for reading in (one for group in groups for one in in_passes(group, self._room.blocks)):
-                    while under_way and (len(under_way) > self._room.threads or not self._has_room(reading)):
-                        under_way = _wait_for_one(under_way)
+                    self._wait(partial(self._may_begin, reading))
                     self._begin(reading.blocks)
-                    under_way.add(pool.submit(self._read, reading))
-                while under_way:
-                    under_way = _wait_for_one(under_way)
+                    self._start(self._reading, readers, partial(self._read, reading, writers))
+                self._wait(lambda: not self._reading and not self._writing)
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                readers.shutdown(cancel_futures=True)
+                writers.shutdown(cancel_futures=True)
                 raise
         assert not self._begun and not self._complete, "a block lacks elements"
 
-    def _has_room(self, reading: Reading) -> bool:
-        with self._lock:
-            new = sum(block not in self._begun and block not in self._written for block in reading.blocks)
-            return self._in_memory + new <= self._room.blocks
+    def _start(self, under_way: set[Future[None]], pool: Executor, call: Callable[[], None]) -> None:
+        future = pool.submit(call)
+        with self._changed:
+            under_way.add(future)
+        future.add_done_callback(partial(self._ended, under_way))
+
+    def _ended(self, under_way: set[Future[None]], future: Future[None]) -> None:
+        with self._changed:
+            under_way.remove(future)
+            if not future.cancelled() and (error := future.exception()) is not None:
+                self._errors.append(error)
+            self._changed.notify()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._errors or ready())
+            if self._errors:
+                raise self._errors[0]
+
+    def _may_begin(self, reading: Reading) -> bool:
+        """Whether a reader is free, or soon will be, and there is room. The caller holds the lock."""
+        if not self._reading and not self._writing:
+            return True
+        new = sum(block not in self._begun and block not in self._written for block in reading.blocks)
+        return len(self._reading) <= self._room.readers and self._in_memory + new <= self._room.blocks
 
     def _begin(self, blocks: Sequence[FileBlock]) -> None:
-        with self._lock:
+        with self._changed:
             for block in blocks:
                 if block not in self._begun and block not in self._written:
                     memory, tensor = self._free.pop() if self._free else aligned_memory(), block.tensor
@@ -196,36 +232,32 @@ class Assembly:
                     self._in_memory += 1
             self.most_begun = max(self.most_begun, self._in_memory)
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, reading: Reading, writers: Executor) -> None:
         reading.give(reading.blocks)
-        self._write_complete()
+        with suppress(IndexError):
+            while True:
+                self._start(self._writing, writers, partial(self._write, self._complete.popleft()))
 
     def fill(self, blocks: Iterable[FileBlock], view: str, patches: Sequence[Patch]) -> None:
         """Give blocks of one tensor what patches of one of its views have for them."""
         begun = [one for block in blocks if (one := self._begun.get(block))]  # the others had all of their elements
         common = [list(common_parts(patches, one.patches[view])) for one in begun]
         copy_elements(chain.from_iterable(common))
-        with self._lock:
+        with self._changed:
             for one, copied in zip(begun, common, strict=True):
                 one.missing -= sum(target.numel() for target, _ in copied)
                 if not one.missing:
                     self._written.add(one.block)
                     self._complete.append(self._begun.pop(one.block))
 
-    def _write_complete(self) -> None:
-        """Write the blocks that are complete by now; other threads take some of them."""
-        while True:
-            try:
-                one = self._complete.popleft()
-            except IndexError:
-                return
-            tensor = one.block.tensor
-            if tensor.checked:
-                one.block.crc = crc32(one.data)
-            tensor.file.write(tensor.place + one.block.start * tensor.dtype.itemsize, one.data.numpy().data)
-            with self._lock:
-                self._free.append(one.memory)
-                self._in_memory -= 1
+    def _write(self, one: _Begun) -> None:
+        tensor = one.block.tensor
+        if tensor.checked:
+            one.block.crc = crc32(one.data)
+        tensor.file.write(tensor.place + one.block.start * tensor.dtype.itemsize, one.data.numpy().data)
+        with self._changed:
+            self._free.append(one.memory)
+            self._in_memory -= 1
 
 
 def in_passes(readings: Sequence[Reading], most_blocks: int) -> Iterator[Reading]:
@@ -256,15 +288,3 @@ def _most_begun(readings: Sequence[Reading]) -> int:
         left.subtract(reading.blocks)
         begun.difference_update([block for block in reading.blocks if not left[block]])
     return most
-
-
-def _wait_for_one(under_way: set[Future[None]]) -> set[Future[None]]:
-    """Wait until a reading has ended; returns those that have not.
-
-    Raises:
-        CheckpointError: it failed.
-    """
-    ended, others = wait(under_way, return_when=FIRST_COMPLETED)
-    for one in ended:
-        one.result()
-    return others

@@ -119,7 +119,7 @@ class Export:
                         patches = [patch for box, values in parts for patch in view.of_parameter(box, values)]
                         assembly.fill(here, name, patches)
 
-        with PieceReader(self.path, self.manifest, parameters, room.threads) as reader:
+        with PieceReader(self.path, self.manifest, parameters, room.readers) as reader:
             assembly.run(map(readings, parameters))
 
 

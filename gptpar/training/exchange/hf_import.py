@@ -60,7 +60,7 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
     views = {name: model.views(name, shapes[name]) for name in model.parameters}
     new = {name: file.add(f"weights/{name}", shapes[name], model.dtype(name), views[name]) for name in views}
     room = Room.within(max(prod(shapes[name]) * model.dtype(name).itemsize for name in new))
-    assembly, buffers = Assembly(room), AlignedBuffers(room.threads)
+    assembly, buffers = Assembly(room), AlignedBuffers(room.readers)
 
     def reading(part: SourcePart) -> Reading:
         view = views[part.ours][part.theirs]

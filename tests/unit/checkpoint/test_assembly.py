@@ -49,15 +49,15 @@ def readings_of(
     return [reading(row) for row in range(0, ROWS, 8)]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("readers", [1, 2, 5])
 @pytest.mark.parametrize(("blocks", "times"), [(8, 1), (7, 2), (4, 2), (3, 3), (1, 8), (40, 1)])
 def test_a_transposed_tensor_is_read_as_often_as_its_blocks_need(
-    blocks: int, times: int, threads: int, tmp_path: Path
+    blocks: int, times: int, readers: int, tmp_path: Path
 ) -> None:
     values = torch.randn(ROWS, COLUMNS)
     file, tensor, view = transposed(tmp_path / "new")
     assert len(tensor.blocks) == 8
-    assembly, seen = Assembly(Room(threads, blocks)), list[int]()
+    assembly, seen = Assembly(Room(readers, blocks)), list[int]()
     assembly.run([readings_of(values, tensor, view, assembly, seen)])
     file.sync()
     file.close()
@@ -94,16 +94,16 @@ def test_after_an_error_nothing_more_is_read(tmp_path: Path) -> None:
         assembly.run([[*readings[:2], Reading(readings[2].blocks, fail), *readings[3:]]])
     file.sync()
     file.close()
-    assert len(seen) <= 2 + 3  # the queue has room for one reading more than there are threads
+    assert len(seen) <= 2 + 3  # the queue has room for one reading more than there are readers
 
 
-def test_threads_and_blocks_stay_within_the_memory_given() -> None:
+def test_readers_and_blocks_stay_within_the_memory_given() -> None:
     for num_bytes in (0, 5 * BUFFER_BYTES, 8 * BUFFER_BYTES, 17 * BUFFER_BYTES + 5, 400_000_000, 10**12):
         room = Room.within(num_bytes)
-        assert 2 <= room.threads <= 12 and room.blocks >= 2 * room.threads
-        assert (room.threads + room.blocks) * BUFFER_BYTES <= max(num_bytes, 8 * BUFFER_BYTES)
+        assert 2 <= room.readers <= 8 and room.blocks >= 2 * room.readers
+        assert (room.readers + room.blocks) * BUFFER_BYTES <= max(num_bytes, 8 * BUFFER_BYTES)
     assert Room.within(0) == Room(2, 6)
-    assert Room.within(412_090_368) == Room(12, 37)
+    assert Room.within(412_090_368) == Room(8, 41)
 
 
 def test_a_reserved_file_has_its_blocks_and_is_full_of_zeros(tmp_path: Path) -> None:

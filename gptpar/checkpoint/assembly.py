@@ -28,8 +28,8 @@ from gptpar.checkpoint.patches import Patch, common_parts
 from gptpar.system.crc32 import crc32
 from gptpar.system.strided_copy import copy_elements
 
-MAX_READERS = 8
-MAX_WRITERS = 8
+MAX_READERS = 6
+MAX_WRITERS = 12
 """Disks want several writes at a time."""
 MIN_BUFFERS = 8
 """64 MiB: what a conversion may take however small its tensors are."""

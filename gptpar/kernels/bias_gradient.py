@@ -17,10 +17,18 @@ from einops import rearrange
 
 from gptpar.kernels import gpu
 
+SUMMING = frozenset({"gelu_tanh", "squared_relu"})
+"""The activation functions, by their names in ``--mlp-activation``, that can form a bias's gradient."""
+
 
 def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
     """GELU (tanh form) of a layer's output; its backward pass also returns the gradient of the layer's bias."""
     return F.gelu(x_NF, approximate="tanh") if bias_F is None else _Gelu.apply(x_NF, bias_F)
+
+
+def squared_relu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+    """The squared ReLU (So et al. 2021), likewise."""
+    return F.relu(x_NF).square() if bias_F is None else _SquaredRelu.apply(x_NF, bias_F)
 
 
 def split_heads(
@@ -62,6 +70,21 @@ class _Gelu(torch.autograd.Function):
         if gpu.takes(x_NF):
             return gpu.bias.gelu_backward(grad_NF, x_NF)
         grad_x_NF = torch.ops.aten.gelu_backward(grad_NF, x_NF, approximate="tanh")
+        return grad_x_NF, grad_x_NF.sum(0)
+
+
+class _SquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_NF)
+        return F.relu(x_NF).square()
+
+    @staticmethod
+    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        (x_NF,) = ctx.saved_tensors
+        if gpu.takes(x_NF):
+            return gpu.bias.squared_relu_backward(grad_NF, x_NF)
+        grad_x_NF = grad_NF * (2 * F.relu(x_NF))
         return grad_x_NF, grad_x_NF.sum(0)
 
 

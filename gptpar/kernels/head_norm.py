@@ -1,4 +1,4 @@
-"""Norms of queries and keys, head by head (Dehghani et al. 2023); one backward pass over memory forms all gradients.
+"""Norms of queries and keys, head by head (Dehghani et al. 2023); one pass over memory forward, and one backward.
 
 The backward pass reads the gradients of queries, keys, values and gates and the output of the fused projection, and
 writes the gradient of that output. In the same pass it sums the gradients of the norms' weights and biases and of the
@@ -85,6 +85,10 @@ class _HeadNorms(torch.autograd.Function):
         ctx.save_for_backward(qkv, query_factor_K, key_factor_K)
         ctx.adds_bias, ctx.eps, ctx.centred = bias is not None, eps, query_bias_K is not None
         q, k, *others = (heads_and_gate if gated else heads)(qkv, seq_length, queries, width)
+        if gpu.takes(qkv) and width <= gpu.head_norm.WIDEST:
+            norms = query_factor_K, query_bias_K, key_factor_K, key_bias_K
+            q, k = gpu.head_norm.head_norms(qkv, *norms, seq_length, queries, gated, eps)
+            return q.transpose(1, 2), k.transpose(1, 2), *others
         return _norm(q, query_factor_K, query_bias_K, eps), _norm(k, key_factor_K, key_bias_K, eps), *others
 
     @staticmethod

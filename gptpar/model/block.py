@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
-from gptpar.kernels.bias_gradient import gelu
+from gptpar.kernels.bias_gradient import gelu, squared_relu
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.linear import Linears, Reader
@@ -29,7 +29,7 @@ def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> to
     """GELU in its tanh form or exact, or the squared ReLU (So et al. 2021), by its name in ``--mlp-activation``.
 
     Args:
-        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; only the tanh form can do that.
+        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; the exact GELU cannot do that.
     """
     match name:
         case "gelu_tanh":
@@ -37,7 +37,7 @@ def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> to
         case "gelu":
             return F.gelu(x_NF)
         case _:
-            return F.relu(x_NF).square()
+            return squared_relu(x_NF, bias_F)
 
 
 def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gptpar.config import ModelConfig
+from gptpar.kernels.bias_gradient import SUMMING
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
@@ -87,7 +88,7 @@ class Linears:
                 positions = config.position_embedding_type in ("rope", "alibi")
                 return not (positions or config.attention_output_gate)
             case Reader.ACTIVATION:
-                return not config.gated and config.mlp_activation == "gelu_tanh"
+                return not config.gated and config.mlp_activation in SUMMING
             case Reader.STREAM:  # dropout in between would leave the bias only a part of the stream's gradient
                 return self.output_norm or (self.residual_norm and config.hidden_dropout == 0)
             case Reader.END:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gptpar.kernels import gpu, plain_loss
-from gptpar.kernels.bias_gradient import gelu, heads, split_heads
+from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
@@ -48,14 +50,17 @@ def test_loss_kernels_equal_torch(dtype: torch.dtype, shape: tuple[int, int], te
 
 
 @DTYPES
+@pytest.mark.parametrize("activation", [gelu, squared_relu])
 @pytest.mark.parametrize("shape", [(3, 40), (1000, 4096), (16384, 768)])
-def test_gelu_with_bias_gradient_equals_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_activations_with_bias_gradient_equal_torch(
+    dtype: torch.dtype, activation: Callable[..., torch.Tensor], shape: tuple[int, int]
+) -> None:
     x, grad = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     bias = torch.zeros(shape[1], dtype=dtype, device="cuda", requires_grad=True)
     x.requires_grad_()
-    got = torch.autograd.grad(gelu(x, bias), (x, bias), grad)
+    got = torch.autograd.grad(activation(x, bias), (x, bias), grad)
     wide = x.detach().double().requires_grad_()
-    (wanted,) = torch.autograd.grad(F.gelu(wide, approximate="tanh"), wide, grad.double())
+    (wanted,) = torch.autograd.grad(activation(wide, None), wide, grad.double())
     torch.testing.assert_close(got[0].double(), wanted, **TOLERANCE[dtype])
     torch.testing.assert_close(got[1].double(), got[0].double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
 

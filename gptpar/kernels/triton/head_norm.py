@@ -1,7 +1,9 @@
-"""The kernel of :mod:`gptpar.kernels.head_norm`: a program processes some rows of one head, and sums their columns.
+"""The kernels of :mod:`gptpar.kernels.head_norm`.
 
-The norms' statistics are computed again from the head that the program reads. Sums are taken in fp32, those of the
-output's gradient from its rounded values, in an order that depends on the shapes alone.
+Forward, a program processes some heads of a token or of several. Backward, it processes some rows of one head, and sums
+their columns; it loads the next rows before it processes the present ones, so that memory never waits for sums. The
+norms' statistics are computed again from the head that the program reads. Sums are taken in fp32, those of the output's
+gradient from its rounded values, in an order that depends on the shapes alone.
 """
 
 from __future__ import annotations
@@ -11,12 +13,73 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-NUM_PROGRAMS = 4096
-"""Programs of a launch, about: enough to fill a GPU several times, since those of values end sooner."""
-ELEMENTS, NUM_WARPS = 2048, 8
+NUM_PROGRAMS = 2112
+"""Programs of a backward launch, about: enough to fill a GPU several times, since those of values end sooner."""
+ELEMENTS, NUM_WARPS, FORWARD_WARPS = 2048, 4, 2
 """Elements that a program processes at a time, and its warps."""
 WIDEST = 1024
 """Maximum width of a head: a program keeps whole rows of it in registers."""
+
+
+@triton.jit
+def _normed_heads(
+    qkv, query_weight, query_bias, key_weight, key_bias, q, k, num_heads, width,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # of a query or key, group by group, token by token
+    group, part = (number // (QUERIES + 1)).to(tl.int64), number % (QUERIES + 1)
+    columns = tl.arange(0, COLUMNS)
+    known, is_key = columns < width, (part == QUERIES)[:, None]
+    inside = (number < num_heads)[:, None] & known[None, :]
+    values = tl.load(qkv + ((group * HEADS + part) * width)[:, None] + columns[None, :], mask=inside, other=0.0)
+    x = values.to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 1)[:, None] / width, 0.0)
+    r = tl.rsqrt(tl.sum(x * x, 1)[:, None] / width + EPS)
+    of_queries = tl.load(query_weight + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+    of_keys = tl.load(key_weight + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+    y = x * r * tl.where(is_key, of_keys, of_queries)
+    if CENTRED:
+        of_queries = tl.load(query_bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(key_bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+        y += tl.where(is_key, of_keys, of_queries)
+    y = y.to(q.dtype.element_ty)
+    tl.store(q + ((group * QUERIES + part) * width)[:, None] + columns[None, :], y, mask=inside & ~is_key)
+    tl.store(k + (group * width)[:, None] + columns[None, :], y, mask=inside & is_key)
+
+
+@triton_op("gptpar::head_norms", mutates_args=())
+def head_norms(
+    qkv: torch.Tensor,
+    query_weight: torch.Tensor,
+    query_bias: torch.Tensor | None,
+    key_weight: torch.Tensor,
+    key_bias: torch.Tensor | None,
+    seq_length: int,
+    queries: int,
+    gated: bool,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalised queries [B, S, G Q, K] and keys [B, S, G, K]; at most 32 bits and ``WIDEST`` columns a head.
+
+    Args:
+        qkv, seq_length, queries, gated: see :mod:`gptpar.kernels.head_norm`.
+        query_bias, key_bias: of LayerNorm; ``None``: RMSNorm.
+    """
+    qkv, width = qkv.contiguous(), len(query_weight)
+    heads = queries + 2 + (queries if gated else 0)
+    groups, columns = qkv.shape[1] // (heads * width), triton.next_power_of_2(width)
+    num_heads, rows = len(qkv) * groups * (queries + 1), ELEMENTS // columns
+    shape = (len(qkv) // seq_length, seq_length)
+    q, k = qkv.new_empty((*shape, groups * queries, width)), qkv.new_empty((*shape, groups, width))
+    wrap_triton(_normed_heads)[(triton.cdiv(num_heads, rows),)](
+        qkv, query_weight, query_weight if query_bias is None else query_bias,
+        key_weight, key_weight if key_bias is None else key_bias, q, k, num_heads, width,
+        QUERIES=queries, HEADS=heads, EPS=eps, CENTRED=query_bias is not None,
+        ROWS=rows, COLUMNS=columns, num_warps=FORWARD_WARPS,
+    )  # fmt: skip
+    return q, k
 
 
 @triton.jit
@@ -46,6 +109,14 @@ def _copied_head(
 
 
 @triton.jit
+def _head_rows(grad, of_batch, of_token, x, rows, last, seq_length, num_columns, columns, known):
+    inside = (rows < last)[:, None] & known[None, :]
+    dy = tl.load(grad + _begins(rows, seq_length, of_batch, of_token) + columns[None, :], mask=inside, other=0.0)
+    values = tl.load(x + rows[:, None].to(tl.int64) * num_columns + columns[None, :], mask=inside, other=0.0)
+    return dy, values
+
+
+@triton.jit
 def _normed_head(
     grad, of_batch, of_token, x, weight, merged, sums, first, last, seq_length, width, num_columns,
     EPS: tl.constexpr, NUM_SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -56,13 +127,14 @@ def _normed_head(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     of_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
     of_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(first, last, ROWS):
-        rows = start + tl.arange(0, ROWS)
+    rows = first + tl.arange(0, ROWS)
+    dy_next, x_next = _head_rows(grad, of_batch, of_token, x, rows, last, seq_length, num_columns, columns, known)
+    for _ in range(first, last, ROWS):
+        dy, values = dy_next.to(tl.float32), x_next.to(tl.float32)
+        dy_next, x_next = _head_rows(
+            grad, of_batch, of_token, x, rows + ROWS, last, seq_length, num_columns, columns, known
+        )
         inside = (rows < last)[:, None] & known[None, :]
-        begins = _begins(rows, seq_length, of_batch, of_token)
-        at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-        dy = tl.load(grad + begins + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         scaled = dy * w
         if NUM_SUMS == 3:  # LayerNorm: less its mean, as the gradient below
             values = tl.where(inside, values - tl.sum(values, 1)[:, None] / width, 0.0)
@@ -73,9 +145,10 @@ def _normed_head(
             change -= tl.sum(scaled, 1)[:, None] / width
             of_bias += dy
         rounded = (change * r).to(merged.dtype.element_ty)
-        tl.store(merged + at, rounded, mask=inside)
+        tl.store(merged + rows[:, None].to(tl.int64) * num_columns + columns[None, :], rounded, mask=inside)
         total += tl.where(inside, rounded.to(tl.float32), 0.0)
         of_weight += dy * normed
+        rows += ROWS
     tl.store(sums + columns, tl.sum(total, 0), mask=known)
     tl.store(sums + num_columns + columns, tl.sum(of_weight, 0), mask=known)
     if NUM_SUMS == 3:
@@ -109,12 +182,12 @@ def _head_norms_backward(
     elif part == QUERIES + 1:
         _copied_head(
             v + group * v_h, v_b, v_s, out, its_sums,
-            first, last, seq_length, width, num_columns, NUM_SUMS, ROWS, COLUMNS,
+            first, last, seq_length, width, num_columns, NUM_SUMS, 2 * ROWS, COLUMNS,
         )  # fmt: skip
     else:
         _copied_head(
             gate + (group * QUERIES + part - (QUERIES + 2)) * g_h, g_b, g_s, out, its_sums,
-            first, last, seq_length, width, num_columns, NUM_SUMS, ROWS, COLUMNS,
+            first, last, seq_length, width, num_columns, NUM_SUMS, 2 * ROWS, COLUMNS,
         )  # fmt: skip
 
 

@@ -100,10 +100,10 @@ def test_after_an_error_nothing_more_is_read(tmp_path: Path) -> None:
 def test_readers_and_blocks_stay_within_the_memory_given() -> None:
     for num_bytes in (0, 5 * BUFFER_BYTES, 8 * BUFFER_BYTES, 17 * BUFFER_BYTES + 5, 400_000_000, 10**12):
         room = Room.within(num_bytes)
-        assert 2 <= room.readers <= 8 and room.blocks >= 2 * room.readers
+        assert 2 <= room.readers <= 6 and room.blocks >= 2 * room.readers
         assert (room.readers + room.blocks) * BUFFER_BYTES <= max(num_bytes, 8 * BUFFER_BYTES)
     assert Room.within(0) == Room(2, 6)
-    assert Room.within(412_090_368) == Room(8, 41)
+    assert Room.within(412_090_368) == Room(6, 43)
 
 
 def test_a_reserved_file_has_its_blocks_and_is_full_of_zeros(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gptpar.kernels import plain_loss
-from gptpar.kernels.bias_gradient import gelu, heads, split_heads
+from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
@@ -24,11 +26,12 @@ def assert_same(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...])
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_bias_gets_its_gradient_from_gelu() -> None:
+@pytest.mark.parametrize("activation", [gelu, squared_relu])
+def test_a_bias_gets_its_gradient_from_an_activation(activation: Callable[..., torch.Tensor]) -> None:
     x, weight, bias, grad = random(7, 5), random(9, 5, seed=1), random(9, seed=2), random(7, 9, seed=3).detach()
     inputs = (x, weight, bias)
-    wanted = torch.autograd.grad(F.gelu(F.linear(x, weight, bias), approximate="tanh"), inputs, grad)
-    assert_same(torch.autograd.grad(gelu(F.linear(x, weight, bias.detach()), bias), inputs, grad), wanted)
+    wanted = torch.autograd.grad(activation(F.linear(x, weight, bias), None), inputs, grad)
+    assert_same(torch.autograd.grad(activation(F.linear(x, weight, bias.detach()), bias), inputs, grad), wanted)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

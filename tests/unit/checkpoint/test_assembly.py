@@ -97,6 +97,21 @@ def test_after_an_error_nothing_more_is_read(tmp_path: Path) -> None:
     assert len(seen) <= 2 + 3  # the queue has room for one reading more than there are readers
 
 
+def test_a_write_that_fails_ends_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, tensor, view = transposed(tmp_path / "new")
+    assembly, seen = Assembly(Room(2, 8)), list[int]()
+    readings = readings_of(torch.randn(ROWS, COLUMNS), tensor, view, assembly, seen)
+
+    def full(place: int, data: object) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(file, "write", full)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        assembly.run([readings])
+    file.close()
+    assert sorted(seen) == list(range(0, ROWS, 8))
+
+
 def test_readers_and_blocks_stay_within_the_memory_given() -> None:
     for num_bytes in (0, 5 * BUFFER_BYTES, 8 * BUFFER_BYTES, 17 * BUFFER_BYTES + 5, 400_000_000, 10**12):
         room = Room.within(num_bytes)

@@ -106,5 +106,14 @@ TRANSPORT: dict[str, tuple[int, str]] = {
     "--reduce-bucket-size": (1, BUCKETS),
     "--last-bucket-split-count": (1, BUCKETS),
     **dict.fromkeys(("--pipe-sp-strategy", "--pipe-sp-splits", "--pipeline-1f1b-enable"), (1, SCHEDULES)),
+    **dict.fromkeys(("--enable-fourdirectional-pipeline", "--enable-bidirectional-pipeline"), (0, SCHEDULES)),
+    "--enable-exactly-numeric-match": (0, SCHEDULES),
+    **dict.fromkeys(
+        ("--num-waves-per-pipeline", "--zero-bubble-adaptive-memory-limit-percentile"),
+        (1, SCHEDULES),
+    ),
+    **dict.fromkeys(("--overlap-sp-ag", "--overlap-sp-rs"), (0, OVERLAP)),
+    "--kaimm-overlap-cp-slow-ctas": (1, NO_CONTEXT),
+    "--use-mics": (0, COLLECTIVES),
 }
 """Flag -> (number of values it takes or ``ANY_NUMBER``, why it changes nothing here)."""

@@ -192,7 +192,10 @@ def _fill_schedule(values: Mapping[str, Said], given: Set[str], found: FromFile)
     """Set the file's schedule as a whole."""
     schedule = schedule_of(values, found.flags, given)
     for one, name, typed in schedule.contradictions:
-        found.problems.append(f"{one}, but {_typed(name, typed)} is given, too: drop one of them, or make them agree.")
+        found.problems.append(
+            f"{one}, but {_typed(name, typed)} is given, too, and DeepSpeed follows the file before 0.14.5, flags "
+            "since: drop one of them, or make them agree."
+        )
     found.flags = found.flags.update("optimizer", scheduler={"type": schedule.type, "params": schedule.params})
     if schedule.peak is not None:
         found.flags = found.flags.update("optimizer", lr=schedule.peak)

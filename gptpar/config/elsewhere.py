@@ -44,12 +44,14 @@ _PREFIX = "a prefix language model or multitask training"
 _CONVERSATIONS = "fine-tuning on conversations"
 _LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
 _GENERATION = "generating text beside the training (see gptpar generate)"
-_TASKS = "these evaluations within a run (see --eval-tasks)"
+_TASKS = "evaluating such tasks within a run (see --eval-tasks)"
 _MUP = "a factor of muP other than its own (see --mup)"
 _OTHER_BATCHES = "evaluation in other batches than training's"
 _QUANTIZED = "quantizing or distilling a trained model"
 _OTHER_DATA = "another program's data set (see gptpar preprocess)"
 _TOKENS = "a tokenizer with other special tokens than its files'"
+_NO_NORM = "a block without one of its norms (see --norm-placement)"
+_EXPERT = "mixture-of-experts"
 _ELASTIC = "a model that is cut to several sizes"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
@@ -143,7 +145,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--use-tfrecords", "--use-npy-data-loader", "--text-key", "--eval-text-key"), _OTHER_DATA),
     **dict.fromkeys(("--train-data-exact-num-epochs", "--train-idx-path", "--train-doc-idx-path"), _OTHER_DATA),
     **dict.fromkeys(("--train-sample-idx-path", "--train-shuffle-idx-path", "--aml-data-download-path"), _OTHER_DATA),
-    "--phase-transition-iterations": "data that change in phases",
+    "--phase-transition-iterations": "a data set that changes in phases",
     **dict.fromkeys(("--multiple-validation-sets", "--validation-set-names"), "a loss for each of several data sets"),
     "--start-eval-at-iter": "evaluation that begins late (see --eval-interval)",
     **dict.fromkeys(("--eval-batch-size", "--eval-micro-batch-size", "--eval-global-batch-size"), _OTHER_BATCHES),
@@ -153,7 +155,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--greedy", "--out-seq-length", "--sample-input-file", "--sample-output-file"), _GENERATION),
     **dict.fromkeys(("--genfile", "--top-p", "--top_p"), _GENERATION),
     **dict.fromkeys(("--top-k", "--top_k"), "a choice among the k likeliest tokens or experts (see gptpar generate)"),
-    **dict.fromkeys(("--fp32-embedding", "--fp32-layernorm", "--fp32-tokentypes"), "fp32 layers beside 16-bit ones"),
+    **dict.fromkeys(("--fp32-embedding", "--fp32-layernorm", "--fp32-tokentypes"), "an fp32 layer beside 16-bit ones"),
     "--num-unique-layers": "a model whose layers share weights",
     **dict.fromkeys(("--use-fp8-params", "--disable-fp8-wgrad", "--reuse-grad-buf-for-mxfp8-param-ag"), _FP8),
     "--use-kitchen-attention": _FP8,
@@ -161,8 +163,8 @@ ABSENT: dict[str, str] = {
     "--activation-func-clamp-value": "a limit of what goes into the activation",
     **dict.fromkeys(("--save-wgrads-interval", "--save-dgrads-interval"), "saving gradients"),
     **dict.fromkeys(("--save-params-interval", "--save-activations-interval"), "saving weights or activations apart"),
-    "--save-tokens-per-expert-interval": NO_EXPERTS.removesuffix(" is not part of gptpar"),
-    "--batch-invariant-": "kernels whose bits do not depend on the batch (see --deterministic-mode)",
+    "--save-tokens-per-expert-interval": _EXPERT,
+    "--batch-invariant-": "computing the same bits in every batch (see --deterministic-mode)",
     **dict.fromkeys(("--mup-input-mult", "--mup-output-mult", "--mup-attn-mult", "--mup-embedding-mult"), _MUP),
     **dict.fromkeys(("--mup-width-mult", "--mup-base-head-dim", "--mup-attn-scale-power"), _MUP),
     **dict.fromkeys(("--no-dsa-", "--disable-dsa-"), "sparse attention"),
@@ -174,6 +176,25 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--tokenizer-sentencepiece-legacy", "--null-tokenizer-eod-id"), _TOKENS),
     "--override-ckpt-iteration": "a checkpoint whose iteration is changed (see --finetune)",
     "--onebitadam": "an optimizer other than AdamW and Lion",
+    "--train-desc-path": _OTHER_DATA,
+    **dict.fromkeys(("--xielu", "--xiprelu", "--xiprelup"), "the xIELU activation"),
+    **dict.fromkeys(("--no-final-layernorm", "--no-mlp-layernorm", "--no-attn-layernorm"), _NO_NORM),
+    "--layernorm-init": "another initial weight of norms",
+    "--no-scaled-init": "an initialization without GPT-2's scale by depth",
+    **dict.fromkeys(("--mm-", "--image-", "--cvcuda-image-processing", "--tune-mm-mlp-adapter"), _VISION),
+    "--freeze-clip-vision-tower": _VISION,
+    "--use-normhead": "an output layer with a norm",
+    **dict.fromkeys(("--text-generate-", "--generation-length", "--repetition-penalty"), _GENERATION),
+    **dict.fromkeys(("--moe", "--fmoe", "--fmoefy", "--router-type", "--num-shared-experts"), _EXPERT),
+    **dict.fromkeys(("--enable-shared-expert", "--shared-moe-ffn-hidden-size"), _EXPERT),
+    "--input-embeddings-multiplier": "a factor of the embeddings",
+    **dict.fromkeys(("--train-iters-to-skip", "--train-range-to-skip", "--skip-iters"), _LEFT_OUT),
+    **dict.fromkeys(("--schedulefree-", "--sophiag-"), "an optimizer other than AdamW and Lion"),
+    "--lima-dropout": "a dropout that grows with depth",
+    "--multiple-valid-sets": "a loss for each of several data sets",
+    "--cache-fp8-": _FP8,
+    "--vocab-extra-ids-list": _TOKENS,
+    "--convert-checkpoint-from-megatron-to-transformers": "a conversion within a run (see gptpar convert)",
     "--emoji-file": "a tokenizer with a file of emoji",
 }
 """How flags for what is not there begin, in whole words, and what they ask for."""
@@ -217,6 +238,8 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     "--megatron-fsdp-grad-comm-dtype": (("auto", "fp32"), "see --grad-reduce-in-bf16"),
     "--exit-signal": (("SIGTERM",), "SIGTERM and Ctrl-C always save and stop"),
     "--use-dataset-only": (("False",), "a run always loads the data itself"),
+    "--rotary-scale-factor": (("1",), "rotary positions are not stretched"),
+    "--transformer-type": (("megatron",), "there is one implementation"),
     "--sparsity": (("none",), "sparse attention is not part of gptpar"),
     "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
 }
@@ -233,6 +256,7 @@ STANDS_FOR: dict[str, tuple[str, object]] = {
     "--geglu": ("model.glu_activation", "geglu"),
     "--gelu-tanh": ("model.glu_activation", "geglu_tanh"),
     "--multi-query-attention": ("model.num_query_groups", 1),
+    "--rms-norm": ("model.normalization", "RMSNorm"),
     "--RMSNorm": ("model.normalization", "RMSNorm"),
     "--erf-gelu": ("model.mlp_activation", "gelu"),
     "--no-pad-vocab-size": ("model.make_vocab_size_divisible_by", 1),
@@ -282,6 +306,20 @@ MEANT: dict[str, str] = {
     "--virtual-pipeline-model-parallel-size": "--num-virtual-stages-per-pipeline-rank",
     "--intermediate-size": "--ffn-hidden-size",
     "--vocab-model-file": "--tokenizer-model",
+    "--patch-tokenizer-type": "--tokenizer-type",
+    **dict.fromkeys(("--causal-lm", "--no-tie-embed-logits"), "--untie-embeddings-and-output-weights"),
+    **dict.fromkeys(("--post-layer-norm", "--use-post-ln"), "--norm-placement"),
+    **dict.fromkeys(("--n-head-kv", "--num-attention-heads-kv"), "--num-query-groups"),
+    **dict.fromkeys(("--use-alibi-mask", "--use-alibi-position-embeddings"), "--position-embedding-type alibi"),
+    **dict.fromkeys(
+        ("--use-llama2-rotary-position-embeddings", "--use-mistral-rotary-position-embeddings"),
+        "--position-embedding-type rope",
+    ),
+    "--rope-theta": "--rotary-base",
+    "--use-rms-norm": "--normalization RMSNorm",
+    "--partition-vector": "--partition-method",
+    "--trigger-path": "--kill-switch-path",
+    "--extra-vocab-size": "--pad-vocab-size-to",
     "--tokenizer-model-file": "--tokenizer-model",
     "--distrib-opt-comm-mem-savings": "--use-distributed-optimizer",
     "--override-lr-new": "--override-opt_param-scheduler",

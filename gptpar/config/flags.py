@@ -161,7 +161,8 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """A flag that is no flag of gptpar's."""
-    what = next((what for start, what in ABSENT.items() if _begins(name, start)), None)
+    dashed = name.replace("_", "-")
+    what = next((what for start, what in ABSENT.items() if _begins(dashed, start)), None)
     said = " ".join([name, *values])
     if {name, said} & STANDS_FOR.keys():
         _stands_for(name, values, parsed)
@@ -176,7 +177,7 @@ def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: P
     elif what is not None:
         parsed.problems.append(f"{said[:MAX_ECHOED]}: {what} is not part of gptpar; leave it out.")
     else:
-        near = MEANT.get(name) or _mistyped(name, parser)
+        near = MEANT.get(dashed) or _mistyped(name, parser)
         hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
         parsed.problems.append(f"unknown flag {name}{hint}")
         if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well

@@ -158,8 +158,8 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
         (
             linear("WarmupLR"),
             "--lr-decay-style cosine",
-            'ds.json: scheduler.type is "WarmupLR", but --lr-decay-style cosine is given, too: drop one of them, or '
-            "make them agree.",
+            'ds.json: scheduler.type is "WarmupLR", but --lr-decay-style cosine is given, too, and DeepSpeed follows '
+            "the file before 0.14.5, flags since: drop one of them, or make them agree.",
         ),
     ],
 )

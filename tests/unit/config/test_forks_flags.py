@@ -264,6 +264,8 @@ def test_flags_of_the_newest_and_the_oldest_megatron_that_change_no_number_are_n
     [
         ("--top-k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
         ("--top_k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
+        ("--use_one_sent_docs", "retrieval"),
+        ("--fmoe-num-experts 4", "mixture-of-experts"),
         ("--hybrid-context-parallel", "context parallelism"),
         ("--hybrid-layer-pattern M*", "the Mamba architecture"),
         ("--fp4", "training in FP8 or FP4 (see --bf16)"),
@@ -284,5 +286,6 @@ def test_older_and_newer_words_for_flags_are_hints() -> None:
         ("--intermediate-size", "--ffn-hidden-size"),
         ("--checkpoint-granularity", "--recompute-granularity"),
         ("--vocab-model-file", "--tokenizer-model"),
+        ("--num_attention_heads_kv", "--num-query-groups"),
     ):
         assert problems(f"{said} 1") == [f"unknown flag {said}; did you mean {meant}?"]

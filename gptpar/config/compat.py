@@ -5,35 +5,25 @@ Each maps to (number of values it takes or ``ANY_NUMBER``, why it changes nothin
 
 from __future__ import annotations
 
+from gptpar.config.compat_transport import ANY_NUMBER, TRANSPORT
+
 ALWAYS = "this is always so here"
 SDPA = "torch picks the attention kernel"
 COMPILED = "the compiler fuses this"
-COLLECTIVES = "the ZeRO stage decides what is gathered and reduced, and when"
-BUCKETS = "sizes of messages are chosen here"
-NO_CONTEXT = "one process has the whole sequence"
-CUTS = "every layer counts where the stack is cut; see --partition-method"
-WHEN = "when gradients are computed and sent is decided here; it changes no number"
-SCHEDULES = "a pipeline has 1F1B or the interleaved schedule; it changes no number"
 ONE_FORMAT = "there is one checkpoint format"
 LESS_MEMORY = "it changes no number; see --recompute-granularity and --cpu-parameters"
 ALL_FP32 = "master weights, moments and gradient sums are always fp32"
 PROFILED = "gptpar benchmark --trace records steps, and an outer profiler needs no flag"
 NVIDIA_ALONE = "it is for a service inside NVIDIA"
-BOTH_PASSES = "each process runs both passes of its micro-batches; it changes no number"
-MESSAGES = "a pipeline's messages always overlap"
 INDICES = "the indices of data sets are built once, and mapped"
 PINNED = "host memory that a GPU reads or writes is always pinned"
-LIE = "where gradients lie is decided here; it changes no number"
-BACKENDS = "stages send and receive by torch's backends"
 SERVED = "it is for generating text"
-WATCHED = "the run finds a process that hangs by itself; see --hang-seconds"
 RECOMPUTED = "what is computed again changes no number; see --recompute-granularity and --recompute-modules"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
-ANY_NUMBER = -1
-"""Of values."""
 
 ACCEPTED: dict[str, tuple[int, str]] = {
+    **TRANSPORT,
     "--use-flash-attn": (0, SDPA),
     "--use-flash-attn-v2": (0, SDPA),
     "--attention-backend": (1, SDPA),
@@ -50,15 +40,8 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--attention-softmax-in-fp32": (0, ALWAYS),
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in fp32; see --grad-reduce-in-bf16"),
     "--overlap-grad-reduce": (0, ALWAYS),
-    "--overlap-param-gather": (0, COLLECTIVES),
-    "--ddp-bucket-size": (1, BUCKETS),
-    "--zero-reduce-scatter": (0, COLLECTIVES),
     "--zero-contigious-gradients": (0, ALWAYS),
-    "--zero-reduce-bucket-size": (1, BUCKETS),
-    "--zero-allgather-bucket-size": (1, BUCKETS),
     "--tp-comm-overlap": (0, "this is so unless --no-tp-comm-overlap is given"),
-    "--account-for-embedding-in-pipeline-split": (0, CUTS),
-    "--account-for-loss-in-pipeline-split": (0, CUTS),
     "--deepspeed-activation-checkpointing": (0, "see --recompute-granularity"),
     "--contigious-checkpointing": (0, "torch's allocator keeps memory together"),
     "--synchronize-each-layer": (0, "recomputation needs no synchronisation"),
@@ -85,9 +68,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-bias-swiglu-fusion": (0, COMPILED),
     "--no-rope-fusion": (0, COMPILED),
     "--no-persist-layer-norm": (0, COMPILED),
-    "--no-async-tensor-model-parallel-allreduce": (0, "see --no-tp-comm-overlap"),
-    "--cp-comm-type": (ANY_NUMBER, NO_CONTEXT),
-    "--DDP-impl": (1, COLLECTIVES),
     "--manual-gc": (0, "the loop makes no garbage that waits for its collector"),
     "--manual-gc-interval": (1, "the loop makes no garbage that waits for its collector"),
     "--empty-unused-memory-level": (1, "torch's allocator keeps memory"),
@@ -120,12 +100,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-tp-pp-dp-mapping": (0, "processes are numbered along tensor, data, pipeline; it changes no number"),
     "--disable-gloo-process-groups": (0, "groups are made as they are needed"),
     "--ddp-average-in-collective": (0, "the loss is divided before the backward pass"),
-    "--overlap-param-gather-with-optimizer-step": (0, COLLECTIVES),
-    **dict.fromkeys(("--overlap-p2p-communication-warmup-flush", "--no-overlap-p2p-communication"), (0, MESSAGES)),
     "--microbatch-group-size-per-virtual-pipeline-stage": (1, "groups have as many micro-batches as there are stages"),
-    "--defer-embedding-wgrad-compute": (0, WHEN),
-    "--wgrad-deferral-limit": (1, WHEN),
-    "--delay-wgrad-compute": (0, WHEN),
     "--enable-cuda-graph": (0, "see --cuda-graph"),
     "--cuda-graph-impl": (1, "see --cuda-graph"),
     "--cuda-graph-scope": (1, "see --cuda-graph"),
@@ -147,44 +122,23 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--straggler-ctrlr-port", "--straggler-minmax-count"), (1, "each process is timed by itself")),
     "--profile-ranks": (ANY_NUMBER, PROFILED),
     "--init-model-with-meta-device": (0, ALWAYS),
-    **dict.fromkeys(("--use-nccl-ub", "--fsdp-double-buffer", "--fsdp-manual-registration"), (0, COLLECTIVES)),
     "--sgd-momentum": (1, "it is for SGD"),
     "--abort-on-unmet-fused-kernel-constraints": (0, COMPILED),
     "--sync-tp-duplicated-parameters": (0, "copies of a weight get the same gradient"),
     "--valid-num-workers": (1, "see --num-workers"),
     **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
-    **dict.fromkeys(("--enable-zbh1-pipeline", "--enable-zbh1-exact-semantics"), (0, SCHEDULES)),
-    **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
-    "--enable-optimizer-post-validation": (0, SCHEDULES),
-    **dict.fromkeys(
-        ("--zero-bubble-pipeline-timers-start-iter", "--zero-bubble-pipeline-timers-end-iter"), (1, SCHEDULES)
-    ),
-    "--allow-padding-num-layers": (0, CUTS),
-    **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
-    "--zero-bubble-max-pending-backward": (1, SCHEDULES),
     "--no-scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),
     "--num-dataset-builder-threads": (1, "the indices of data sets are built by compiled code"),
     "--optimizer-split-size": (1, "the optimizer's pieces are chosen here"),
-    **dict.fromkeys(("--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"), (0, BOTH_PASSES)),
     "--wandb-tag": (1, "runs at Weights & Biases get no tags; see --wandb-group"),
     "--use-wandb": (0, "--wandb-project says it"),
     "--no-merge-qkv": (0, "queries, keys and values are one product; it changes no number"),
     **dict.fromkeys(OF_THE_LAUNCH, (1, "the launcher says it")),
     "--dist-url": (1, "MASTER_ADDR and MASTER_PORT say it"),
-    "--no-contiguous-buffers-in-local-ddp": (0, LIE),
     "--resume-dataloader": (0, "the data go on where the checkpoint left them"),
     "--lazy-loader": (0, "tokens are read when they are needed"),
     "--loose-json": (0, "gptpar preprocess reads one JSON object a line"),
     "--cache-dir": (1, "no tokenizer is downloaded"),
-    **dict.fromkeys(("--ddp-num-buckets", "--suggested-communication-unit-size"), (1, BUCKETS)),
-    "--ddp-pad-buckets-for-high-nccl-busbw": (0, BUCKETS),
-    **dict.fromkeys(("--no-align-param-gather", "--create-all-gather-group"), (0, COLLECTIVES)),
-    **dict.fromkeys(("--torch-fsdp2-no-reshard-after-forward", "--disable-symmetric-registration"), (0, COLLECTIVES)),
-    "--no-gradient-reduce-div-fusion": (0, WHEN),
-    "--tp-comm-overlap-cfg": (1, "see --no-tp-comm-overlap"),
-    "--overlap-p2p-communication": (0, MESSAGES),
-    "--use-ring-exchange-p2p": (0, BACKENDS),
-    "--standalone-embedding-stage": (0, CUTS),
     "--dist-ckpt-format": (1, ONE_FORMAT),
     "--dist-ckpt-workers": (1, "each process writes its part"),
     **dict.fromkeys(("--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"), (0, INDICES)),
@@ -196,7 +150,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--no-pin-cpu-grads", "--no-pin-cpu-params"), (0, PINNED)),
     "--disable-mem-efficient-ln": (0, COMPILED),
     "--fp16-lm-cross-entropy": (0, "the loss is always computed in fp32"),
-    "--use-contiguous-buffers-in-ddp": (0, LIE),
     "--structured-logs": (0, "metrics.jsonl tells of every step"),
     "--structured-logs-dir": (1, "metrics.jsonl, in the --save folder, tells of every step"),
     **dict.fromkeys(
@@ -216,30 +169,13 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--experiment-name", "--experiment-run-id"), (1, "a run is named by --wandb-exp-name")),
     "--experiment-root-dir": (1, "what a run writes is in its --save folder"),
     **dict.fromkeys(("--sparse-mode", "--shape-order"), (1, SDPA)),
-    **dict.fromkeys(("--use-mc2", "--use-ascend-coc"), (0, "see --no-tp-comm-overlap")),
-    "--overlapped-distributed-optimizer": (0, COLLECTIVES),
     "--use-hetnet": (0, "torch's backends choose the network"),
     **dict.fromkeys(("--swap-attention", "--reuse-fp32-param"), (0, LESS_MEMORY)),
     **dict.fromkeys(("--recompute-in-advance", "--recompute-activation-function"), (0, RECOMPUTED)),
     "--recompute-activation-function-num-layers": (1, RECOMPUTED),
     "--enable-recompute-layers-per-pp-rank": (0, RECOMPUTED),
     "--tokenizer-not-use-fast": (0, "a folder's tokenizer.json is read, which gives the same tokens"),
-    **dict.fromkeys(("--use-cp-send-recv-overlap", "--use-fused-ring-attention-update"), (0, NO_CONTEXT)),
-    **dict.fromkeys(("--context-parallel-algo", "--cp-attention-mask-type", "--cp-window-size"), (1, NO_CONTEXT)),
-    "--ulysses-degree-in-cp": (1, NO_CONTEXT),
-    "--kv-head-repeat-before-uly-alltoall": (0, NO_CONTEXT),
-    **dict.fromkeys(
-        (
-            *("--disable-tp-comm-overlap-ag", "--disable-tp-comm-overlap-rs", "--tp-comm-overlap-rs-dgrad"),
-            *("--disable-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-wgrad", "--tp-comm-overlap-disable-qkv"),
-            *("--disable-tp-comm-split-ag", "--disable-tp-comm-split-rs", "--tp-comm-overlap-disable-fc1"),
-        ),
-        (0, "see --no-tp-comm-overlap"),
-    ),
-    "--tp-comm-bootstrap-backend": (1, "see --no-tp-comm-overlap"),
-    "--pipeline-model-parallel-comm-backend": (1, BACKENDS),
     "--nccl-communicator-config-path": (1, "NCCL reads its variables, NCCL_*"),
-    **dict.fromkeys(("--use-sharp", "--no-batch-p2p-comm", "--high-priority-stream-groups"), (ANY_NUMBER, BACKENDS)),
     "--train-sync-interval": (1, "how far the CPU is ahead of the GPU changes no number"),
     "--no-manual-gc-eval": (0, "the loop makes no garbage that waits for its collector"),
     "--no-initialization": (0, "values that are loaded replace the initial ones"),
@@ -249,8 +185,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--ckpt-fully-parallel-load-exchange-algo": (1, "every process reads its part"),
     **dict.fromkeys(("--async-ckpt-cpu-priority", "--async-ckpt-io-priority"), (1, ONE_FORMAT)),
     **dict.fromkeys(("--async-ckpt-use-cpu-shm", "--no-strict-fsdp-dtensor-load"), (0, ONE_FORMAT)),
-    **dict.fromkeys(("--no-align-grad-reduce", "--enable-full-sharding-in-hsdp"), (0, COLLECTIVES)),
-    **dict.fromkeys(("--fsdp-db-use-persist-buf-on-alloc-fail", "--no-use-layer-wise-param-layout"), (0, COLLECTIVES)),
     "--ddp-reduce-scatter-with-fp32-accumulation": (0, "gradients are always summed in fp32"),
     "--embedding-weights-in-fp32": (0, ALL_FP32),
     "--no-clone-scatter-output-in-embedding": (0, LESS_MEMORY),
@@ -274,6 +208,122 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--mid-level-dataset-surplus": (1, INDICES),
     "--disable-msc": (0, "data sets are files"),
     "--tokenizer-hf-no-use-fast": (0, "a folder's tokenizer.json is read, which gives the same tokens"),
-    **dict.fromkeys(("--enable-ft-package", "--calc-ft-timeouts"), (0, WATCHED)),
-    "--ft-num-warmup-iters": (1, WATCHED),
+    **dict.fromkeys(("--skip-mmap-warmup", "--shuffle", "--deep-init"), (0, ALWAYS)),
+    "--use-gpu-initialization": (0, "the initial weights are the same on every device"),
+    **dict.fromkeys(
+        ("--load-optim", "--save-optim"), (0, "this is so unless --no-load-optim or --no-save-optim is given")
+    ),
+    **dict.fromkeys(
+        ("--save-rng", "--save-all-rng", "--load-rng", "--load-all-rng"),
+        (0, "random states are derived from seed and iteration, none are saved"),
+    ),
+    "--bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
+    **dict.fromkeys(
+        (
+            *("--bias-swiglu-fusion", "--bias-dropout-fusion", "--scaled-masked-softmax-fusion"),
+            *("--no-scaled-masked-softmax-fusion", "--scaled-upper-triang-masked-softmax-fusion"),
+            *("--use-fused-weighted-squared-relu", "--use-grouped-gemm-for-dense-mlp"),
+        ),
+        (0, COMPILED),
+    ),
+    **dict.fromkeys(("--enable-onelogger", "--enable-one-logger"), (0, NVIDIA_ALONE)),
+    "--one-logger-entity": (1, NVIDIA_ALONE),
+    "--rotary-enforce-fp32-pos-idx": (0, "the angles of rotary positions are always fp32"),
+    "--validate-model-load": (0, "a checkpoint is always compared whole"),
+    "--deallocate-pipeline-outputs": (0, LESS_MEMORY),
+    "--empty-unused-memory-each-iter": (ANY_NUMBER, "torch's allocator keeps memory"),
+    "--no-log-memory-to-tensorboard": (0, "this is so unless --log-memory-to-tensorboard is given"),
+    "--fp32-allreduce": (0, "gradients are sent in fp32 unless --grad-reduce-in-bf16 is given"),
+    "--scatter-gather-tensors-in-pipeline": (0, "how stages share what they send is decided here"),
+    "--param-sharing-style": (1, "no layers share weights"),
+    "--old-checkpoint-format": (0, ONE_FORMAT),
+    "--otel-enabled": (0, "metrics.jsonl tells of every step"),
+    **dict.fromkeys(("--otel-service-name", "--otel-span-groups"), (ANY_NUMBER, "metrics.jsonl tells of every step")),
+    **dict.fromkeys(
+        (
+            *("--ckpt-drop-redundant-extra-state", "--ckpt-fully-parallel-load-per-rank-objects"),
+            *("--ckpt-pg-tensors-cache-create", "--no-ckpt-load-validate-sharding-integrity"),
+        ),
+        (0, ONE_FORMAT),
+    ),
+    **dict.fromkeys(
+        (
+            *("--ckpt-fully-parallel-save-process-group", "--ckpt-fully-parallel-load-process-group"),
+            "--ckpt-pg-tensors-cache-path",
+        ),
+        (1, ONE_FORMAT),
+    ),
+    **dict.fromkeys(("--non-persistent-ckpt-type", "--non-persistent-local-ckpt-algo"), (1, "see --save-local")),
+    "--replication": (0, "see --save-local"),
+    **dict.fromkeys(("--replication-jump", "--replication-factor"), (1, "see --save-local")),
+    **dict.fromkeys(
+        (
+            *("--legacy-tokenizer", "--tokenizer-hf-use-fast", "--tokenizer-hf-include-special-tokens"),
+            *("--tokenizer-hf-no-include-special-tokens", "--no-tokenizer-sentencepiece-ignore-extra-whitespaces"),
+            "--use-gigatoken",
+        ),
+        (0, "gptpar preprocess has tokenized the data"),
+    ),
+    "--allow-ambiguous-pad-tokens": (0, "no token of the data counts as padding"),
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": (ANY_NUMBER, "gradients are always summed in fp32"),
+    **dict.fromkeys(
+        (
+            *("--num-speculative-tokens", "--enable-chunked-prefill", "--disable-chunked-prefill"),
+            *("--use-legacy-static-engine", "--decode-only-cuda-graphs", "--use-same-sampling-seed-across-dp-ranks"),
+        ),
+        (ANY_NUMBER, SERVED),
+    ),
+    **dict.fromkeys(
+        (
+            *("--flight-recorder-dump-path", "--flight-recorder-trace-buffer-size"),
+            *("--no-flight-recorder-dump-on-timeout", "--flight-recorder-include-stack-trace"),
+            *("--no-flight-recorder-include-only-active", "--no-flight-recorder-extra-dump-on-exec"),
+        ),
+        (ANY_NUMBER, "NCCL's recorder reads its variables, TORCH_NCCL_*"),
+    ),
+    **dict.fromkeys(
+        (
+            *("--fine-grained-activation-offloading", "--offload-modules", "--min-offloaded-tensor-size"),
+            *("--delay-offload-until-cuda-graph", "--delta-offload-bytes-across-pp-ranks"),
+            *("--activation-offload-fraction", "--fine-grained-offloading-max-inflight-offloads"),
+            *("--cpu-offloading-retain-pinned-cpu-buffers", "--mlp-chunks-for-training"),
+        ),
+        (ANY_NUMBER, LESS_MEMORY),
+    ),
+    "--log-energy": (0, "energy is not measured"),
+    "--log-max-attention-logit": (0, "the largest score of attention is not charted"),
+    "--log-device-memory-used": (0, "see --log-memory-to-tensorboard"),
+    "--log-memory-interval": (1, "see --log-memory-to-tensorboard"),
+    "--per-dataset-sequences-path": (1, INDICES),
+    **dict.fromkeys(
+        ("--exit-signal-handler-for-dataloader", "--exit-signal-handler-for-training"),
+        (0, "SIGTERM and Ctrl-C always save and stop"),
+    ),
+    "--test-mode": (0, "no tests run beside the training"),
+    "--run-workload-inspector-server": (0, PROFILED),
+    "--pytorch-profiler-collect-chakra": (0, PROFILED),
+    "--renormalize-blend-weights": (0, "a blend has the shares that its weights say"),
+    "--gpu-sniff-test-interval": (1, "see gptpar doctor"),
+    "--use-flash-attn-v1": (0, SDPA),
+    "--layernorm-tp-auto-sync": (0, "copies of a weight get the same gradient"),
+    "--job-name": (1, "a run is named by --wandb-exp-name"),
+    "--ffn-impl": (1, "there is one implementation"),
+    **dict.fromkeys(("--transformer-timers", "--timers-save"), (ANY_NUMBER, PROFILED)),
+    "--verbosity": (1, "see --log-interval"),
+    "--wandb-logger": (0, "--wandb-project says it"),
+    "--log-params-norm-per-param": (0, "norms of single parameters are not charted; see --log-params-norm"),
+    **dict.fromkeys(("--log-path", "--log-path-detail"), (1, "metrics.jsonl tells of every step")),
+    "--qknorm-impl": (1, "there is one implementation"),
+    **dict.fromkeys(("--use-fast-rms-norm", "--use-fast-rope", "--disable-te-fused-rope"), (0, COMPILED)),
+    "--disable-parallel-output": (0, LESS_MEMORY),
+    "--cpu-offloading": (0, LESS_MEMORY),
+    **dict.fromkeys(("--prefetch-factor", "--multiprocessing-context"), (1, "see --num-workers")),
+    **dict.fromkeys(
+        ("--optimizer-offload-policy", "--optimizer-offload-chunk-size", "--optimizer-offload-auto-threshold"),
+        (1, "the optimizer's pieces are chosen here"),
+    ),
+    "--kaimm-gc-interval": (1, "the loop makes no garbage that waits for its collector"),
+    "--kaimm-cuda-synchronize-level": (1, "how far the CPU is ahead of the GPU changes no number"),
+    "--kaimm-offload-activation-ratio": (1, LESS_MEMORY),
+    "--kaimm-async-dataloader": (0, "see --num-workers"),
 }

@@ -22,6 +22,7 @@ from gptpar.config.deepspeed_table import Door
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 
+_RATE = "optimizer.lr"
 _RATES_AS_FLAGS = "give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps"
 _FORMATS = ("precision.fp16", "precision.bf16")
 _SCALE = ("precision.loss_scale", "precision.initial_loss_scale")
@@ -88,13 +89,16 @@ def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) 
         flags, given: the command line, and the fields that it sets.
         path: the file's name, for the sentences.
     """
+    unread = _unread(raw, flags, given)
+    raw = {section: said for section, said in raw.items() if section not in unread}
     reader = read_values(raw, Door.PRETRAIN, flags, micro_is_known="batch.micro_batch_size" in given)
+    reader.without_effect += unread.values()
     decay = flags.optimizer.weight_decay if "optimizer.weight_decay" in given else 0
     found = FromFile(flags, without_effect=reader.without_effect, path=path)
     found.problems += [*optimizer_problems(raw, _RATES_AS_FLAGS, decay), *_schedule_problems(raw, flags)]
     found.problems += reader.problems
     if "lr" in part_of(raw, "optimizer", "params"):
-        found.refused.add("optimizer.lr")
+        found.refused.add(_RATE)
     chosen, contradictions = one_each(reader.said)
     found.problems += contradictions
     values = {one.field: one for one in chosen}
@@ -106,6 +110,18 @@ def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) 
         _fill_schedule(values, given, found)
     found.problems = [f"{path}: {problem}" for problem in found.problems]
     return found
+
+
+def _unread(raw: Mapping[str, Any], flags: Flags, given: Set[str]) -> dict[str, str]:
+    """Section that is not read -> why: DeepSpeed ignores the file's optimizer beside one that its caller has made.
+
+    Megatron-DeepSpeed always makes it, with --lr. A rate of "auto" leaves itself alone to the flags, as with the
+    Trainer of transformers.
+    """
+    if "optimizer" not in raw or _RATE not in given or part_of(raw, "optimizer", "params").get("lr") == "auto":
+        return {}
+    made = f"--lr {flags.optimizer.lr:.10g} is given, so flags make the optimizer, as in Megatron-DeepSpeed"
+    return {"optimizer": f"optimizer: {made}; without --lr this section does"}
 
 
 def _decided(raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags) -> set[str]:
@@ -176,7 +192,10 @@ def _fill_schedule(values: Mapping[str, Said], given: Set[str], found: FromFile)
     """Set the file's schedule as a whole."""
     schedule = schedule_of(values, found.flags, given)
     for one, name, typed in schedule.contradictions:
-        found.problems.append(f"{one}, but {_typed(name, typed)} is given, too: drop one of them, or make them agree.")
+        found.problems.append(
+            f"{one}, but {_typed(name, typed)} is given, too, and DeepSpeed follows the file before 0.14.5, flags "
+            "since: drop one of them, or make them agree."
+        )
     found.flags = found.flags.update("optimizer", scheduler={"type": schedule.type, "params": schedule.params})
     if schedule.peak is not None:
         found.flags = found.flags.update("optimizer", lr=schedule.peak)

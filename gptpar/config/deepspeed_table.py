@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from gptpar.config.compat import ALWAYS, BUCKETS, COLLECTIVES
+from gptpar.config.compat import ALWAYS
+from gptpar.config.compat_transport import BUCKETS, COLLECTIVES
 from gptpar.config.deepspeed_rules import (
     OFF,
     Absent,

@@ -219,6 +219,16 @@ def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
         notes.add("last iteration", batch.train_iters, f"reached before --train-tokens {batch.train_tokens:,}")
 
 
+def _derive_whole_blocks(notes: _Notes) -> None:
+    """As in Megatron, how whole blocks are recomputed may be said where none are."""
+    names = ["recompute_num_layers", "checkpoint_num_layers"]
+    if notes.flags.recompute.recompute_granularity is None:
+        names.append("recompute_method")
+    for name in names:
+        if getattr(notes.flags.recompute, name) is not None:
+            notes.replace("recompute", name, None, "no whole blocks are recomputed: see --recompute-granularity full")
+
+
 def _derive_saved_inputs(notes: _Notes) -> None:
     """Where the inputs of recomputed blocks are kept; as in Megatron-DeepSpeed, it may be said where there are none."""
     r = notes.flags.recompute
@@ -241,7 +251,9 @@ def _derive_recompute(notes: _Notes) -> None:
         notes.fill("recompute", "recompute_method", r.activations_checkpoint_method, reason)
     if r.recompute_activations:
         notes.fill("recompute", "recompute_granularity", "selective", "--recompute-activations")
-    if r.checkpoint_num_layers is not None:
+    if notes.flags.recompute.recompute_granularity != "full":
+        _derive_whole_blocks(notes)
+    elif r.checkpoint_num_layers is not None:
         reason = f"--checkpoint-num-layers {r.checkpoint_num_layers}"
         notes.fill("recompute", "recompute_method", "uniform", reason)
         notes.fill("recompute", "recompute_num_layers", r.checkpoint_num_layers, reason)

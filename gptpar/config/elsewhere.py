@@ -24,7 +24,13 @@ DENSE: dict[str, tuple[str, ...]] = {
     "--create-moe-param-group": ANY,
     "--disable-moe-token-dropping": ANY,
     **dict.fromkeys(
-        ("--disable-moe-top2-2nd-expert-sampling", "--use-tutel", "--enable-expert-tensor-parallelism"), ANY
+        (
+            *("--disable-moe-top2-2nd-expert-sampling", "--use-tutel", "--enable-expert-tensor-parallelism"),
+            *("--overlap-moe-expert-parallel-comm", "--overlap-dispatch-backward-with-experts-wgrad"),
+            *("--ep-overlap-early-attn-memory-release", "--high-priority-a2a-comm-stream"),
+            "--use-grouped-gemm-for-shared-expert",
+        ),
+        ANY,
     ),
 }
 """Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
@@ -37,6 +43,16 @@ _LEFT_OUT = "leaving out the data of some steps (see --skip-step-sigma)"
 _PREFIX = "a prefix language model or multitask training"
 _CONVERSATIONS = "fine-tuning on conversations"
 _LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
+_GENERATION = "generating text beside the training (see gptpar generate)"
+_TASKS = "evaluating such tasks within a run (see --eval-tasks)"
+_MUP = "a factor of muP other than its own (see --mup)"
+_OTHER_BATCHES = "evaluation in other batches than training's"
+_QUANTIZED = "quantizing or distilling a trained model"
+_OTHER_DATA = "another program's data set (see gptpar preprocess)"
+_TOKENS = "a tokenizer with other special tokens than its files'"
+_NO_NORM = "a block without one of its norms (see --norm-placement)"
+_EXPERT = "mixture-of-experts"
+_ELASTIC = "a model that is cut to several sizes"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
     **dict.fromkeys(("--kd", "--mos", "--load-teacher", "--num-layers-teacher"), _DISTILLATION),
@@ -48,6 +64,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--linear-", "--experimental-attention-variant"), _LINEAR),
     **dict.fromkeys(("--force-ds-sequence-parallel", "--ds-sequence-parallel-fpdt"), _CONTEXT),
     "--hierarchical-context-parallel-sizes": _CONTEXT,
+    "--hybrid-context-parallel": _CONTEXT,
     **dict.fromkeys(("--mamba-", "--hybrid-", "--is-hybrid-model"), "the Mamba architecture"),
     **dict.fromkeys(("--patch-size", "--vision-", "--disable-vision-class-token", "--mrope-section"), _VISION),
     **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
@@ -112,9 +129,75 @@ ABSENT: dict[str, str] = {
     "--rotary-interleaved": "the interleaved form of rotary positions",
     "--skip-train-iteration-range": _LEFT_OUT,
     "--outer-": "local SGD with an outer optimizer",
-    "--error-injection-": "the injection of errors",
+    **dict.fromkeys(("--error-injection-", "--fault-injector-"), "the injection of errors"),
+    **dict.fromkeys(("--flextron", "--flex-", "--is-flex-eval"), _ELASTIC),
+    **dict.fromkeys(("--export-", "--ammo-", "--modelopt-enabled", "--load-model-opt-format"), _QUANTIZED),
+    **dict.fromkeys(("--qad-train-target", "--teacher-model-config", "--enable-gpt-oss"), _QUANTIZED),
+    **dict.fromkeys(("--distillation", "--distill-coeff", "--distill-only"), _DISTILLATION),
+    **dict.fromkeys(("--finetune-data-", "--finetune-hf-dataset", "--chat-template"), _CONVERSATIONS),
+    **dict.fromkeys(("--freeze-all-layers", "--freeze-model", "--freeze-base-for-mtp"), "training with frozen weights"),
+    **dict.fromkeys(("--dataloader-seq-length", "--decoder-tp-comm-overlap", "--freeze-LM", "--freeze-ViT"), _VISION),
+    **dict.fromkeys(("--use-packed-sequence", "--drop-vision-class-token"), _VISION),
+    **dict.fromkeys(("--model-spec", "--block-spec"), "a layer that another program's module describes"),
+    **dict.fromkeys(("--faiss-use-gpu", "--shared-query-context-model"), "retrieval"),
+    **dict.fromkeys(("--report-topk-accuracies", "--hash-data-path", "--block-index-path"), "retrieval"),
+    **dict.fromkeys(("--pretrained-bert", "--max-preds-per-seq", "--presplit-sentences", "--masked-lm-prob"), _MASKED),
+    **dict.fromkeys(("--use-tfrecords", "--use-npy-data-loader", "--text-key", "--eval-text-key"), _OTHER_DATA),
+    **dict.fromkeys(("--train-data-exact-num-epochs", "--train-idx-path", "--train-doc-idx-path"), _OTHER_DATA),
+    **dict.fromkeys(("--train-sample-idx-path", "--train-shuffle-idx-path", "--aml-data-download-path"), _OTHER_DATA),
+    "--phase-transition-iterations": "a data set that changes in phases",
+    **dict.fromkeys(("--multiple-validation-sets", "--validation-set-names"), "a loss for each of several data sets"),
+    "--start-eval-at-iter": "evaluation that begins late (see --eval-interval)",
+    **dict.fromkeys(("--eval-batch-size", "--eval-micro-batch-size", "--eval-global-batch-size"), _OTHER_BATCHES),
+    **dict.fromkeys(("--eval-seq-length", "--eval-max-preds-per-seq"), _OTHER_BATCHES),
+    **dict.fromkeys(("--overlapping-eval", "--cloze-eval", "--strict-lambada", "--eval-hf", "--load-openai"), _TASKS),
+    "--eval-harness-": _TASKS,
+    **dict.fromkeys(("--greedy", "--out-seq-length", "--sample-input-file", "--sample-output-file"), _GENERATION),
+    **dict.fromkeys(("--genfile", "--top-p", "--top_p"), _GENERATION),
+    **dict.fromkeys(("--top-k", "--top_k"), "a choice among the k likeliest tokens or experts (see gptpar generate)"),
+    **dict.fromkeys(("--fp32-embedding", "--fp32-layernorm", "--fp32-tokentypes"), "an fp32 layer beside 16-bit ones"),
+    "--num-unique-layers": "a model whose layers share weights",
+    **dict.fromkeys(("--use-fp8-params", "--disable-fp8-wgrad", "--reuse-grad-buf-for-mxfp8-param-ag"), _FP8),
+    "--use-kitchen-attention": _FP8,
+    "--refit-method": _REINFORCEMENT,
+    "--activation-func-clamp-value": "a limit of what goes into the activation",
+    **dict.fromkeys(("--save-wgrads-interval", "--save-dgrads-interval"), "saving gradients"),
+    **dict.fromkeys(("--save-params-interval", "--save-activations-interval"), "saving weights or activations apart"),
+    "--save-tokens-per-expert-interval": _EXPERT,
+    "--batch-invariant-": "computing the same bits in every batch (see --deterministic-mode)",
+    **dict.fromkeys(("--mup-input-mult", "--mup-output-mult", "--mup-attn-mult", "--mup-embedding-mult"), _MUP),
+    **dict.fromkeys(("--mup-width-mult", "--mup-base-head-dim", "--mup-attn-scale-power"), _MUP),
+    **dict.fromkeys(("--no-dsa-", "--disable-dsa-"), "sparse attention"),
+    "--gdp-": _LINEAR,
+    "--disable-mamba-mem-eff-path": "the Mamba architecture",
+    "--fake-process-group": "a run without its processes (see gptpar plan)",
+    "--dump-param-to-param-group-map": "a list of the parameters' groups",
+    **dict.fromkeys(("--tokenizer-metadata", "--tokenizer-special-tokens", "--tiktoken-special-tokens"), _TOKENS),
+    **dict.fromkeys(("--tokenizer-sentencepiece-legacy", "--null-tokenizer-eod-id"), _TOKENS),
+    "--override-ckpt-iteration": "a checkpoint whose iteration is changed (see --finetune)",
+    "--onebitadam": "an optimizer other than AdamW and Lion",
+    "--train-desc-path": _OTHER_DATA,
+    **dict.fromkeys(("--xielu", "--xiprelu", "--xiprelup"), "the xIELU activation"),
+    **dict.fromkeys(("--no-final-layernorm", "--no-mlp-layernorm", "--no-attn-layernorm"), _NO_NORM),
+    "--layernorm-init": "another initial weight of norms",
+    "--no-scaled-init": "an initialization without GPT-2's scale by depth",
+    **dict.fromkeys(("--mm-", "--image-", "--cvcuda-image-processing", "--tune-mm-mlp-adapter"), _VISION),
+    "--freeze-clip-vision-tower": _VISION,
+    "--use-normhead": "an output layer with a norm",
+    **dict.fromkeys(("--text-generate-", "--generation-length", "--repetition-penalty"), _GENERATION),
+    **dict.fromkeys(("--moe", "--fmoe", "--fmoefy", "--router-type", "--num-shared-experts"), _EXPERT),
+    **dict.fromkeys(("--enable-shared-expert", "--shared-moe-ffn-hidden-size"), _EXPERT),
+    "--input-embeddings-multiplier": "a factor of the embeddings",
+    **dict.fromkeys(("--train-iters-to-skip", "--train-range-to-skip", "--skip-iters"), _LEFT_OUT),
+    **dict.fromkeys(("--schedulefree-", "--sophiag-"), "an optimizer other than AdamW and Lion"),
+    "--lima-dropout": "a dropout that grows with depth",
+    "--multiple-valid-sets": "a loss for each of several data sets",
+    "--cache-fp8-": _FP8,
+    "--vocab-extra-ids-list": _TOKENS,
+    "--convert-checkpoint-from-megatron-to-transformers": "a conversion within a run (see gptpar convert)",
+    "--emoji-file": "a tokenizer with a file of emoji",
 }
-"""How flags for what is not there begin, and what they ask for."""
+"""How flags for what is not there begin, in whole words, and what they ask for."""
 
 _LLAMA = "--use-rope-scaling has the numbers of Llama 3.1"
 LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -148,6 +231,16 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("--original-max-position-embeddings", "--rope-scaling-original-max-position-embeddings"), (("8192",), _LLAMA)
     ),
+    "--sample-rate": (("1",), "every sample of the data counts"),
+    "--glu-linear-offset": (("0",), "a gate has no offset"),
+    "--null-tokenizer-pad-id": (("-1",), "no token of the data counts as padding"),
+    "--output-logit-dtype": (("bf16",), "the last product is computed like the others, and the loss in fp32"),
+    "--megatron-fsdp-grad-comm-dtype": (("auto", "fp32"), "see --grad-reduce-in-bf16"),
+    "--exit-signal": (("SIGTERM",), "SIGTERM and Ctrl-C always save and stop"),
+    "--use-dataset-only": (("False",), "a run always loads the data itself"),
+    "--rotary-scale-factor": (("1",), "rotary positions are not stretched"),
+    "--transformer-type": (("megatron",), "there is one implementation"),
+    "--sparsity": (("none",), "sparse attention is not part of gptpar"),
     "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
 }
 """Flag -> its values that change nothing here, and why no other can be had."""
@@ -162,6 +255,11 @@ STANDS_FOR: dict[str, tuple[str, object]] = {
     "--activation swiglu": ("model.swiglu", True),
     "--geglu": ("model.glu_activation", "geglu"),
     "--gelu-tanh": ("model.glu_activation", "geglu_tanh"),
+    "--multi-query-attention": ("model.num_query_groups", 1),
+    "--rms-norm": ("model.normalization", "RMSNorm"),
+    "--RMSNorm": ("model.normalization", "RMSNorm"),
+    "--erf-gelu": ("model.mlp_activation", "gelu"),
+    "--no-pad-vocab-size": ("model.make_vocab_size_divisible_by", 1),
     "--use-deter-comp": ("precision.deterministic_mode", True),
 }
 """What another program's flag says, with its value -> the field that says it here, and its value."""
@@ -188,6 +286,43 @@ MEANT: dict[str, str] = {
     "--pipeline-model-parallel-layout": "--partition-method",
     "--reset-progress": "--finetune",
     "--train-data": "--data-path",
+    **dict.fromkeys(("--valid-data", "--val-data-path"), "--valid-data-path"),
+    "--test-data": "--test-data-path",
+    "--save-iters": "--save-interval",
+    "--checkpoint-granularity": "--recompute-granularity",
+    "--checkpoint-method": "--recompute-method",
+    "--checkpoint-attention": "--recompute-activations",
+    "--distribute-recomputed-activations": "--distribute-saved-activations",
+    "--model-parallel-memory-opt": "--sequence-parallel",
+    "--start-wd": "--start-weight-decay",
+    "--end-wd": "--end-weight-decay",
+    "--wd-incr-style": "--weight-decay-incr-style",
+    "--log-zeros": "--log-num-zeros-in-grad",
+    "--min-scale": "--min-loss-scale",
+    "--lr-warmup-percent": "--lr-warmup-fraction",
+    **dict.fromkeys(("--num-microbatches", "--num-microbatches-in-minibatch"), "--gradient-accumulation-steps"),
+    "--intra-layer-model-parallel-size": "--tensor-model-parallel-size",
+    "--inter-layer-model-parallel-size": "--pipeline-model-parallel-size",
+    "--virtual-pipeline-model-parallel-size": "--num-virtual-stages-per-pipeline-rank",
+    "--intermediate-size": "--ffn-hidden-size",
+    "--vocab-model-file": "--tokenizer-model",
+    "--patch-tokenizer-type": "--tokenizer-type",
+    **dict.fromkeys(("--causal-lm", "--no-tie-embed-logits"), "--untie-embeddings-and-output-weights"),
+    **dict.fromkeys(("--post-layer-norm", "--use-post-ln"), "--norm-placement"),
+    **dict.fromkeys(("--n-head-kv", "--num-attention-heads-kv"), "--num-query-groups"),
+    **dict.fromkeys(("--use-alibi-mask", "--use-alibi-position-embeddings"), "--position-embedding-type alibi"),
+    **dict.fromkeys(
+        ("--use-llama2-rotary-position-embeddings", "--use-mistral-rotary-position-embeddings"),
+        "--position-embedding-type rope",
+    ),
+    "--rope-theta": "--rotary-base",
+    "--use-rms-norm": "--normalization RMSNorm",
+    "--partition-vector": "--partition-method",
+    "--trigger-path": "--kill-switch-path",
+    "--extra-vocab-size": "--pad-vocab-size-to",
+    "--tokenizer-model-file": "--tokenizer-model",
+    "--distrib-opt-comm-mem-savings": "--use-distributed-optimizer",
+    "--override-lr-new": "--override-opt_param-scheduler",
     "--data-file-list": "--data-args-path",
     **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
     **dict.fromkeys(("--check-for-spiky-loss", "--check-for-large-grads"), "--skip-step-sigma"),

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.compat import ACCEPTED, ANY_NUMBER, OF_THE_LAUNCH
+from gptpar.config.compat import ACCEPTED, OF_THE_LAUNCH
+from gptpar.config.compat_transport import ANY_NUMBER
 from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
 from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, expand_preset
@@ -128,12 +129,18 @@ def make_parser(prog: str, description: str, problems: list[str]) -> Parser:
 
 
 def _with_dashes(word: str, parser: Parser) -> str:
-    """A flag of the parser's, or of other programs', that was written with underscores."""
+    """A flag of the parser's, or of other programs', that was written with underscores, or "disable" in place of "no".
+
+    Megatron-LM makes both of a switch that is on.
+    """
     name, equals, value = word.partition("=")
     dashed = name.replace("_", "-")
-    if not name.startswith("--") or name == dashed or parser.takes(name) or name in ELSEWHERE:
+    if not name.startswith("--") or parser.takes(name) or name in ELSEWHERE:
         return word
-    return dashed + equals + value if parser.takes(dashed) or dashed in ELSEWHERE else word
+    for other in (dashed, dashed.replace("--disable-", "--no-", 1)):
+        if parser.takes(other) or other in ELSEWHERE:
+            return other + equals + value
+    return word
 
 
 def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
@@ -154,7 +161,8 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """A flag that is no flag of gptpar's."""
-    what = next((what for start, what in ABSENT.items() if name.startswith(start)), None)
+    dashed = name.replace("_", "-")
+    what = next((what for start, what in ABSENT.items() if _begins(dashed, start)), None)
     said = " ".join([name, *values])
     if {name, said} & STANDS_FOR.keys():
         _stands_for(name, values, parsed)
@@ -169,11 +177,16 @@ def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: P
     elif what is not None:
         parsed.problems.append(f"{said[:MAX_ECHOED]}: {what} is not part of gptpar; leave it out.")
     else:
-        near = MEANT.get(name) or _mistyped(name, parser)
+        near = MEANT.get(dashed) or _mistyped(name, parser)
         hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
         parsed.problems.append(f"unknown flag {name}{hint}")
         if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well
             parsed.refused.add(meant)
+
+
+def _begins(name: str, start: str) -> bool:
+    """Whether the flag begins with these whole words."""
+    return f"{name}-".startswith(start if start.endswith("-") else f"{start}-")
 
 
 def _mistyped(name: str, parser: Parser) -> str | None:

@@ -55,6 +55,15 @@ def deterministic(wanted: bool) -> Iterator[None]:
             ) from error
 
 
+@contextlib.contextmanager
+def exact_bf16_sums(wanted: bool) -> Iterator[None]:
+    """For the time of a ``with`` block, the parts of a bf16 product's sum are added in fp32 (cuBLAS: maybe in bf16)."""
+    with contextlib.ExitStack() as stack:
+        if wanted:
+            _set(stack, torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+        yield
+
+
 def _problems(environment: Mapping[str, str]) -> Iterator[str]:
     """Settings of the user's that are not deterministic."""
     workspace, algorithms = environment.get("CUBLAS_WORKSPACE_CONFIG"), environment.get("NCCL_ALGO", NCCL_ALGORITHM)

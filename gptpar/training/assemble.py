@@ -21,7 +21,7 @@ from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.system.activity import Activity
-from gptpar.system.determinism import deterministic
+from gptpar.system.determinism import deterministic, exact_bf16_sums
 from gptpar.system.restart import Restart, note_begun
 from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
@@ -113,6 +113,7 @@ def open_run(
         activity = Activity.of_worker()
         stack.enter_context(activity.lost_ranks_explained())
         stack.enter_context(deterministic(config.precision.deterministic_mode))
+        stack.enter_context(exact_bf16_sums(config.precision.disable_bf16_reduced_precision_matmul))
         topology = stack.enter_context(
             open_topology(
                 layout, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes

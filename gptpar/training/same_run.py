@@ -76,7 +76,8 @@ _BY_RULE = {
         "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
         # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
         "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
-        "precision.compile precision.cuda_graph precision.deterministic_mode"
+        "precision.compile precision.cuda_graph precision.deterministic_mode "
+        "precision.disable_bf16_reduced_precision_matmul"
     ),
 }
 RULES: dict[str, Rule] = {

@@ -41,9 +41,7 @@ def _switches(r: RecomputeFlags) -> Iterator[str]:
 def _needs_full(r: RecomputeFlags) -> Iterator[str]:
     """What is said of whole blocks, which only full recomputation has."""
     whole_blocks = {
-        "recompute_method": r.recompute_method if r.checkpoint_num_layers is None else None,
-        "recompute_num_layers": r.recompute_num_layers if r.checkpoint_num_layers is None else None,
-        "checkpoint_num_layers": r.checkpoint_num_layers,
+        "recompute_method": r.recompute_method,
         "distribute_saved_activations": r.distribute_saved_activations or None,
         "checkpoint_in_cpu": r.checkpoint_in_cpu or None,
     }

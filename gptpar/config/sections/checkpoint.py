@@ -23,7 +23,11 @@ class CheckpointConfig:
         "goes on from that)",
     )
     save_interval: int | None = flag(
-        None, "steps between checkpoints; 0 is none (the last step is always saved)", least=0, most=NEVER
+        None,
+        "steps between checkpoints; 0 is none (the last step is always saved)",
+        names=("--persistent-save-interval",),
+        least=0,
+        most=NEVER,
     )
     save_interval_minutes: float | None = flag(
         None, "minutes between checkpoints, beside --save-interval or in its place", above=0

@@ -15,7 +15,8 @@ class DeepSpeedFlags:
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed's JSON, comments and trailing commas allowed: batch sizes, optimizer, schedule, clipping, number "
-        "format, ZeRO stage and optimizer offload; a flag that contradicts it is refused",
+        "format, ZeRO stage and optimizer offload; with --lr, flags make the optimizer; other flags that contradict it "
+        "are refused",
         names=("--deepspeed_config",),
         metavar="FILE",
     )

@@ -30,6 +30,9 @@ class PrecisionConfig:
     deterministic_mode: bool = flag(
         False, "the same command on the same devices computes the same bits each time; kernels that cannot are refused"
     )
+    disable_bf16_reduced_precision_matmul: bool = flag(
+        False, "the parts into which a GPU cuts a bf16 product's sum are added in fp32 (cuBLAS may add them in bf16)"
+    )
 
     @property
     def dtype(self) -> str:

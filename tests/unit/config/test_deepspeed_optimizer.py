@@ -30,6 +30,29 @@ def test_an_optimizer_without_weight_decay_has_none_as_in_deepspeed(folder: Path
     assert "weight decay" not in derived
 
 
+def test_flags_make_the_optimizer_where_they_give_its_rate(folder: Path) -> None:
+    """As in Megatron-DeepSpeed, which hands DeepSpeed an optimizer made from flags: the file's is not read."""
+    for kind in ("AdamW", "Lion", "OneBitAdam"):
+        params = {"lr": 6e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3, "max_grad_norm": 0.5}
+        file = {**BATCH, "optimizer": {"type": kind, "params": params}}
+        config, derived = resolved(file, "--lr 1e-4 --adam-beta2 0.95")
+        ours = config.optimizer
+        assert (ours.optimizer, ours.lr, ours.adam_beta1, ours.adam_beta2) == ("adam", 1e-4, 0.9, 0.95)
+        assert (ours.adam_eps, ours.weight_decay, ours.clip_grad) == (1e-8, 0.01, 1.0)
+        assert "weight decay" not in derived
+        assert parsed_with(file, "--lr 1e-4").without_effect == [
+            "optimizer: --lr 0.0001 is given, so flags make the optimizer, as in Megatron-DeepSpeed; without --lr this "
+            "section does"
+        ]
+
+
+def test_a_rate_that_the_file_leaves_to_the_flags_leaves_the_rest_to_the_file(folder: Path) -> None:
+    file = {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9], "weight_decay": 0.3}}}
+    config, _ = resolved(file, "--lr 1e-4")
+    ours = config.optimizer
+    assert (ours.lr, ours.adam_beta1, ours.adam_beta2, ours.weight_decay) == (1e-4, 0.8, 0.9, 0.3)
+
+
 def linear(kind: str, **params: object) -> dict[str, Any]:
     params = {"warmup_type": "linear", "warmup_num_steps": 100, **params}
     return {**BATCH, **RATE, "scheduler": {"type": kind, "params": params}}
@@ -71,7 +94,7 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
     [
         (
             {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}},
-            "--lr 1e-3",
+            "",
             'ds.json: optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or '
             '"Lion", or leave optimizer out and give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps.',
         ),
@@ -135,8 +158,8 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
         (
             linear("WarmupLR"),
             "--lr-decay-style cosine",
-            'ds.json: scheduler.type is "WarmupLR", but --lr-decay-style cosine is given, too: drop one of them, or '
-            "make them agree.",
+            'ds.json: scheduler.type is "WarmupLR", but --lr-decay-style cosine is given, too, and DeepSpeed follows '
+            "the file before 0.14.5, flags since: drop one of them, or make them agree.",
         ),
     ],
 )

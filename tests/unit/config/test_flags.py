@@ -121,7 +121,10 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
         ("--skip-train", "--skip-train evaluates a checkpoint: give --load"),
         ("--eod-mask-loss", "need to know the end-of-document id"),
         ("--clip-grad -1", "--clip-grad is -1; it must be at least 0"),
-        ("--recompute-num-layers 2", "--recompute-num-layers needs --recompute-granularity full"),
+        (
+            "--recompute-activations --recompute-method uniform",
+            "--recompute-method needs --recompute-granularity full",
+        ),
         ("--log-interval 0", "--log-interval is 0; it must be at least 1"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the decay's 10"),
         ("--lr-warmup-tokens 9 --lr-decay-tokens 8", "--lr-warmup-tokens 9 must be less than the decay's 8"),

@@ -22,6 +22,9 @@ from tests.unit.config.test_megatron_flags import problems, resolved
         ("--no-train 1", "--skip-train", ("skip train", True)),
         ("--eval-only True", "--skip-train", ("skip train", True)),
         ("--no-cuda", "--distributed-backend gloo", ("distributed backend", "gloo")),
+        ("--multi-query-attention", "--num-query-groups 1", ("num query groups", 1)),
+        ("--RMSNorm", "--normalization RMSNorm", ("normalization", "RMSNorm")),
+        ("--erf-gelu", "--mlp-activation gelu", ("mlp activation", "gelu")),
     ],
 )
 def test_a_flag_that_stands_for_another_is_told_and_may_not_contradict_it(
@@ -52,6 +55,7 @@ def test_second_names_of_flags() -> None:
     for name in ("--tokenizer-path", "--tokenizer-file", "--tokenizer-name-or-path"):
         assert parse_flags([name, "a.model"]).flags.tokenizer.tokenizer_model == "a.model"
     assert resolved("--gas 2 --pipe-parallel-size 1") == resolved("--gradient-accumulation-steps 2")
+    assert resolved("--save run --persistent-save-interval 7") == resolved("--save run --save-interval 7")
     assert resolved("--kill-switch-file stop") == resolved("--kill-switch-path stop")
     assert parse_flags(["--save-xser", "run"]).flags.checkpoint.save == "run"
     assert parse_flags(["--num_experts", "1"]).problems == []
@@ -209,9 +213,9 @@ def test_what_megatron_core_has_besides_is_refused_by_what_it_is(said: str, told
 @pytest.mark.parametrize(
     "flag",
     [
-        *("--align-param-gather", "--masked-softmax-fusion", "--tokenizer-hf-use-fast", "--params-dtype", "--fp4"),
+        *("--masked-softmax-fusion", "--params-dtype", "--most-recent-k", "--specification"),
         *("--no-attention-softmax-in-fp32", "--dion-beta1", "--disable-bias-linear-fc", "--internals-log-interval"),
-        *("--tiktoken-special-tokens", "--glu", "--checkpoint", "--validation", "--remode", "--init-method"),
+        *("--glu", "--checkpoint", "--validation", "--remode", "--init-method"),
     ],
 )
 def test_another_flag_with_like_letters_gets_no_hint(flag: str) -> None:
@@ -223,3 +227,65 @@ def test_a_switch_that_is_given_a_value_is_told_so() -> None:
         "--geglu takes 0 value(s), 1 given.",
         "unknown flag --use-swiglu; did you mean --swiglu?",
     ]
+
+
+@pytest.mark.parametrize("name", ["save-optim", "load-rng", "check-for-nan-in-loss-and-grad", "rope-fusion"])
+def test_a_switch_is_turned_off_by_either_of_megatrons_words(name: str) -> None:
+    off, disabled = (parse_flags([f"--{word}-{name}"]) for word in ("no", "disable"))
+    assert (disabled.flags, disabled.problems, disabled.without_effect) == (off.flags, [], off.without_effect)
+    assert off.flags != parse_flags([]).flags or off.without_effect
+
+
+@pytest.mark.parametrize("words", ["--recompute-activations", ""])
+def test_how_whole_blocks_are_recomputed_may_be_said_where_none_are(words: str) -> None:
+    more = "" if words else "--recompute-method uniform"
+    given = f"{words} --recompute-num-layers 1 --checkpoint-num-layers 1 {more}"
+    config, derived = resolve(parse_flags([*TINY.split(), *given.split()]), 1)
+    assert config == resolved(words)
+    told = {one.name for one in derived if one.reason.startswith("no whole blocks are recomputed")}
+    assert told == {"recompute num layers", "checkpoint num layers", *(["recompute method"] if more else [])}
+
+
+def test_flags_of_the_newest_and_the_oldest_megatron_that_change_no_number_are_named() -> None:
+    words = (
+        "--ckpt-pg-tensors-cache-path x --fine-grained-activation-offloading --offload-modules core_attn mlp_norm "
+        "--log-energy --exit-signal SIGTERM --flight-recorder-dump-path x --no-tp-comm-split-ag --glu-linear-offset 0 "
+        "--disable-tp-comm-bulk-wgrad --scaled-upper-triang-masked-softmax-fusion --fp32-allreduce --use-flash-attn-v1 "
+        "--pipe-sp-splits 4 --overlap-moe-expert-parallel-comm --replication-factor 2 --sample-rate 1.0"
+    )
+    assert resolved(words) == resolved("")
+    told = parse_flags([*TINY.split(), *words.split()]).without_effect
+    assert "--offload-modules: it changes no number; see --recompute-granularity and --cpu-parameters" in told
+    assert len(told) == 16
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("--top-k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
+        ("--top_k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
+        ("--use_one_sent_docs", "retrieval"),
+        ("--fmoe-num-experts 4", "mixture-of-experts"),
+        ("--hybrid-context-parallel", "context parallelism"),
+        ("--hybrid-layer-pattern M*", "the Mamba architecture"),
+        ("--fp4", "training in FP8 or FP4 (see --bf16)"),
+        ("--eval-micro-batch-size 4", "evaluation in other batches than training's"),
+        ("--mup-output-mult 2", "a factor of muP other than its own (see --mup)"),
+        ("--num-unique-layers 3", "a model whose layers share weights"),
+        ("--train-idx-path x", "another program's data set (see gptpar preprocess)"),
+    ],
+)
+def test_what_published_programs_have_and_gptpar_has_not_is_named(said: str, what: str) -> None:
+    assert problems(said) == [f"{said}: {what} is not part of gptpar; leave it out."]
+
+
+def test_older_and_newer_words_for_flags_are_hints() -> None:
+    for said, meant in (
+        ("--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
+        ("--min-scale", "--min-loss-scale"),
+        ("--intermediate-size", "--ffn-hidden-size"),
+        ("--checkpoint-granularity", "--recompute-granularity"),
+        ("--vocab-model-file", "--tokenizer-model"),
+        ("--num_attention_heads_kv", "--num-query-groups"),
+    ):
+        assert problems(f"{said} 1") == [f"unknown flag {said}; did you mean {meant}?"]

@@ -134,7 +134,6 @@ WORLD = 8
             "--recompute-activations --recompute-modules mlp gelu",
             ["--recompute-modules gelu: unknown; it takes one of core_attn, mlp, layernorm."],
         ),
-        ("--checkpoint-num-layers 2", ["--checkpoint-num-layers needs --recompute-granularity full."]),
         (
             "--checkpoint-activations --checkpoint-num-layers 2 --recompute-num-layers 3",
             [

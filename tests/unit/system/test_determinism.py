@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.system.determinism import deterministic
+from gptpar.system.determinism import deterministic, exact_bf16_sums
 from tests.helpers import tiny_config
+
+
+def test_the_parts_of_a_bf16_sum_are_added_in_fp32_where_that_is_asked_for() -> None:
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction
+    with exact_bf16_sums(True):
+        assert not products.allow_bf16_reduced_precision_reduction
+    with exact_bf16_sums(False):
+        assert products.allow_bf16_reduced_precision_reduction == before
+    assert products.allow_bf16_reduced_precision_reduction == before
 
 
 def test_settings_hold_inside_and_are_gone_behind(monkeypatch: pytest.MonkeyPatch) -> None:

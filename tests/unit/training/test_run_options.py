@@ -55,23 +55,26 @@ def test_retained_checkpoints_stay(tmp_path: Path, flags: str, left: list[int]) 
 
 
 def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every step of it takes deterministic kernels alone."""
-    update, found = Trainer.update, []
+    """And every step of it takes deterministic kernels alone, and adds the parts of bf16 sums in fp32 if asked to."""
+    update, found, products = Trainer.update, [], torch.backends.cuda.matmul
+    adds_in_bf16 = products.allow_bf16_reduced_precision_reduction
 
     def updated(self: Trainer, *args: object, **others: object) -> object:
-        found.append(torch.are_deterministic_algorithms_enabled())
+        adds = products.allow_bf16_reduced_precision_reduction
+        found.append((torch.are_deterministic_algorithms_enabled(), adds))
         return update(self, *args, **others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "update", updated)
     flags = (
         "--bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --num-query-groups 2 "
-        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5"
+        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5 --disable-bf16-reduced-precision-matmul"
     )
     for name in ("one", "other"):
         run(tmp_path / name, flags)
     one, other = (read_tensors(tmp_path / name / "iter_0000008") for name in ("one", "other"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert found == [True] * 16 and not torch.are_deterministic_algorithms_enabled()
+    assert found == [(True, False)] * 16 and not torch.are_deterministic_algorithms_enabled()
+    assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16
 
 
 def test_rows_of_the_embedding_may_be_given() -> None:

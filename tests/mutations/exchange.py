@@ -89,8 +89,8 @@ EXCHANGE = [
     Mutation(
         "readings-begin-without-room-for-their-blocks",
         "gptpar/checkpoint/assembly.py",
-        "return self._in_memory + new <= self._room.blocks",
-        "return self._in_memory + new <= 3 * self._room.blocks",
+        "self._in_memory + new <= self._room.blocks",
+        "self._in_memory + new <= 3 * self._room.blocks",
         ("tests/unit/checkpoint/test_assembly.py",),
     ),
     Mutation(

@@ -198,7 +198,15 @@ class Engine:
         done = self.gatherer.backward_done
         in_order = not learns or data.group is not None  # a process alone sends no messages, whose order would count
         collector = GradientCollector(
-            table.units, trained, memory, reducer, done, kept=done, learns=learns, in_order=in_order
+            table.units,
+            trained,
+            memory,
+            reducer,
+            done,
+            kept=done,
+            final=self.gatherer.may_change,
+            learns=learns,
+            in_order=in_order,
         )
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:

@@ -2,9 +2,9 @@
 
 While a unit is released, its parameters belong to a subclass of their own class, which sees every operator before it
 reads them. A parameter is never copied for that, and remains the same object. When its unit is gathered, it gets its
-own class again, so that forward and backward passes see plain parameters. From its final gradient to the step, a unit is
-guarded too if an optimizer works ahead. The optimizer takes its work back for a reader, such as a hook in the backward
-pass.
+own class again, so that forward and backward passes see plain parameters. Where an optimizer works ahead, units are
+guarded from their final gradient to the step, too. The optimizer takes its work back for a reader, such as a hook amid
+a backward pass.
 """
 
 from __future__ import annotations

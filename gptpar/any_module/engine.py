@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -55,6 +56,7 @@ class ModuleEngine(TrainingEngine):
             self._recorded = RecordedWork(self.module, work, self.engine)
         self._no_sync = False
         self._boundary: bool | None = None
+        self._drops = 0  # steps in a row that zero_grad() has dropped
         self._needs_losses = options.monitor.is_on or self.skip_step is not None
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
@@ -145,13 +147,11 @@ class ModuleEngine(TrainingEngine):
             self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         except BaseException:
             self._note_failure("a backward pass")
-            self.zero_grad()  # some of the step's gradients are incomplete: it has to begin again
+            super().zero_grad()  # some of the step's gradients are incomplete: it has to begin again
             raise
         if self._needs_losses:
             self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
         self._is_final = last
-        if last:
-            self.weights.watch_until_step()
         if not retain_graph:
             _notes_of(loss)[_SPENT] = True
         return loss
@@ -185,6 +185,20 @@ class ModuleEngine(TrainingEngine):
         self._ended_step = False
         if ends_step:
             self.optimizer.step()
+            self._drops = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the current step, which begins again with its first micro-batch."""
+        if self._count:
+            self._drops += 1
+            if self._drops == 2:  # once may be meant, of a micro-batch that the user rejects
+                warnings.warn(
+                    f"zero_grad() dropped a step after {self._count} of its {self.options.batch.accumulation_steps} "
+                    "micro-batches, as it did with the step before. If it is called at every micro-batch, no step is "
+                    "ever taken: leave it out, the engine drops gradients after each step.",
+                    stacklevel=2,
+                )
+        super().zero_grad(set_to_none)
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:

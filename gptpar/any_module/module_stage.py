@@ -57,6 +57,7 @@ class ModuleStage(PlacedParameters):
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
+        observes_backward: whether the coming backward pass is observed.
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
@@ -67,7 +68,7 @@ class ModuleStage(PlacedParameters):
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._read_watch: ReadWatch | None = None
-        self._is_bringing = False
+        self._is_bringing = self.observes_backward = False
         self._called: list[str] = []
         self._changed_at: dict[str, int] = {}
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
@@ -99,7 +100,7 @@ class ModuleStage(PlacedParameters):
         self._gatherer = gatherer
         self.undo.callback(self._uncompiled.close)  # the first forward's backward pass may never have come
         if gatherer.brings:
-            self._read_watch = ReadWatch(self._read_outside, self._note_change)
+            self._watch_reads()
         trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
             if parameter.requires_grad and name not in trained:
@@ -135,14 +136,30 @@ class ModuleStage(PlacedParameters):
             raise
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """A context for a backward pass. The first one recomputes uncompiled, as the observed forward pass ran."""
+    def backward(self, reads_late: Callable[[str], bool], *, last: bool) -> Iterator[None]:
+        """A context for a backward pass.
+
+        Those of the first step recompute uncompiled, as the observed forward pass ran, and are observed, too.
+
+        Args:
+            reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns
+                whether its gradient has come already.
+            last: whether this is the step's last pass.
+        """
         self._note("began a backward pass")
+        look = partial(self._read_in_backward, reads_late)
+        watch = ReadWatch(look, lambda tensor: None) if self.observes_backward else contextlib.nullcontext()
+        succeeded = False
         try:
-            with BACKWARD_PASSES.one():
+            with BACKWARD_PASSES.one(), watch:
                 yield
+            succeeded = True
         finally:
-            self._uncompiled.close()
+            if last or not succeeded:
+                self._uncompiled.close()
+                if self.observes_backward and not succeeded:
+                    self._watch_reads()  # of the next forward pass, whose backward pass may succeed
+                self.observes_backward = False
 
     # Around a scope's forward.
 
@@ -234,6 +251,8 @@ class ModuleStage(PlacedParameters):
             self._require_no_hidden_changes()
             if succeeded and torch.is_grad_enabled():
                 self._read_watch = None  # only one whole training pass is observed, because that takes time
+                gatherer = self._gatherer
+                self.observes_backward = gatherer is not None and (gatherer.transient or gatherer.changes_early)
             else:
                 self._uncompiled.close()
         kept, self._kept = self._kept, None
@@ -241,6 +260,10 @@ class ModuleStage(PlacedParameters):
             kept.__exit__(None, None, None)
 
     # Parameters that are gathered and released.
+
+    def _watch_reads(self) -> None:
+        """Have the next forward pass observed."""
+        self._read_watch = ReadWatch(self._read_outside, self._note_change)
 
     def _read_outside(self, tensor: torch.Tensor) -> None:
         """An operator of the first pass reads a tensor; a parameter outside of its scope's call must stay gathered."""
@@ -257,16 +280,34 @@ class ModuleStage(PlacedParameters):
             )
         self._gatherer.merge(unit.scope, into=ROOT)
 
+    def _read_in_backward(self, reads_late: Callable[[str], bool], tensor: torch.Tensor) -> None:
+        """An operator of an observed backward pass reads a tensor, maybe of a unit whose gradient is complete.
+
+        Then the unit may have been released, or an optimizer may have worked ahead with that gradient.
+        """
+        unit, gatherer = self.unit_in(tensor), self._gatherer
+        if unit is None or gatherer is None or tensor is gatherer.gathers_into(unit.name):
+            return
+        late = [name for name in self._names_in(tensor) if reads_late(name)]
+        if late:
+            gatherer.keep_last_step()
+        if not gatherer.is_present(unit.name):
+            gatherer.before_backward(gatherer.layer_of(unit.name))
+
     def _note_change(self, tensor: torch.Tensor) -> None:
         """An operator of the first pass is about to change a tensor in place; parameters have another version then."""
+        for name in self._names_in(tensor) if not self._is_bringing else ():
+            with torch._C.DisableTorchFunctionSubclass():
+                self._changed_at.setdefault(name, self.parameters[name]._version)
+
+    def _names_in(self, tensor: torch.Tensor) -> list[str]:
+        """The parameters in whose memory a tensor begins."""
         unit = self.unit_in(tensor)
-        if unit is None or self._is_bringing:
-            return
+        if unit is None:
+            return []
         with torch._C.DisableTorchFunctionSubclass():
-            for name in unit.parameters:
-                parameter = self.parameters[name]
-                if 0 <= tensor.data_ptr() - parameter.data_ptr() < max(parameter.nbytes, 1):
-                    self._changed_at.setdefault(name, parameter._version)
+            begin, known = tensor.data_ptr(), [(name, self.parameters[name]) for name in unit.parameters]
+            return [name for name, own in known if 0 <= begin - own.data_ptr() < max(own.nbytes, 1)]
 
     def _require_no_hidden_changes(self) -> None:
         """Refuse changes in place, in the pass that was observed, of which the optimizer would not learn.

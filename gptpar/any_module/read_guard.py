@@ -2,8 +2,9 @@
 
 While a unit is released, its parameters belong to a subclass of their own class, which sees every operator before it
 reads them. A parameter is never copied for that, and remains the same object. When its unit is gathered, it gets its
-own class again, so that forward and backward passes see plain parameters. Between a step's last backward pass and the
-step, gathered units are guarded too if an optimizer works ahead, which it takes back for a reader.
+own class again, so that forward and backward passes see plain parameters. Where an optimizer works ahead, units are
+guarded from their final gradient to the step, too. The optimizer takes its work back for a reader, such as a hook amid
+a backward pass.
 """
 
 from __future__ import annotations
@@ -80,27 +81,22 @@ class ReadGuard:
             for parameter, plain, _ in self._members[unit]:
                 parameter.__class__ = plain
 
+    def may_change(self, unit: str) -> None:
+        """Guard a unit that is here: its parameters do not get their own class until their forward."""
+        self.left(unit)
+        self._here.add(unit)
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """A context in which gathered parameters stay guarded, so that changes through ``.data`` are noticed."""
         present = [unit for unit in self._members if unit not in self._away]
-        self.watch_present()
+        for unit in present:
+            self.may_change(unit)
         try:
             yield
         finally:
             for unit in present:
                 self.arrived(unit)
-
-    def watch_present(self) -> None:
-        """Guard gathered units too, until their next forward: an optimizer may work ahead of the step."""
-        for unit in self._members:
-            if unit not in self._away:
-                self._keep_guarding(unit)
-
-    def _keep_guarding(self, unit: str) -> None:
-        """A unit is here, but its parameters do not get their own class until their forward."""
-        self.left(unit)
-        self._here.add(unit)
 
     def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function on parameters some of which are released; returns its result.
@@ -153,7 +149,7 @@ class ReadGuard:
             layer = self._gatherer.layer_of(unit)
             self._gatherer.bring(layer)
             for one in self._gatherer.units_of(layer):
-                self._keep_guarding(one)
+                self.may_change(one)
 
     def _told(self, sentence: str, parameters: Any) -> str:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))

@@ -179,11 +179,6 @@ class Weights(NotCopied):
             guard.before_write([memory.shards[unit.name]])
             memory.shards[unit.name].copy_(memory.full[unit.name][low : low + unit.shard_length])
 
-    def watch_until_step(self) -> None:
-        """The step's gradient is final: whoever reads a parameter now gets the value before the step."""
-        if self._engine.subscriber is not None:
-            self._guard.watch_present()
-
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
@@ -196,6 +191,7 @@ class Weights(NotCopied):
                 yield
             if self._has_ended:
                 return
+            self._engine.gatherer.keep_last_step()  # the block may have made the step's gradient final
             self._finish_changes(modifier_rank)
         self._engine.gatherer.bring_held()  # this block may be inside another one
 
@@ -249,6 +245,7 @@ class Weights(NotCopied):
     def _before_saving(self, scope: Scope, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._loading:
             self._engine.finish()
+        self._engine.gatherer.keep_last_step()
         self._engine.gatherer.bring(scope.path)
 
     def _after_saving(
@@ -265,6 +262,7 @@ class Weights(NotCopied):
             self._loading = 0  # an earlier one may have ended in an error
         self._loading += 1
         self._engine.finish()
+        self._engine.gatherer.keep_last_step()
         self._engine.gatherer.bring(scope.path)
 
     def _after_loading(self, scope: Scope, module: nn.Module, incompatible: Any) -> None:

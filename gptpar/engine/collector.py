@@ -27,11 +27,15 @@ class GradientCollector:
     may get several gradients, from nested backward passes (reentrant recomputation). The first pass counts them, and
     hands these units on at its end.
 
+    An optimizer that works ahead may change a unit's parameters once the unit is handed on. If a pass reads them after
+    their gradient (:meth:`reads_late`), later passes hand the unit on at their end.
+
     Args:
         units: in forward order.
         virtual_stages: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
         kept: called instead of ``done`` in a pass that only adds to the sums and reduces nothing.
+        final: called with a unit's name before its gradient, final in this process, is handed on.
         learns: whether backward passes may be nested.
         in_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
             complete.
@@ -50,12 +54,13 @@ class GradientCollector:
         done: Callable[[str], None],
         *,
         kept: Callable[[str], None] | None = None,
+        final: Callable[[str], None] | None = None,
         learns: bool = False,
         in_order: bool = True,
     ):
         self._memory, self._reducer, self._done = memory, reducer, done
         self._learns, self._in_order, self._has_learned = learns, in_order, False
-        self._kept = kept or (lambda unit: None)
+        self._kept, self._final = kept or (lambda unit: None), final or (lambda unit: None)
         self._units = {unit.name: unit for unit in units}
         self._unit_of = {name: unit for unit in units for name in unit.params}
         self._expected = {unit.name: len(unit.params) for unit in units}
@@ -71,6 +76,8 @@ class GradientCollector:
         self._handed_on: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
+        self._here: set[str] = set()  # parameters whose gradient has come in the running pass
+        self._read_late: set[str] = set()
         self._virtual_stages = [list(dict.fromkeys(names)) for names in virtual_stages]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
         last_first = reversed(list(enumerate(self._virtual_stages)))
@@ -104,8 +111,10 @@ class GradientCollector:
 
     def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self._missing = {name: self._expected[name] for name in self._virtual_stages[virtual_stage]}
+        names = self._virtual_stages[virtual_stage]
+        self._missing = {name: sys.maxsize if name in self._read_late else self._expected[name] for name in names}
         self._handed_on.clear()
+        self._here.clear()
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
         for name in reversed(self._virtual_stages[virtual_stage]):
@@ -117,6 +126,13 @@ class GradientCollector:
     def enter_backward(self, task: int) -> None:
         """Autograd has begun the pass as graph task number ``task``; a nested pass has another number."""
         self._outer_task = task
+
+    def reads_late(self, parameter: str) -> bool:
+        """Whether the running pass, which reads a parameter now, has its gradient; later passes heed that."""
+        is_late = parameter in self._here
+        if is_late:
+            self._read_late.add(self._unit_of[parameter].name)
+        return is_late
 
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""
@@ -147,6 +163,7 @@ class GradientCollector:
                 "processes would not sum it. It was dropped."
             )
         self._missing[unit.name] -= 1
+        self._here.add(name)
         if self._learns:
             self._note_arrival(unit)
         if unit.name in self._handed_on:
@@ -197,5 +214,7 @@ class GradientCollector:
         if not self._memory.keeps_all:
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)
+        if last:
+            self._final(unit.name)
         self._reducer.reduce(unit, total, last=last)
         self._done(unit.name)

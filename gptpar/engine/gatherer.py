@@ -37,6 +37,9 @@ class PresenceWatch(Protocol):
     def left(self, unit: str) -> None:
         """The unit's parameters are outdated or freed until ``arrived``; may be called twice in a row."""
 
+    def may_change(self, unit: str) -> None:
+        """The unit's parameters, readable until now, may get new values before the step, until ``arrived``."""
+
 
 class ParameterGatherer:
     """Brings each layer's parameters before it is called; a :class:`~gptpar.pipeline.stage.LayerCaller`.
@@ -92,6 +95,11 @@ class ParameterGatherer:
         return self._travels or self._subscriber is not None
 
     @property
+    def changes_early(self) -> bool:
+        """Whether a subscriber may give parameters new values before the step."""
+        return self._subscriber is not None
+
+    @property
     def gathers_in_call_order(self) -> bool:
         """Whether processes have to call the same layers in the same order."""
         return self._axis.shards > 1 and (self._memory.transient or self._subscriber is not None)
@@ -108,6 +116,10 @@ class ParameterGatherer:
     def layer_of(self, unit: str) -> str:
         """The layer whose units are gathered together with this unit."""
         return self._layer_of[unit]
+
+    def gathers_into(self, unit: str) -> torch.Tensor:
+        """The memory of a whole unit, which the gatherer fills, and in which its parameters are views."""
+        return self._full[unit]
 
     def units_of(self, name: str) -> tuple[str, ...]:
         """The units that are gathered for a layer."""
@@ -214,6 +226,11 @@ class ParameterGatherer:
         if self._memory.transient:
             self._in_backward.discard(self._layer_of[unit])
             self._release(unit)
+
+    def may_change(self, unit: str) -> None:
+        """A unit's gradient is final: a subscriber may give its parameters new values before the step."""
+        if self.changes_early and self.watch is not None and unit in self._present:
+            self.watch.may_change(unit)
 
     def bring(self, name: str) -> None:
         """Bring a layer's parameters for use outside of its forward."""

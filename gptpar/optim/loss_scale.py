@@ -15,6 +15,10 @@ class LossScale:
 
     The dynamic scale halves after ``hysteresis`` overflows and at each further overflow. After ``window`` good steps in
     a row it doubles, and the hysteresis starts anew.
+
+    Attributes:
+        good_steps: in a row since the scale doubled, or since the last overflow.
+        tolerance: overflows until the scale halves, from the hysteresis downwards; below zero after further ones.
     """
 
     value: float

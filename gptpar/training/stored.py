@@ -22,7 +22,7 @@ from gptpar.training.progress import Progress
 
 MAX_INT = 2**63 - 1
 UNIONS = (types.UnionType, typing.Union)
-MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr")
+MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr", "tolerance")
 _DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "padded_vocab_size")
 """What a run derives of its model, and a checkpoint must say."""
 
@@ -74,7 +74,7 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
     problems += [
         *_problems_of(Progress, meta.get("progress"), "progress"),
         *_problem_of(int, meta.get("optimizer_steps"), "optimizer_steps"),
-        *_problems_of(LossScale, meta.get("loss_scale"), "loss_scale"),
+        *_problems_of(LossScale, meta.get("loss_scale"), "loss_scale", MAY_BE_NEGATIVE),
         *_problems_of(Schedule, meta.get("schedule"), "schedule", MAY_BE_NEGATIVE),
         *_problem_of(dict, meta.get("tokenizer"), "tokenizer"),
         *_corpora_problems(meta.get("corpora")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,36 @@ def same_loss(rank: int, setup: Setup) -> str:
 @layouts
 def test_the_same_loss_twice_is_refused(bench: Bench, setup: Setup) -> None:
     assert all("twice" in told for told in bench.on_ranks(setup.world, same_loss, setup))
+
+
+# Gradients dropped at every micro-batch.
+
+
+def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool, times: int) -> tuple[int, list[str]]:
+    """(steps taken, what is warned of)"""
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for micro in range(4):
+            if micro in range(1, 1 + times):
+                (training.optimizer if by_optimizer else training.engine).zero_grad()
+            training.engine.backward(loss_of(training, micro))
+            training.engine.step()
+    return training.engine.global_steps, [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("by_optimizer", [False, True])
+@pytest.mark.parametrize("setup", [Setup(1, 0, 1.0, 2), Setup(2, 2, 0.0, 2)], ids=str)
+def test_dropping_gradients_at_every_micro_batch_is_told_once(bench: Bench, setup: Setup, by_optimizer: bool) -> None:
+    for steps, told in bench.on_ranks(setup.world, dropped_at_every_micro_batch, setup, by_optimizer, 3):
+        assert steps == 0
+        (sentence,) = [one for one in told if "zero_grad" in one]
+        assert "dropped a step after 1 of its 2 micro-batches" in sentence and "no step is ever taken" in sentence
+
+
+def test_dropping_one_step_is_not_told_of(bench: Bench) -> None:
+    ((steps, told),) = bench.on_ranks(1, dropped_at_every_micro_batch, Setup(1, 0, 0.0, 2), False, 1)
+    assert steps == 1 and not [one for one in told if "zero_grad" in one]
 
 
 # Inside gathered().

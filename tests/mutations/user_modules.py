@@ -61,4 +61,32 @@ USER_MODULES = [
         "if exchanging or gathers:",
         ("tests/any_module/test_refused.py::test_a_backward_pass_that_fails_on_one_process_is_told",),
     ),
+    Mutation(
+        "late-read-of-a-weight-forgotten",
+        "gptpar/engine/collector.py",
+        "self._read_late.add(self._unit_of[parameter].name)",
+        "pass",
+        ("tests/any_module/test_reads_in_backward.py::test_reads_by_the_graph",),
+    ),
+    Mutation(
+        "late-read-of-the-first-pass-not-taken-back",
+        "gptpar/any_module/module_stage.py",
+        "        if late:\n            gatherer.keep_last_step()\n",
+        "",
+        ("tests/any_module/test_reads_in_backward.py::test_reads_by_the_graph",),
+    ),
+    Mutation(
+        "reads-in-a-backward-pass-not-guarded",
+        "gptpar/engine/gatherer.py",
+        "            self.watch.may_change(unit)",
+        "            pass",
+        ("tests/any_module/test_reads_in_backward.py::test_reads_by_a_hook",),
+    ),
+    Mutation(
+        "loss-scale-never-negative",
+        "gptpar/training/stored.py",
+        '"init_lr", "tolerance")',
+        '"init_lr")',
+        ("tests/unit/training/test_resume.py::test_a_run_of_fp16_goes_on_after_any_number_of_overflows",),
+    ),
 ]

@@ -20,7 +20,12 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
         rope_theta, norm_eps: the family's defaults.
         **options: further flags.
     """
-    gate = config.gate("hidden_act")
+    gate, positions = config.gate("hidden_act"), config.rotary(rope_theta)
+    if positions["rotary_percent"] != 1:
+        config.problems.append(
+            f"partial_rotary_factor is {positions['rotary_percent']:g}; transformers' models of this family turn whole "
+            "heads, whatever it says, and others a part: leave it out, or set it to 1."
+        )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     shared: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
@@ -33,7 +38,7 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
         "seq_length": config["max_position_embeddings"],
         "max_position_embeddings": config["max_position_embeddings"],
         "padded_vocab_size": config["vocab_size"],
-        **config.rotary(rope_theta),
+        **positions,
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", norm_eps),
         **gate,

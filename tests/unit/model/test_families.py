@@ -214,6 +214,13 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             "low_freq_factor of the rotary positions is 2.0, and gptpar computes with 1.0.",
         ),
         ({**LLAMA, "model_type": "llama", "hidden_act": "mish"}, "hidden_act is 'mish'"),
+        *(
+            (
+                {**LLAMA, "model_type": kind, "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5}},
+                f"^(?s:.*){kind}: partial_rotary_factor is 0.5; transformers' models of this family turn whole heads",
+            )
+            for kind in ("llama", "qwen2", "qwen3", "olmo2")
+        ),
         ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),
         (

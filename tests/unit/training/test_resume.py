@@ -53,6 +53,23 @@ def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
                 assert torch.equal(after.engine.parameters.views()[name], view.parts[0][1].half())
 
 
+@pytest.mark.parametrize("overflows", [1, 2, 3, 20])
+def test_a_run_of_fp16_goes_on_after_any_number_of_overflows(tmp_path: Path, overflows: int) -> None:
+    """The first steps overflow about twenty times, because the scale begins at 2**32."""
+    config = tiny_config(f"--save {tmp_path} --load {tmp_path} --fp16")
+    before, after = make_trainer(config), make_trainer(config)
+    for _ in range(overflows):
+        before.loss_scale.update(True)
+    assert before.loss_scale.tolerance == 2 - overflows
+    resume.save(before, DONE, inputs_of(config), keep=None)
+    assert resume.load(after, inputs_of(config), lambda _: None) == DONE
+    assert after.loss_scale.state() == before.loss_scale.state()
+    for overflow in (False, True, True):
+        before.loss_scale.update(overflow)
+        after.loss_scale.update(overflow)
+        assert after.loss_scale.value == before.loss_scale.value
+
+
 def test_an_empty_run_folder_is_a_fresh_start(tmp_path: Path) -> None:
     assert checkpoint_to_resume(tiny_config(f"--save {tmp_path} --load {tmp_path}")) is None
 

@@ -41,6 +41,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "optimizer_steps is -3, where at least 0": lambda m: m.update(optimizer_steps=-3),
     "loss_scale is missing": lambda m: m.pop("loss_scale"),
     "loss_scale.value is 'big', where a number": lambda m: m["loss_scale"].update(value="big"),
+    "loss_scale.good_steps is -1, where at least 0": lambda m: m["loss_scale"].update(good_steps=-1),
     "loss_scale holds 'more'": lambda m: m["loss_scale"].update(more=1),
     "schedule is 'linear', where an object": lambda m: m.update(schedule="linear"),
     "schedule.max_lr is nan, where a number": lambda m: m["schedule"].update(max_lr=float("nan")),

@@ -1,0 +1,154 @@
+"""Parameters that a backward pass reads late have the last step's values, where the CPU works ahead of the step."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.any_module.case import Case, Setup, make_optimizer
+from tests.any_module.cases import CASES
+from tests.any_module.harness import Training
+from tests.any_module.matrix import Bench
+from tests.any_module.oddities.late_reads import LATE_READS, HookReads
+from tests.any_module.reference import Named, copy_of_weights
+from tests.any_module.test_between_backward_and_step import FREE
+
+STEPS = 5
+ALONE = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 3, 0.6, accumulation=2, clip=FREE)]
+TOGETHER = [Setup(2, 0, 1.0, clip=FREE), Setup(2, 2, 0.6, clip=FREE)]
+RELEASED = [Setup(2, 3, 1.0, clip=FREE)]
+HOOKS = [Case("hook", HookReads), Case("hook_later", partial(HookReads, 4))]
+"""The second one's hook comes when the first passes have been observed."""
+
+
+def in_plain_torch(case: Case, accumulation: int) -> Named:
+    """Each rank has the same batches, so that one process stands for all."""
+    model = case.make_model()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            (case.losses_of(model, case.make_batch(step, micro, 0, 1))[0] / accumulation).backward()
+        optimizer.step()
+    return copy_of_weights(model)
+
+
+def by_engine(rank: int, case: Case, setup: Setup) -> tuple[int, Named]:
+    """(elements updated ahead of a step, the last weights)"""
+    training = Training(case, setup)
+    for step in range(STEPS):
+        for micro in range(setup.accumulation):
+            training.engine.backward(case.losses_of(training.engine, case.make_batch(step, micro, 0, 1))[0])
+            if micro == setup.accumulation - 1:
+                time.sleep(0.05)
+            training.engine.step()
+    with training.engine.gathered():
+        return training.engine.host.num_ahead, copy_of_weights(training.model)
+
+
+def assert_same(found: list[tuple[int, Named]], wanted: Named) -> None:
+    for _, weights in found:
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+
+
+layouts = pytest.mark.parametrize("setup", [*ALONE, *TOGETHER], ids=lambda setup: str(setup).replace(", ", "-"))
+
+
+@pytest.mark.parametrize("setup", [*ALONE, *TOGETHER, *RELEASED], ids=lambda setup: str(setup).replace(", ", "-"))
+@pytest.mark.parametrize("case", LATE_READS, ids=lambda case: case.name)
+def test_reads_by_the_graph(bench: Bench, case: Case, setup: Setup) -> None:
+    found = bench.on_ranks(setup.world, by_engine, case, setup)
+    assert all(ahead > 0 for ahead, _ in found), "the CPU never worked ahead, so that nothing was tested"
+    assert_same(found, in_plain_torch(case, setup.accumulation))
+
+
+@layouts
+@pytest.mark.parametrize("case", HOOKS, ids=lambda case: case.name)
+def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
+    assert_same(bench.on_ranks(setup.world, by_engine, case, setup), in_plain_torch(case, setup.accumulation))
+
+
+# Other reads before the step.
+
+
+def whole(training: Training) -> Any:
+    return training.model.state_dict()
+
+
+def of_a_block(training: Training) -> Any:
+    return {f"blocks.1.{name}": value for name, value in training.model.blocks[1].state_dict().items()}
+
+
+def backward_in_gathered(training: Training) -> Any:
+    """What is read after ``gathered``, inside of which the gradient became final."""
+    training.engine.zero_grad()
+    with training.engine.gathered():
+        training.engine.backward(training.case.losses_of(training.engine, training.make_batch(0, 0))[0])
+    time.sleep(0.05)
+    return dict(training.model.named_parameters())
+
+
+def states(rank: int, setup: Setup, read: Any) -> list[str]:
+    """Parameters that are not the last step's, between backward and step."""
+    training, wrong = Training(CASES["mlp"], setup), []
+    for step in range(3):
+        with training.engine.gathered():
+            before = copy_of_weights(training.model)
+        training.engine.backward(training.case.losses_of(training.engine, training.make_batch(step, 0))[0])
+        time.sleep(0.05)
+        wrong += [name for name, value in read(training).items() if not torch.equal(value, before[name])]
+        training.engine.step()
+    return wrong
+
+
+SETUPS = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 2, 0.6, clip=FREE)]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+@pytest.mark.parametrize("read", [whole, of_a_block, backward_in_gathered])
+def test_states_before_the_step(bench: Bench, setup: Setup, read: Any) -> None:
+    assert bench.on_ranks(setup.world, states, setup, read) == [[]] * setup.world
+
+
+def loads_before_the_step(rank: int, setup: Setup) -> Named:
+    """Weights loaded between backward and step, which the step then changes."""
+    training = Training(Case("plain", Linear), setup)
+    for step in range(3):
+        training.engine.backward(training.case.losses_of(training.engine, training.case.make_batch(step, 0, 0, 1))[0])
+        time.sleep(0.05)
+        if step == 1:
+            training.model.load_state_dict(other_weights())
+        training.engine.step()
+    with training.engine.gathered():
+        return copy_of_weights(training.model)
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+
+def other_weights() -> Named:
+    return Case("plain", Linear).make_model(seed=7).state_dict()
+
+
+@pytest.mark.parametrize("setup", [Setup(1, 0, 0.0, clip=FREE), *SETUPS, *TOGETHER], ids=str)
+def test_weights_loaded_before_the_step(bench: Bench, setup: Setup) -> None:
+    case = Case("plain", Linear)
+    model = case.make_model()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        case.losses_of(model, case.make_batch(step, 0, 0, 1))[0].backward()
+        if step == 1:
+            model.load_state_dict(other_weights())
+        optimizer.step()
+    for weights in bench.on_ranks(setup.world, loads_before_the_step, setup):
+        for name, value in copy_of_weights(model).items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)

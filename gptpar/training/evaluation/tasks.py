@@ -9,7 +9,8 @@ Let l_i be the sum of the natural logarithms of the probabilities of choice i's 
 
 These are the definitions of lm-evaluation-harness (lm_eval/api/task.py, ``process_results`` of multiple choice;
 lm_eval/api/metrics.py, ``bits_per_byte``). Its pages call ``acc_norm`` byte-length normalised, but its code counts
-characters; for ASCII both are the same. The first choice wins a draw. The standard error of an accuracy p over n
+characters; for ASCII both are the same. The first choice wins a draw. A task with an l_i that is not a number has
+scores that are none. The standard error of an accuracy p over n
 questions is sqrt(p (1 - p) / (n - 1)).
 """
 
@@ -66,6 +67,8 @@ def _accuracies(answered: Sequence[tuple[Question, Sequence[float]]]) -> dict[st
         "acc_norm": len,
         "acc_bytes": lambda choice: len(choice.encode()),
     }
+    if any(math.isnan(value) for _, values in answered for value in values):  # no choice has the greatest one
+        return dict.fromkeys((key for name in measures for key in (name, f"{name}_stderr")), math.nan)
     found: dict[str, float] = {}
     for name, measure in measures.items():
         right = sum(

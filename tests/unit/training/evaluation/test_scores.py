@@ -145,3 +145,12 @@ def test_a_request_to_stop_leaves_a_task(tmp_path: Path) -> None:
     (questions, _) = tasks_in(tmp_path)
     asked = iter([False, True])
     assert evaluator_of(make_trainer(byte_config()), 32).evaluate(questions, lambda: next(asked)) is None
+
+
+def test_a_model_that_gives_no_number_has_no_score() -> None:
+    items = [Question("q", ("a", "b"), 0, "line 1"), Question("q", ("a", "b"), 1, "line 2")]
+    task = Task("t", items, [], [0, 0, 1, 1])
+    assert task.scores([-1.0, -2.0, -2.0, -1.0])["acc"] == 1
+    assert task.scores([-1.0, -math.inf, -2.0, -1.0])["acc"] == 1
+    scores = task.scores([math.nan, -2.0, -2.0, -1.0])
+    assert len(scores) == 6 and all(map(math.isnan, scores.values()))

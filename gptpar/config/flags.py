@@ -63,6 +63,7 @@ class ParsedFlags:
         problems: one sentence for each mistake.
         given: the fields that were set, as ``section.field``.
         typed: those of them that the command line or --config sets, with their values.
+        from_config: those of them that --config alone sets.
         refused: the fields whose values could not be read.
         derived: those of them that --deepspeed_config set.
         without_effect: what is understood of other programs but changes nothing, each with the reason.
@@ -75,6 +76,7 @@ class ParsedFlags:
     problems: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
     typed: dict[str, Any] = field(default_factory=dict)
+    from_config: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     derived: list[Derived] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
@@ -341,7 +343,8 @@ def _read_config(path: str | None, parsed: ParsedFlags) -> None:
         return
     file = read_run_file(path)
     told = parsed.typed.keys() | parsed.refused
-    parsed.typed |= {key: value for key, value in file.values.items() if key not in told}
+    parsed.from_config = file.values.keys() - told
+    parsed.typed |= {key: file.values[key] for key in file.values if key in parsed.from_config}
     parsed.refused |= file.refused - told
     parsed.problems += file.problems
 

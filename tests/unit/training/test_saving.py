@@ -16,6 +16,7 @@ import torch
 from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver, verify_checkpoint
 from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
+from gptpar.checkpoint.save_request import Save
 from gptpar.errors import CheckpointError
 from gptpar.offload.back_off import BackOff
 from gptpar.system.blocks import span
@@ -86,7 +87,7 @@ def done(iteration: int) -> Progress:
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
-    monkeypatch.setattr(background, "NUM_COPIERS", 2 if room == "copied ahead" else 0)
+    monkeypatch.setattr(background, "num_copiers", lambda: 2 if room == "copied ahead" else 0)
     back_off_for_long(monkeypatch)
     trainer, behind, said = make(tmp_path / "behind", words)
     train(trainer, 0, 3)
@@ -190,6 +191,23 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     standing_still.save_last(done(3), keep_all=False)
     assert tensors_of(tmp_path / "behind") == tensors_of(tmp_path / "stood-still")
     other.close()
+
+
+@pytest.mark.parametrize(("words", "kinds"), [("", 3), ("--no-save-optim", 1)])
+def test_moments_that_are_not_saved_hold_up_no_step(
+    words: str, kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is their memory guarded, nor does their size count where room for copies is looked for."""
+    trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 1 {words}")
+    train(trainer, 0, 2)
+    asked: list[Save] = []
+    monkeypatch.setattr(behind._saver, "begin", lambda save, **_: asked.append(save))
+    behind.begin(behind.targets[0], done(2), keep_all=False)
+    late = behind._late()
+    elements = sum(parameter.numel() for parameter in trainer.pipeline.parameters())
+    assert sum(block.nbytes for block in late.blocks) == asked[0].late_bytes == kinds * 4 * elements
+    assert len({name.split("/")[0] for name in late.tensors()}) == kinds
+    trainer.close()
 
 
 def test_what_fails_before_the_state_is_taken_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +345,7 @@ def test_spare_memory_stays_until_the_machine_is_short_of_it(tmp_path: Path, mon
     short = [0]
     monkeypatch.setattr(memory, "host_room", lambda held=0: max(0, held - short[0]) if short[0] else 1 << 30)
     monkeypatch.setattr(saver, "MEMORY_LOOK_SECONDS", -1.0)
-    monkeypatch.setattr(background, "NUM_COPIERS", 0)
+    monkeypatch.setattr(background, "num_copiers", lambda: 0)
     trainer, behind, _ = make(tmp_path)
     gate = slow_writes(monkeypatch, 30)
     behind.begin(behind.targets[0], done(1), keep_all=False)

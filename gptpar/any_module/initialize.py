@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.any_module.agreement import all_or_none, require_same_model
+from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
@@ -99,6 +100,14 @@ def initialize(
     world = dist.get_world_size() if dist.is_initialized() else 1
     with all_or_none(world):
         _check_model(model, recording)
+        require_types(
+            model_parameters=model_parameters,
+            training_data=training_data,
+            collate_fn=collate_fn,
+            recording=recording,
+            loss_fn=loss_fn,
+            mesh_param=mesh_param,
+        )
         pipeline = model if isinstance(model, PipelineModule) else None
         if pipeline is not None:
             check_pipeline(pipeline, loss_fn, world)

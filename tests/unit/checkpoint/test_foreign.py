@@ -191,7 +191,7 @@ def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path:
         ("pytorch_model.bin.index.json", Reader.HUGGING_FACE),
         ("tf_model.h5", None),
         ("checkpoint-100/model.safetensors", None),
-        ("checkpoint-safetensors-1/model.safetensors", None),
+        ("step-1-safetensors/model.safetensors", None),
         ("consolidated.safetensors", None),
         ("iter_0000100/mp_rank_00/model_optim_rng.pt", Reader.MEGATRON),
         ("global_step10/mp_rank_00_model_states.pt", Reader.MEGATRON),

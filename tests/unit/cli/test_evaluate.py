@@ -76,11 +76,11 @@ def test_all_problems_are_told_before_a_worker_starts(
     deep = ["--pipeline-model-parallel-size", "40", "--nproc-per-node", "40"]
     assert main(["evaluate", "--load", str(folder), "--eval-tasks", bad, *deep]) == 1
     err = capsys.readouterr().err
-    assert "bad.jsonl, line 1: 'choices' and 'gold' are missing" in err
+    assert f"the configuration has 2 problems:\n  1. --eval-tasks {bad}" in err
     assert "--pipeline-model-parallel-size 40 x 1 virtual stage(s) = 40 parts, but there are only" in err
     assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", bad, *three]) == 1
     err = capsys.readouterr().err
-    assert "bad.jsonl, line 1" in err and f"there is no checkpoint in {tmp_path}" in err
+    assert f"1. --eval-tasks {bad}" in err and f"2. there is no checkpoint in {tmp_path}" in err
 
 
 @pytest.mark.slow

@@ -275,3 +275,21 @@ def test_arguments_that_contradict_each_other_or_the_tensors_are_told(name: str,
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert told in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("there", [None, {"num_layers": 4}])
+def test_without_arguments_the_file_and_what_to_add_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: object
+) -> None:
+    weights = random_weights(GPT2)
+    save_core(tmp_path / "theirs", weights, GPT2)
+    files = sorted((tmp_path / "theirs").rglob("*.pt"))
+    for file in files:
+        content = torch.load(file, weights_only=False)
+        content |= {"args": there}
+        save(file, content)
+    assert main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 1
+    found = "no 'args'" if there is None else "'args' of type dict"
+    told = capsys.readouterr().err
+    assert f"{files[0]} holds {found}: the arguments of the run, an argparse.Namespace, describe the model." in told
+    assert "args=argparse.Namespace(num_layers=..., hidden_size=..., num_attention_heads=..., seq_length=...)" in told

@@ -12,7 +12,7 @@ from gptpar.errors import ConfigError, wrong_type
 
 
 def require_types(
-    *, model_parameters: Any, training_data: Any, collate_fn: Any, recording: Any, loss_fn: Any, mesh_param: Any
+    model_parameters: Any, training_data: Any, collate_fn: Any, recording: Any, loss_fn: Any, mesh_param: Any
 ) -> None:
     """Check arguments whose type would be found out much later, or by an error that names none of them.
 

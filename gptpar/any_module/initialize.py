@@ -100,14 +100,7 @@ def initialize(
     world = dist.get_world_size() if dist.is_initialized() else 1
     with all_or_none(world):
         _check_model(model, recording)
-        require_types(
-            model_parameters=model_parameters,
-            training_data=training_data,
-            collate_fn=collate_fn,
-            recording=recording,
-            loss_fn=loss_fn,
-            mesh_param=mesh_param,
-        )
+        require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
         pipeline = model if isinstance(model, PipelineModule) else None
         if pipeline is not None:
             check_pipeline(pipeline, loss_fn, world)

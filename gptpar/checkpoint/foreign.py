@@ -28,7 +28,7 @@ _CHECKPOINT_NAME = re.compile(
 )
 
 
-class Reader(Enum):
+class ForeignReader(Enum):
     """What ``gptpar convert`` reads other programs' checkpoints with."""
 
     HUGGING_FACE = "huggingface"
@@ -46,7 +46,7 @@ class Foreign:
     """
 
     what: str
-    reader: Reader | None = None
+    reader: ForeignReader | None = None
     is_our_hint: bool = False
 
     def __str__(self) -> str:
@@ -65,14 +65,14 @@ class _Format:
     what: str
     names: tuple[str, ...]
     certain: bool = True
-    reader: Reader | None = None
+    reader: ForeignReader | None = None
 
 
 _HUGGING_FACE = (
     *("model.safetensors", "model-*-of-*.safetensors", "*.safetensors.index.json"),
     *("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
-_MEGATRON = partial(_Format, reader=Reader.MEGATRON)
+_MEGATRON = partial(_Format, reader=ForeignReader.MEGATRON)
 _FORMATS = (
     _MEGATRON("a Megatron-LM checkpoint, torch_dist format", (".metadata", "common.pt")),
     _MEGATRON("a Megatron-LM checkpoint, torch_dist format", ("*.distcp", "common.pt")),
@@ -84,7 +84,10 @@ _FORMATS = (
     _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", ("*.distcp",)),
     _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", (".metadata",)),
     _Format("an Orbax checkpoint", ("_CHECKPOINT_METADATA",)),
-    *(_Format("a Hugging Face model", (name,), certain=False, reader=Reader.HUGGING_FACE) for name in _HUGGING_FACE),
+    *(
+        _Format("a Hugging Face model", (name,), certain=False, reader=ForeignReader.HUGGING_FACE)
+        for name in _HUGGING_FACE
+    ),
     *(_Format("a Hugging Face model", (name,), certain=False) for name in ("tf_model.h5", "flax_model.msgpack")),
     _Format("a Hugging Face adapter", ("adapter_model.*",), certain=False),
     _Format("weights as Meta and Mistral publish them", ("consolidated*.pth",), certain=False),
@@ -152,7 +155,7 @@ def why_not_to_show(path: Path) -> str | None:
 def _remedy(path: Path, found: Foreign) -> str:
     if found.reader is None:
         return "this version has no command that converts it"
-    begin = f" (a run begins with it by --load-hf {path})" if found.reader is Reader.HUGGING_FACE else ""
+    begin = f" (a run begins with it by --load-hf {path})" if found.reader is ForeignReader.HUGGING_FACE else ""
     return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
 
 
@@ -191,7 +194,7 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
         shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
-            is_elsewhere = known.reader is Reader.HUGGING_FACE and title
+            is_elsewhere = known.reader is ForeignReader.HUGGING_FACE and title
             return Foreign(what, None if is_elsewhere else known.reader)
     return None
 
@@ -208,7 +211,7 @@ def _in_folders(path: Path, names: list[str]) -> Foreign | None:
             if found := next(filter(None, deeper), None):
                 return found
         if re.fullmatch(r"global_step\d+.*", name):
-            return Foreign(f"a DeepSpeed checkpoint ({name})", Reader.MEGATRON)
+            return Foreign(f"a DeepSpeed checkpoint ({name})", ForeignReader.MEGATRON)
     return None
 
 

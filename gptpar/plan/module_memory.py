@@ -115,11 +115,7 @@ def estimate_memory(
     Raises:
         ConfigError, ModelError: as from ``initialize``.
     """
-    problems = [] if isinstance(model, nn.Module) else [wrong_type("model", model, "a torch.nn.Module is needed")]
-    if type(world) is not int or world < 1:
-        problems.append(f"world is {world!r}: it is the number of data-parallel processes, at least 1.")
-    if problems:
-        raise ConfigError(problems)
+    _require_types(model, world)
     options = read_options(config, world=world)
     plan = find_units(model, options.units, dtype=options.dtype)
     axis = data_axis_of(options, Topology(Layout(data=world), 0, torch.device("cpu")))
@@ -202,3 +198,11 @@ def _shard_bytes(unit: Unit) -> int:
 
 def _size(count: int) -> str:
     return format_bytes(count) if count else "-"
+
+
+def _require_types(model: object, world: object) -> None:
+    problems = [] if isinstance(model, nn.Module) else [wrong_type("model", model, "a torch.nn.Module is needed")]
+    if type(world) is not int or world < 1:
+        problems.append(f"world is {world!r}: it is the number of data-parallel processes, at least 1.")
+    if problems:
+        raise ConfigError(problems)

@@ -68,7 +68,12 @@ def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, Ten
 
 def kinds_to_save(trainer: Trainer) -> Collection[str]:
     """The kinds of tensors in a checkpoint of the run: ``weights``, and the optimizer's states if these are saved."""
-    return ("weights",) if trainer.config.checkpoint.no_save_optim else tuple(trainer.engine.optimizer.vectors)
+    return _kinds_of(weights_only=trainer.config.checkpoint.no_save_optim) or trainer.engine.optimizer.vectors.keys()
+
+
+def _kinds_of(*, weights_only: bool) -> Collection[str] | None:
+    """Kinds of tensors; ``None``: all."""
+    return ("weights",) if weights_only else None
 
 
 def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
@@ -222,7 +227,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if folder != Path(c.load):
         say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
     weights_only = c.finetune or c.no_load_optim
-    targets = checkpoint_tensors(trainer, kinds=("weights",) if weights_only else None)
+    targets = checkpoint_tensors(trainer, kinds=_kinds_of(weights_only=weights_only))
     if weights_only and (missing := targets.keys() - manifest.tensors.keys()):
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"

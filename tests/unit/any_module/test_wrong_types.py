@@ -28,12 +28,12 @@ def make(**arguments: Any) -> Any:
         (
             "training_data",
             5,
-            "training_data is of type int: a torch.utils.data.Dataset or a list is needed; an iterator",
+            "training_data is of type int: a torch.utils.data.Dataset or a list is needed",
         ),
         (
             "training_data",
             iter(NUMBERS),
-            "training_data is of type list_iterator: a torch.utils.data.Dataset or a list",
+            "training_data is of type list_iterator: a torch.utils.data.Dataset",
         ),
         ("training_data", DataLoader(NUMBERS), "training_data is of type DataLoader: pass its data set, of which"),
         ("model_parameters", 5, "model_parameters is of type int: parameters, (name, parameter) pairs or groups are"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.checkpoint.foreign import Reader, foreign_checkpoint, why_not_to_load
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, why_not_to_load
 from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.cli.runs import main as runs
@@ -187,19 +187,19 @@ def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path:
 @pytest.mark.parametrize(
     ("file", "reader"),
     [
-        ("model.safetensors", Reader.HUGGING_FACE),
-        ("pytorch_model.bin.index.json", Reader.HUGGING_FACE),
+        ("model.safetensors", ForeignReader.HUGGING_FACE),
+        ("pytorch_model.bin.index.json", ForeignReader.HUGGING_FACE),
         ("tf_model.h5", None),
         ("checkpoint-100/model.safetensors", None),
         ("step-1-safetensors/model.safetensors", None),
         ("consolidated.safetensors", None),
-        ("iter_0000100/mp_rank_00/model_optim_rng.pt", Reader.MEGATRON),
-        ("global_step10/mp_rank_00_model_states.pt", Reader.MEGATRON),
-        ("global_step10/anything", Reader.MEGATRON),
+        ("iter_0000100/mp_rank_00/model_optim_rng.pt", ForeignReader.MEGATRON),
+        ("global_step10/mp_rank_00_model_states.pt", ForeignReader.MEGATRON),
+        ("global_step10/anything", ForeignReader.MEGATRON),
         ("latest_checkpointed_iteration.txt", None),
     ],
 )
-def test_what_converts_it(file: str, reader: Reader | None, tmp_path: Path) -> None:
+def test_what_converts_it(file: str, reader: ForeignReader | None, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).touch()
     found = foreign_checkpoint(tmp_path)

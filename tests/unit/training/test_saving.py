@@ -16,7 +16,6 @@ import torch
 from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver, verify_checkpoint
 from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
-from gptpar.checkpoint.save_request import Save
 from gptpar.errors import CheckpointError
 from gptpar.offload.back_off import BackOff
 from gptpar.system.blocks import span
@@ -191,22 +190,6 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     standing_still.save_last(done(3), keep_all=False)
     assert tensors_of(tmp_path / "behind") == tensors_of(tmp_path / "stood-still")
     other.close()
-
-
-@pytest.mark.parametrize(("words", "kinds"), [("", 3), ("--no-save-optim", 1)])
-def test_moments_that_are_not_saved_hold_up_no_step(
-    words: str, kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither is their memory guarded, nor does their size count where room for copies is looked for."""
-    trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 1 {words}")
-    train(trainer, 0, 2)
-    asked: list[Save] = []
-    monkeypatch.setattr(behind._saver, "begin", lambda save, **_: asked.append(save))
-    behind.begin(behind.targets[0], done(2), keep_all=False)
-    late = behind._late()
-    assert sum(block.nbytes for block in late.blocks) == asked[0].late_bytes == kinds * 114_176  # with padding
-    assert len({name.split("/")[0] for name in late.tensors()}) == kinds
-    trainer.close()
 
 
 def test_what_fails_before_the_state_is_taken_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

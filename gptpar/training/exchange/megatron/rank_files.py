@@ -19,6 +19,7 @@ import torch
 
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
 from gptpar.errors import CheckpointError
+from gptpar.training.exchange.megatron.arguments import NEEDED
 from gptpar.training.exchange.megatron.found import WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import our_name
 from gptpar.training.exchange.megatron.zero_states import open_zero_states
@@ -33,9 +34,6 @@ FILES = (
 
 STATES = "mp_rank_00_model_states.pt"
 """DeepSpeed's file of arguments and counters."""
-
-NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-"""Arguments without which no model can be built."""
 
 
 def open_rank_files(path: Path) -> Found:

@@ -74,8 +74,7 @@ def initialize(
         optimizer: instead of the configuration's: an AdamW before its first step, or a function from parameters to one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
-        lr_scheduler: instead of the configuration's: one over the given optimizer, or a function from the returned
-            optimizer to one.
+        lr_scheduler: instead of the configuration's: one over ``optimizer``, or a function of the returned optimizer.
         distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
         mpu: an object that describes the axes of processes; refused unless there is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.

@@ -18,6 +18,15 @@ class GptparError(Exception):
     exit_status = 1
 
 
+def wrong_type(name: str, value: object, needed: str) -> str:
+    """A sentence for an argument of the wrong type.
+
+    Args:
+        needed: the second half of the sentence: what is needed in its place.
+    """
+    return f"{name} is of type {type(value).__name__}: {needed}."
+
+
 class ConfigError(GptparError):
     """All problems of a configuration at once.
 

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gptpar.checkpoint import latest, read_tensors
+from gptpar.system.limits import usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="cases whose name contains this")
     args = parser.parse_args(argv)
     names = [name for name in CASES if args.only in name]
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+    with ThreadPoolExecutor(max(1, usable_cores() // 2)) as pool:
         found = dict(zip(names, pool.map(hash_of_run, names), strict=True))
     if args.write:
         args.write.write_text(json.dumps(found, indent=2) + "\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gptpar.errors import ConfigError
+from gptpar.errors import ConfigError, wrong_type
 from gptpar.system.host import local_rank
 
 _DATA_SIZE = "get_data_parallel_world_size"
@@ -30,7 +30,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     A script whose launcher passes ``--local_rank`` declares that flag itself, as with DeepSpeed. Without the flag, the
     environment says which rank a process is.
+
+    Raises:
+        ConfigError: it is no parser.
     """
+    if not hasattr(parser, "add_argument_group"):
+        raise ConfigError([wrong_type("parser", parser, "an argparse.ArgumentParser is needed")])
     group = parser.add_argument_group("DeepSpeed", "configuration of gptpar.initialize, which is DeepSpeed's")
     group.add_argument("--deepspeed", action="store_true", help="for the script's own use: gptpar ignores it")
     group.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed's configuration file")
@@ -61,6 +66,8 @@ def before_meeting(distributed_port: int | None, dist_init_required: bool | None
         ConfigError: there are several processes, and the script has not initialised it.
     """
     if distributed_port is not None:
+        if not str(distributed_port).isdecimal():
+            raise ConfigError([wrong_type("distributed_port", distributed_port, "the number of a port is needed")])
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     if dist_init_required is False and several and not dist.is_initialized():

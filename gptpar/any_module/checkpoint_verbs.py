@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gptpar.any_module import checkpoint
 from gptpar.checkpoint.saver import Saver
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, wrong_type
 
 if TYPE_CHECKING:
     from gptpar.any_module.training_engine import TrainingEngine
@@ -35,6 +35,7 @@ class CheckpointVerbs:
         """
         engine = cast("TrainingEngine", self)
         engine._require_open()
+        _require_path("engine.save_checkpoint: save_dir", save_dir)
         if engine._has_begun or engine._count:
             steps = engine.options.batch.accumulation_steps
             raise CheckpointError(checkpoint.AMID_A_STEP.format(engine._count, steps))
@@ -56,6 +57,7 @@ class CheckpointVerbs:
         """
         engine = cast("TrainingEngine", self)
         engine._require_open()
+        _require_path("engine.load_checkpoint: load_dir", load_dir)
         self._saver.finish()
         engine._take_note_of_last_step()
         engine.zero_grad()
@@ -80,3 +82,9 @@ class CheckpointVerbs:
             self._saver.abandon_at_exit()
         else:
             self._saver.finish(required=True)
+
+
+def _require_path(name: str, folder: object) -> None:
+    """Raise a CheckpointError if this is no path; ``None`` is mostly a setting that is missing."""
+    if not isinstance(folder, str | os.PathLike):
+        raise CheckpointError(wrong_type(name, folder, "the path of a folder is needed"))

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.any_module.agreement import all_or_none, require_same_model
+from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
@@ -73,8 +74,7 @@ def initialize(
         optimizer: instead of the configuration's: an AdamW before its first step, or a function from parameters to one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
-        lr_scheduler: instead of the configuration's: one over the given optimizer, or a function from the returned
-            optimizer to one.
+        lr_scheduler: instead of the configuration's: one over ``optimizer``, or a function of the returned optimizer.
         distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
         mpu: an object that describes the axes of processes; refused unless there is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
@@ -99,6 +99,7 @@ def initialize(
     world = dist.get_world_size() if dist.is_initialized() else 1
     with all_or_none(world):
         _check_model(model, recording)
+        require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
         pipeline = model if isinstance(model, PipelineModule) else None
         if pipeline is not None:
             check_pipeline(pipeline, loss_fn, world)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, wrong_type
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.loss_scale import LossScale
 
@@ -89,6 +89,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         Raises:
             GptparError: the groups have other sizes, or there is state, which ``engine.load_checkpoint`` loads.
         """
+        if not isinstance(state_dict, Mapping) or not {"param_groups", "state"} <= state_dict.keys():
+            raise GptparError(
+                wrong_type("state_dict", state_dict, "what state_dict() of an optimizer has returned is needed")
+            )
         saved, groups = state_dict["param_groups"], self.param_groups
         if state_dict["state"]:
             raise GptparError(

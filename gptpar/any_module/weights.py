@@ -182,6 +182,12 @@ class Weights(NotCopied):
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
+        size = self._topology.layout.data
+        if modifier_rank is not None and (type(modifier_rank) is not int or not 0 <= modifier_rank < size):
+            raise GptparError(
+                f"engine.gathered(modifier_rank={modifier_rank!r}): it is the number of a process, 0 to {size - 1}, or "
+                "None where all processes make the same changes."
+            )
         self._engine.finish()
         self._engine.gatherer.keep_last_step()
         subscriber = self._engine.subscriber

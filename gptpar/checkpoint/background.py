@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from gptpar.errors import CheckpointError
+from gptpar.system.limits import usable_cores
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.state_guard import StateGuard
 
-NUM_COPIERS = max(2, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that copy ahead of the training. One thread copies 5 to 10 GB/s; memory has bandwidth for several."""
+MAX_COPIERS = 8
 
 Write = Callable[[Callable[[], None]], Path]
 """Saves a snapshot and returns the checkpoint's path; its argument is a function to call after each piece."""
+
+
+def num_copiers() -> int:
+    """Threads that copy ahead of the training. One copies 5 to 10 GB/s; memory has bandwidth for several."""
+    return max(2, min(MAX_COPIERS, usable_cores() // 2))
 
 
 class SaveUnderWay:
@@ -46,7 +50,7 @@ class SaveUnderWay:
         writer = threading.Thread(target=self._run, name="gptpar-save", daemon=True)
         copiers = [
             threading.Thread(target=snapshot.copy_ahead, name="gptpar-save-copies", daemon=True)
-            for _ in range(NUM_COPIERS if snapshot.room else 0)
+            for _ in range(num_copiers() if snapshot.room else 0)
         ]
         self._threads = [thread for thread in (*copiers, writer) if _starts(thread)]
         if writer not in self._threads:

@@ -8,6 +8,7 @@ on two machines.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -97,21 +98,29 @@ class Copies:
 
     def _survey(self) -> list[dict[Key, _Held]]:
         """The copies that each machine has."""
-        found = self.ranks.each(lambda: self._own() if self.ranks.leads else {})
-        return [found[ranks[0]] for ranks in self.ring.machines]
+        found = self.ranks.each(lambda: self._own() if self.ranks.leads else ({}, []))
+        leaders = [found[ranks[0]] for ranks in self.ring.machines]
+        self._tell_unreadable([problem for _, problems in leaders for problem in problems])
+        return [held for held, _ in leaders]
 
-    def _own(self) -> dict[Key, _Held]:
-        held = {}
+    def _own(self) -> tuple[dict[Key, _Held], list[str]]:
+        """This machine's copies, and what cannot be read of them: other machines may have it."""
+        held: dict[Key, _Held] = {}
+        problems = []
         for number, path in folders.find_checkpoints(self.folder):
             try:
                 manifest, text = read_manifest(path), read_regular(path / MANIFEST_NAME)
-            except (DamagedCheckpoint, OSError):  # the others have it
+                sizes = manifest.file_sizes()
+                there = {name for name in os.listdir(path) if name in sizes and _length(path / name) == sizes[name]}
+            except DamagedCheckpoint as error:
+                problems.append(str(error))
                 continue
-            sizes = manifest.file_sizes()
-            there = {file.name for file in path.iterdir() if sizes.get(file.name) == file.stat().st_size}
+            except OSError as error:
+                problems.append(f"{error.filename or path} cannot be read: {error.strerror}")
+                continue
             key = number, hashlib.sha256(text).hexdigest()
             held[key] = _Held(len(text), frozenset(sizes), frozenset(there))
-        return held
+        return held, problems
 
     def _remove_after(self, iteration: int) -> None:
         for number, path in folders.find_checkpoints(self.folder):
@@ -169,7 +178,15 @@ class Copies:
         mine = self.ring.machines[self._machine]
         names = sorted(manifest.file_sizes())[mine.index(self.ranks.rank) :: len(mine)]
         found = self.ranks.each(lambda: sound_files(path, manifest, names))
-        return [set().union(*(found[rank] for rank in ranks)) for ranks in self.ring.machines]
+        self._tell_unreadable([problem for _, problems in found for problem in problems])
+        return [set().union(*(found[rank][0] for rank in ranks)) for ranks in self.ring.machines]
+
+    def _tell_unreadable(self, problems: list[str]) -> None:
+        if problems:
+            more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+            self._report(
+                f"{'; '.join(problems[:MAX_NAMED])}{more}: another machine's file, an older copy or the disk serves"
+            )
 
     def _tell_lost(self, iteration: int, names: list[str]) -> None:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
@@ -177,6 +194,14 @@ class Copies:
             f"the copy of iteration {iteration} in memory is given up, for no machine has all bytes of "
             f"{', '.join(names[:MAX_NAMED])}{more}: the run goes on from an older copy, or from the disk"
         )
+
+
+def _length(file: Path) -> int | None:
+    """Bytes of a file; ``None``: the system does not say it."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
 
 
 def files_read(manifest: Manifest, tensors: Mapping[str, TensorParts]) -> set[str]:

@@ -9,7 +9,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,12 +19,6 @@ from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import printable
 from gptpar.system.files import read_regular
-
-CONVERTERS = {
-    r"a Hugging Face model \(.*(safetensors|pytorch_model).*": "huggingface",
-    r"a Megatron-LM checkpoint, (legacy|torch_dist) format .*|a DeepSpeed (universal )?checkpoint \(.*": "megatron",
-}
-"""What is told of a checkpoint -> which reader of ``gptpar convert`` takes it."""
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""
@@ -32,35 +28,67 @@ _CHECKPOINT_NAME = re.compile(
 )
 
 
+class ForeignReader(Enum):
+    """What ``gptpar convert`` reads other programs' checkpoints with."""
+
+    HUGGING_FACE = "huggingface"
+    MEGATRON = "megatron"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What another program saved; as a text it is named for a sentence: ``a DeepSpeed checkpoint (global_step100)``.
+
+    Attributes:
+        what: that text.
+        reader: what ``gptpar convert`` reads it with; ``None``: nothing does.
+        is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
+    """
+
+    what: str
+    reader: ForeignReader | None = None
+    is_our_hint: bool = False
+
+    def __str__(self) -> str:
+        return self.what
+
+
 @dataclass(frozen=True)
 class _Format:
     """A program's checkpoint: each of `names` (folders end in "/") must be matched by an entry of one folder.
 
     Attributes:
         certain: nothing else has such names, whatever the folder is called.
+        reader: what ``gptpar convert`` reads it with, if anything. Hugging Face's is given the folder of the files.
     """
 
     what: str
     names: tuple[str, ...]
     certain: bool = True
+    reader: ForeignReader | None = None
 
 
 _HUGGING_FACE = (
     *("model.safetensors", "model-*-of-*.safetensors", "*.safetensors.index.json"),
-    *("pytorch_model*.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack"),
+    *("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
+_MEGATRON = partial(_Format, reader=ForeignReader.MEGATRON)
 _FORMATS = (
-    _Format("a Megatron-LM checkpoint, torch_dist format", (".metadata", "common.pt")),
-    _Format("a Megatron-LM checkpoint, torch_dist format", ("*.distcp", "common.pt")),
+    _MEGATRON("a Megatron-LM checkpoint, torch_dist format", (".metadata", "common.pt")),
+    _MEGATRON("a Megatron-LM checkpoint, torch_dist format", ("*.distcp", "common.pt")),
     _Format("a Megatron-LM checkpoint, zarr format", ("metadata.json", "common.pt")),
-    _Format("a Megatron-LM checkpoint, legacy format", ("mp_rank_*/",)),
-    _Format("a DeepSpeed universal checkpoint", ("*model_states.pt", "zero/")),
-    _Format("a DeepSpeed checkpoint", ("*model_states.pt",)),
-    _Format("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
+    _MEGATRON("a Megatron-LM checkpoint, legacy format", ("mp_rank_*/",)),
+    _MEGATRON("a DeepSpeed universal checkpoint", ("*model_states.pt", "zero/")),
+    _MEGATRON("a DeepSpeed checkpoint", ("*model_states.pt",)),
+    _MEGATRON("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
     _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", ("*.distcp",)),
     _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", (".metadata",)),
     _Format("an Orbax checkpoint", ("_CHECKPOINT_METADATA",)),
-    *(_Format("a Hugging Face model", (name,), certain=False) for name in _HUGGING_FACE),
+    *(
+        _Format("a Hugging Face model", (name,), certain=False, reader=ForeignReader.HUGGING_FACE)
+        for name in _HUGGING_FACE
+    ),
+    *(_Format("a Hugging Face model", (name,), certain=False) for name in ("tf_model.h5", "flax_model.msgpack")),
     _Format("a Hugging Face adapter", ("adapter_model.*",), certain=False),
     _Format("weights as Meta and Mistral publish them", ("consolidated*.pth",), certain=False),
     _Format("weights as Meta and Mistral publish them", ("consolidated*.safetensors",), certain=False),
@@ -75,8 +103,8 @@ _FORMATS = (
 )
 
 
-def foreign_checkpoint(path: str | Path) -> str | None:
-    """What another program saved at a path, for a sentence: ``a DeepSpeed checkpoint (global_step100)``.
+def foreign_checkpoint(path: str | Path) -> Foreign | None:
+    """What another program saved at a path.
 
     Args:
         path: a folder of checkpoints, one checkpoint, or a file.
@@ -119,21 +147,15 @@ def why_not_to_show(path: Path) -> str | None:
     """Why a verb that shows our checkpoints has nothing to show, and what to do; ``None``: nobody else's are there."""
     if not path.exists():
         return f"{path} does not exist: name a folder of checkpoints."
-    if (found := foreign_checkpoint(path)) and not found.startswith(HINT_NAME):  # a hint alone may be ours
+    if (found := foreign_checkpoint(path)) and not found.is_our_hint:  # a hint alone may be ours
         return f"{path} holds {found}: gptpar shows its own checkpoints only; {_remedy(path, found)}."
     return None
 
 
-def converter_of(found: str) -> str | None:
-    """Which reader of ``gptpar convert`` takes what :func:`foreign_checkpoint` told of; ``None``: there is none."""
-    return next((reader for told, reader in CONVERTERS.items() if re.fullmatch(told, found)), None)
-
-
-def _remedy(path: Path, found: str) -> str:
-    reader = converter_of(found)
-    if reader is None:
+def _remedy(path: Path, found: Foreign) -> str:
+    if found.reader is None:
         return "this version has no command that converts it"
-    begin = f" (a run begins with it by --load-hf {path})" if reader == "huggingface" else ""
+    begin = f" (a run begins with it by --load-hf {path})" if found.reader is ForeignReader.HUGGING_FACE else ""
     return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
 
 
@@ -166,16 +188,18 @@ def _entries(folder: Path) -> list[str]:
         return []
 
 
-def _named(title: str, names: list[str], *, certain: bool) -> str | None:
+def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
     """The first format whose names are all there, with the title, or else the file, that shows it."""
     for known in _FORMATS:
         shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
         if all(shown) and (known.certain or not certain):
-            return printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
+            what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
+            is_elsewhere = known.reader is ForeignReader.HUGGING_FACE and title
+            return Foreign(what, None if is_elsewhere else known.reader)
     return None
 
 
-def _in_folders(path: Path, names: list[str]) -> str | None:
+def _in_folders(path: Path, names: list[str]) -> Foreign | None:
     """What the folders inside are, newest first; two levels deep where a name is one of a checkpoint."""
     for name in _newest_first(names):
         like_one = _CHECKPOINT_NAME.fullmatch(name) is not None
@@ -187,18 +211,19 @@ def _in_folders(path: Path, names: list[str]) -> str | None:
             if found := next(filter(None, deeper), None):
                 return found
         if re.fullmatch(r"global_step\d+.*", name):
-            return f"a DeepSpeed checkpoint ({name})"
+            return Foreign(f"a DeepSpeed checkpoint ({name})", ForeignReader.MEGATRON)
     return None
 
 
-def _pointer(path: Path, names: list[str]) -> str | None:
+def _pointer(path: Path, names: list[str]) -> Foreign | None:
     """A file that names a checkpoint which is not there."""
     for pointer in ("latest", "latest_universal"):
         if pointer in names and (tag := _first_line(path / pointer)).startswith("global_step"):
-            return f"a DeepSpeed checkpoint's file {pointer!r}, which names {tag!r}, without that folder"
+            return Foreign(f"a DeepSpeed checkpoint's file {pointer!r}, which names {tag!r}, without that folder")
     if HINT_NAME in names:
         named = _first_line(path / HINT_NAME)
-        return f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
+        told = f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
+        return Foreign(told, is_our_hint=True)
     return None
 
 

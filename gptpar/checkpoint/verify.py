@@ -81,14 +81,27 @@ def damaged_pieces(
     return [problem for problems in found for problem in problems]
 
 
-def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> set[str]:
-    """Those of a checkpoint's files that are there with the bytes that were saved."""
-    there = {name for name in names if (path / name).is_file()}
-    chunks = [(name, chunk) for name, chunk in _chunks(manifest) if chunk.pieces and chunk.file in there]
+def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> tuple[set[str], list[str]]:
+    """Those of a checkpoint's files that are there with the bytes that were saved.
+
+    Returns:
+        (their names, a sentence for each other one that is there)
+    """
+    problems: dict[str, str] = {}
     with ChunkFiles(path) as files:
-        files.open(there)
+        there = {name for name in names if os.path.isfile(path / name)}
+        for name in sorted(there):
+            try:
+                files.open({name})
+            except DamagedCheckpoint as error:
+                problems[name] = str(error)
+        opened = there - problems.keys()
+        chunks = [(name, chunk) for name, chunk in _chunks(manifest) if chunk.pieces and chunk.file in opened]
         found = run_parallel([partial(_check_chunk, files, name, chunk, lambda: None) for name, chunk in chunks])
-    return there - {chunk.file for (_, chunk), problems in zip(chunks, found, strict=True) if problems}
+    for (_, chunk), sentences in zip(chunks, found, strict=True):
+        if sentences:
+            problems.setdefault(chunk.file, sentences[0])
+    return there - problems.keys(), [problems[name] for name in sorted(problems)]
 
 
 def damaged_on_any_rank(ranks: Ranks, path: Path, manifest: Manifest) -> list[str]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
-from gptpar.checkpoint.foreign import converter_of, foreign_checkpoint, holds_ours
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError
 from gptpar.reporting.banner import format_bytes
@@ -126,12 +126,11 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     if args.source.resolve() in args.target.resolve().parents:
         raise CheckpointError(f"{args.target} lies in {args.source}, which stays as it is: choose another folder")
     found = foreign_checkpoint(args.source)
-    match converter_of(found) if found else None:
-        case "megatron":
-            return import_megatron(args.source, args.target)
-        case "huggingface":
-            return import_hf(args.source, args.target)
-    if (args.source / "config.json").is_file():  # its error says what is missing there, or wrong
+    reader = found.reader if found else None
+    if reader is ForeignReader.MEGATRON:
+        return import_megatron(args.source, args.target)
+    # The error of a folder that has config.json alone says what is missing there, or wrong.
+    if reader is ForeignReader.HUGGING_FACE or (args.source / "config.json").is_file():
         return import_hf(args.source, args.target)
     raise CheckpointError(
         f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert: give a checkpoint of gptpar or "

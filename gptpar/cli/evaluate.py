@@ -10,7 +10,7 @@ from typing import Any
 
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.cli.moved_tokenizer import add_tokenizer_flags, moved_tokenizer
-from gptpar.errors import ConfigError
+from gptpar.errors import CheckpointError, ConfigError
 from gptpar.model.dtypes import DTYPES
 from gptpar.reporting.console import task_line
 from gptpar.reporting.records import TaskRecord
@@ -20,10 +20,11 @@ from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.layout import Layout
 from gptpar.topology.world import world_from_environment
-from gptpar.training.evaluation.checkpoint import load_pipeline
+from gptpar.training.evaluation.checkpoint import layout_problems, load_pipeline
 from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.items import all_problems
 from gptpar.training.evaluation.tasks import read_tasks
+from gptpar.training.generation import newest_model
 
 DESCRIPTION = """Evaluate a checkpoint on questions with choices (accuracy) or on texts (bits per byte). Scores are
 printed on stderr as they come, and at the end as one JSON object on stdout. Several processes share the items; the
@@ -63,14 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Read the tasks, start workers if that is still to be done, and evaluate."""
     args = make_parser().parse_args(argv)
-    if problems := list(all_problems(args.eval_tasks)):
-        raise ConfigError(problems)
     worker = is_worker()
     count = world_from_environment()[2] if worker else workers_wanted(args.nproc_per_node)
-    if count % (share := args.tensor_model_parallel_size * args.pipeline_model_parallel_size):
-        raise ConfigError(
-            [f"{count} processes cannot be cut into groups of {share} (tensor x pipeline): set --nproc-per-node."]
-        )
+    _check(args, count)
+    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if count > 1 and not worker:
         return start_workers(count, ["evaluate", *argv])
     layout = Layout(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
@@ -84,6 +81,27 @@ def main(argv: list[str]) -> int:
         if found is not None and topology.is_main:
             print(json.dumps(found, indent=2), flush=True)
     return 0 if found is not None or worker or request.signal is None else 128 + request.signal
+
+
+def _check(args: argparse.Namespace, count: int) -> None:
+    """Check tasks, checkpoint and layout before any process is started, and nothing else is read.
+
+    Raises:
+        CheckpointError: there is no checkpoint that can be read, and nothing else is wrong.
+        ConfigError: with all problems.
+    """
+    problems = list(all_problems(args.eval_tasks))
+    try:
+        model = newest_model(args.load, args.ckpt_step).model
+    except CheckpointError as error:
+        if not problems:
+            raise
+        problems.append(str(error))
+    else:
+        sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        problems += layout_problems(model, *sizes, count)
+    if problems:
+        raise ConfigError(problems)
 
 
 def evaluate(

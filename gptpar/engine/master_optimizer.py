@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -120,21 +120,27 @@ class MasterOptimizer:
         if self.host is not None:
             self.host.expect_step(hyperparameters, loss_scale)
 
-    def host_views(self) -> HostViews:
+    def host_views(self, kinds: Collection[str] | None = None) -> HostViews:
         """Where the host's state is once its last step is done; any thread may ask, beside the training loop's.
 
         The next step may move the state to other memory, which does not change the result.
+
+        Args:
+            kinds: see :meth:`state_tensors`.
         """
         assert self.host is not None
-        return {kind: list(self.host.parts(kind, beside_loop=True)) for kind in self.vectors}
+        return {kind: list(self.host.parts(kind, beside_loop=True)) for kind in self.vectors if _among(kind, kinds)}
 
-    def state_tensors(self, only: Only | None = None) -> dict[str, dict[str, TensorParts]]:
+    def state_tensors(
+        self, only: Only | None = None, kinds: Collection[str] | None = None
+    ) -> dict[str, dict[str, TensorParts]]:
         """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name.
 
         Args:
             only: elements of one home; ``None``: of both, where they are now.
+            kinds: ``weights`` or states; ``None``: all.
         """
-        return {kind: self.parts(kind, only) for kind in self.vectors}
+        return {kind: self.parts(kind, only) for kind in self.vectors if _among(kind, kinds)}
 
     def parts(self, kind: str, only: Only | None = None) -> dict[str, TensorParts]:
         """This process's parts of each parameter, on device and host.
@@ -178,3 +184,7 @@ class MasterOptimizer:
         self._steps.fill_(count)
         if self.host is not None:
             self.host.steps_taken = count
+
+
+def _among(kind: str, kinds: Collection[str] | None) -> bool:
+    return kinds is None or kind in kinds

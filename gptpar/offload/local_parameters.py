@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from gptpar.errors import wrong_type
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -88,6 +91,11 @@ def split_parameters(groups: Sequence[Mapping[str, Any]], ratio: float) -> list[
 
 def tensors_of(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """(the parameters or groups as lists, for torch; all their entries, which should be tensors)"""
+    if not isinstance(params, Iterable):
+        raise ValueError(
+            "TwinFlowAdamW: "
+            + wrong_type("params", params, "parameters or groups are needed, such as model.parameters()")
+        )
     given: list[Any] = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in _listed(params)]
     entries = [entry for item in given for entry in (item["params"] if isinstance(item, dict) else [item])]
     return given, [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -134,11 +142,23 @@ def problems_of_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[str
     """Sentences that say what is wrong with the groups' hyperparameters, each once."""
     problems: dict[str, None] = {}
     for group in groups:
-        wrong = [name for name in ("lr", "eps", "weight_decay") if name in group and not group[name] >= 0]
-        problems |= dict.fromkeys(f"{name} is {group[name]}, not at least 0" for name in wrong)
-        betas = group.get("betas", ())
-        problems |= dict.fromkeys(f"beta {beta} is not in [0, 1)" for beta in betas if not 0 <= beta < 1)
+        wrong = [name for name in ("lr", "eps", "weight_decay") if name in group and not is_within(group[name], 0)]
+        problems |= dict.fromkeys(f"{name} is {group[name]!r}, not at least 0" for name in wrong)
+        betas = group.get("betas", (0, 0))
+        if not isinstance(betas, Iterable) or len(betas := list(betas)) != 2:
+            problems[f"betas is {betas!r}, not two numbers"] = None
+            continue
+        wrong_betas = [beta for beta in betas if not is_within(beta, 0, 1) or beta == 1]
+        problems |= dict.fromkeys(f"beta {beta!r} is not in [0, 1)" for beta in wrong_betas)
     return list(problems)
+
+
+def is_within(value: Any, least: float, most: float = math.inf) -> bool:
+    """Whether a user's value is a number in a range."""
+    try:
+        return bool(least <= value <= most)
+    except (TypeError, ValueError, RuntimeError):  # no number, or a tensor of several
+        return False
 
 
 def sum_over_shards(parameters: Sequence[torch.Tensor]) -> NormFn | None:

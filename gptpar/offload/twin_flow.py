@@ -16,6 +16,7 @@ from gptpar.offload.device_optimizer import DeviceOptimizer
 from gptpar.offload.local_parameters import (
     LocalParameter,
     NormFn,
+    is_within,
     local_of,
     problems_of,
     problems_of_hyperparameters,
@@ -365,10 +366,10 @@ def _device_optimizer(parameters: Sequence[LocalParameter]) -> DeviceOptimizer:
 def _problems_of_arguments(offload_ratio: float, max_norm: float, speculation: str, threads: int | None) -> list[str]:
     """What is wrong with the constructor's own arguments."""
     wanted = {
-        f"offload_ratio is {offload_ratio}, not between 0 and 1": 0 <= offload_ratio <= 1,
-        f"max_norm is {max_norm}, not at least 0": max_norm >= 0,
+        f"offload_ratio is {offload_ratio!r}, not between 0 and 1": is_within(offload_ratio, 0, 1),
+        f"max_norm is {max_norm!r}, not at least 0": is_within(max_norm, 0),
         f"speculation is {speculation!r}, not auto, off or on": speculation in ("auto", "off", "on"),
-        f"threads is {threads}, not at least 1": threads is None or threads >= 1,
+        f"threads is {threads!r}, not at least 1": threads is None or is_within(threads, 1),
     }
     return [sentence for sentence, is_met in wanted.items() if not is_met]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.errors import ConfigError, GptparError
+from gptpar.errors import ConfigError, GptparError, wrong_type
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
@@ -74,6 +74,7 @@ class PipelineModule(nn.Module):
         base_seed: int = 1234,
     ):
         super().__init__()
+        _require_types(layers, num_stages, loss_fn, partition_method, topology)
         self.topology = topology or _topology_of(num_stages)
         self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
         self.num_stages, self.stage = self.topology.layout.pipeline, self.topology.stage
@@ -317,6 +318,20 @@ def _scalar(loss: torch.Tensor, loss_fn: Callable[..., Any] | None) -> torch.Ten
         remedy = ": pass loss_fn=lambda output, labels: ..., or let it return" if loss_fn is None else ": let it return"
         raise GptparError(f"{who} {what}, which is no loss{remedy} a scalar.")
     return loss.reshape(()) if loss.dim() else loss
+
+
+def _require_types(layers: Any, num_stages: Any, loss_fn: Any, partition_method: Any, topology: Any) -> None:
+    needed = {
+        "layers": (layers, isinstance(layers, Iterable), "a list of LayerSpecs, modules or functions is needed"),
+        "num_stages": (num_stages, num_stages is None or type(num_stages) is int, "a whole number is needed"),
+        "loss_fn": (loss_fn, loss_fn is None or callable(loss_fn), "a function of output and labels is needed"),
+        "partition_method": (partition_method, isinstance(partition_method, str), "a text such as uniform is needed"),
+        "topology": (topology, isinstance(topology, Topology | None), "leave it out, and give num_stages"),
+    }
+    wrong = [(name, value, why) for name, (value, fits, why) in needed.items() if not fits]
+    problems = [wrong_type(f"PipelineModule: {name}", value, why) for name, value, why in wrong]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _as_spec(layer: Any, number: int) -> LayerSpec:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from gptpar.errors import GptparError, wrong_type
+
 HOST_FACTOR = 1.5
 
 
@@ -64,6 +66,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = HOST_FACTOR
 ) -> None:
     """Print DeepSpeed's ZeRO-2 estimates for a model."""
+    _require_model(model)
     total, _ = sizes_of(model)
     estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -72,6 +75,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = HOST_FACTOR
 ) -> None:
     """Print DeepSpeed's ZeRO-2 estimates for a number of parameters."""
+    _require_numbers(total_params=total_params, num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
     rows = zero2(total_params, num_nodes, num_gpus_per_node, additional_buffer_factor)
     _print(f"{_millions(total_params)} total params.", num_gpus_per_node, num_nodes, rows)
 
@@ -80,6 +84,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = HOST_FACTOR
 ) -> None:
     """Print DeepSpeed's ZeRO-3 estimates for a model."""
+    _require_model(model)
     sizes = sizes_of(model)
     estimate_zero3_model_states_mem_needs_all_cold(*sizes, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -92,9 +97,30 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = HOST_FACTOR,
 ) -> None:
     """Print DeepSpeed's ZeRO-3 estimates for a number of parameters, and those of the largest module."""
+    _require_numbers(
+        total_params=total_params,
+        largest_layer_params=largest_layer_params,
+        num_gpus_per_node=num_gpus_per_node,
+        num_nodes=num_nodes,
+    )
     rows = zero3(total_params, largest_layer_params, num_nodes, num_gpus_per_node, additional_buffer_factor)
     size = f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest layer params."
     _print(size, num_gpus_per_node, num_nodes, rows)
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        needed = "a torch.nn.Module is needed; the estimate of a number of parameters is ..._all_cold"
+        raise GptparError(wrong_type("model", model, needed))
+
+
+def _require_numbers(**numbers: object) -> None:
+    """Parameters may be a product of floats; GPUs and machines are counted."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise GptparError(wrong_type(name, number, "a number is needed"))
+        if number < 1 and name.startswith("num_"):
+            raise GptparError(f"{name} is {number}: it is at least 1.")
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:

@@ -31,6 +31,19 @@ class Unread(Exception):
     """The rest of a command line was not read: a flag lacks its value."""
 
 
+class BadValue(Exception):
+    """Raised by the type of an argument whose mistakes are collected: the value counts as ``None`` then.
+
+    Args:
+        text: the value.
+        why: what is wrong with it.
+    """
+
+    def __init__(self, text: str, why: str):
+        self.text, self.why = text, why
+        super().__init__(f"{text}: {why}")
+
+
 class Described(Exception):
     """Raised instead of reading a command line, if the caller asks which flags its parser has."""
 
@@ -58,7 +71,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         problems: a list that receives argparse's complaints, such as a missing value; :class:`Unread` is raised then.
-            Without it, a complaint ends the program.
+            Without it, a complaint ends the program. Values that cannot be read (:class:`BadValue`) are told in it,
+            too, and reading goes on.
     """
 
     def __init__(self, *, problems: list[str] | None = None, **options: Any):
@@ -82,6 +96,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         describe_if_asked(self, args)
         return super().parse_known_args(args, namespace)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # type: ignore[misc]
+        except BadValue as error:
+            self.problems.append(f"{action.option_strings[0]} {error.text}".strip() + f": {error.why}.")
+            return None
 
     def error(self, message: str) -> NoReturn:
         if not self._collects:

@@ -6,7 +6,7 @@ import contextlib
 import resource
 from pathlib import Path
 
-from gptpar.system.host import group_folders
+from gptpar.system.host import cores, group_folders
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
@@ -25,6 +25,15 @@ def core_quota(root: Path = Path("/")) -> float | None:
             if int(quota) > 0:  # no limit is "max", which is no number, or -1 in version 1
                 found.append(int(quota) / int(period))
     return min(found, default=None)
+
+
+def usable_cores() -> int:
+    """Cores' worth of time that this process may use, by its affinity and its control groups; at least 1.
+
+    A machine may have many more cores, which other jobs use: threads for these would only wait for each other.
+    """
+    quota = core_quota()
+    return len(cores()) if quota is None else max(1, min(len(cores()), int(quota)))
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:

@@ -65,16 +65,8 @@ def load_stages(
     Raises:
         CheckpointError: none that can be read.
     """
-    if problem := why_not_to_load(folder):
-        raise CheckpointError(problem)
-    there = find_checkpoints(folder)
-    found = [path for number, path in there if iteration in (None, number)]
-    if not found:
-        what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
-        where = f"in {folder}" if folder.is_dir() else f"in {folder}, which does not exist"
-        raise CheckpointError(f"there is no {what} {where}: {instead_of(there)}")
     problems: list[str] = []
-    for path in found:
+    for path in _candidates(folder, iteration):
         try:
             manifest = read_manifest(path)
             stored = stored_model(path, manifest.meta)
@@ -86,7 +78,43 @@ def load_stages(
             print(f"skipped a checkpoint: {error}", file=sys.stderr)
             continue
         return LoadedStages(stages, stored, path, manifest.iteration)
-    raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
+    raise CheckpointError(_none_of(folder, problems))
+
+
+def newest_model(folder: Path, iteration: int | None = None) -> StoredModel:
+    """What the checkpoint that :func:`load_stages` tries first says of its model; no tensor is read.
+
+    Raises:
+        CheckpointError: none that can be read.
+    """
+    problems: list[str] = []
+    for path in _candidates(folder, iteration):
+        try:
+            return stored_model(path, read_manifest(path).meta)
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError(_none_of(folder, problems))
+
+
+def _candidates(folder: Path, iteration: int | None) -> list[Path]:
+    """The checkpoints of a run folder, newest first, or that of one iteration.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if problem := why_not_to_load(folder):
+        raise CheckpointError(problem)
+    there = find_checkpoints(folder)
+    found = [path for number, path in there if iteration in (None, number)]
+    if not found:
+        what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
+        where = f"in {folder}" if folder.is_dir() else f"in {folder}, which does not exist"
+        raise CheckpointError(f"there is no {what} {where}: {instead_of(there)}")
+    return found
+
+
+def _none_of(folder: Path, problems: Sequence[str]) -> str:
+    return f"no checkpoint in {folder} can be read:\n" + "\n".join(problems)
 
 
 def _fill(stages: Sequence[Stage], path: Path, manifest: Manifest, device: torch.device, dtype: torch.dtype) -> None:

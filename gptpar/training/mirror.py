@@ -60,7 +60,7 @@ class Mirror:
         Raises:
             GptparError: a machine's memory has too little room.
         """
-        sizes, loaded = who_writes(self._ranks, checkpoint_tensors(trainer, with_moments=True))
+        sizes, loaded = who_writes(self._ranks, checkpoint_tensors(trainer))
         self._ranks.lead(lambda: self._keep(COPIES, iteration))
         self._ranks.lead(lambda: self._require_room(sizes, loaded))
         return max(self._bytes_of(self._ring.kept_by(machine), sizes) for machine in range(len(self._ring.machines)))
@@ -137,7 +137,7 @@ def open_copies(config: Config, say: Callable[[str], None]) -> Copies | None:
 def restore(copies: Copies | None, trainer: Trainer) -> None:
     """Before the newest copy is loaded: bring back what this machine has lost of it."""
     if copies is not None:
-        copies.complete(checkpoint_tensors(trainer, with_moments=True))
+        copies.complete(checkpoint_tensors(trainer))
 
 
 def open_mirror(copies: Copies | None, trainer: Trainer, iteration: int, say: Callable[[str], None]) -> Mirror | None:

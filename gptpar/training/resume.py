@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,17 @@ def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, Ten
     Args:
         only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
     """
-    with_moments = not trainer.config.checkpoint.no_save_optim
-    return joined(checkpoint_tensors(trainer, with_moments=with_moments, only=only), {})
+    return joined(checkpoint_tensors(trainer, kinds=kinds_to_save(trainer), only=only), {})
+
+
+def kinds_to_save(trainer: Trainer) -> Collection[str]:
+    """The kinds of tensors in a checkpoint of the run: ``weights``, and the optimizer's states if these are saved."""
+    return _kinds_of(weights_only=trainer.config.checkpoint.no_save_optim) or trainer.engine.optimizer.vectors.keys()
+
+
+def _kinds_of(*, weights_only: bool) -> Collection[str] | None:
+    """Kinds of tensors; ``None``: all."""
+    return ("weights",) if weights_only else None
 
 
 def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
@@ -84,17 +93,18 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
     }
 
 
-def checkpoint_tensors(trainer: Trainer, *, with_moments: bool, only: Only | None = None) -> dict[str, TensorParts]:
+def checkpoint_tensors(
+    trainer: Trainer, *, kinds: Collection[str] | None = None, only: Only | None = None
+) -> dict[str, TensorParts]:
     """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer.
 
     Args:
-        only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
+        kinds, only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
     """
     return {
         f"{kind}/{name}": tensor
-        for kind, views in trainer.engine.optimizer.state_tensors(only).items()
+        for kind, views in trainer.engine.optimizer.state_tensors(only, kinds).items()
         for name, tensor in views.items()
-        if with_moments or kind == "weights"
     }
 
 
@@ -217,7 +227,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if folder != Path(c.load):
         say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
     weights_only = c.finetune or c.no_load_optim
-    targets = checkpoint_tensors(trainer, with_moments=not weights_only)
+    targets = checkpoint_tensors(trainer, kinds=_kinds_of(weights_only=weights_only))
     if weights_only and (missing := targets.keys() - manifest.tensors.keys()):
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"

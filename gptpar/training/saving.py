@@ -214,7 +214,8 @@ class Saving:
             "ring": target.ring,
         }
         write = partial(save_checkpoint, target.folder, iteration, meta=meta, **keeping)
-        host = trainer.host
+        host, optimizer = trainer.host, trainer.engine.optimizer
+        kinds = resume.kinds_to_save(trainer)
         save = Save(
             target.folder,
             iteration,
@@ -224,12 +225,13 @@ class Saving:
             files_in_memory=target.files_in_memory,
             optional=target.in_memory,
             late=None if host is None else self._late,
-            late_bytes=0 if host is None else host.state_bytes[0],
+            # All kinds have the same elements in the same number format.
+            late_bytes=0 if host is None else host.state_bytes[0] * len(kinds) // len(optimizer.vectors),
         )
         self._saver.begin(save, behind=self._config.async_save and not last, required=last, since=since)
 
     def _late(self) -> Late:
-        views = self._trainer.engine.optimizer.host_views()
+        views = self._trainer.engine.optimizer.host_views(resume.kinds_to_save(self._trainer))
         blocks = [values for of_kind in views.values() for _, _, values in of_kind]
         return Late(blocks, partial(resume.tensors_to_save, self._trainer, views))
 

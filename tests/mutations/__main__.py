@@ -22,6 +22,7 @@ from collections.abc import Sequence
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"  # before numpy and torch: a process with threads cannot be forked
 
+from gptpar.system.limits import usable_cores  # noqa: E402
 from tests.mutations.judge import Task, Verdict, judge_all, preload  # noqa: E402
 from tests.mutations.table import MUTATIONS  # noqa: E402
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.mutations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=list(by_name), choices=list(by_name), metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N")
+    parser.add_argument("--jobs", type=int, default=max(1, usable_cores() // 2), metavar="N")
     parser.add_argument("--fast", action="store_true", help="only tests of the fast tier; prints the share they catch")
     parser.add_argument("--list", action="store_true", help="print the mutations' names and files")
     args = parser.parse_args(argv)

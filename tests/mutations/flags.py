@@ -12,8 +12,8 @@ FLAGS = [
     Mutation(
         "file-wins-over-command-line",
         "gptpar/config/flags.py",
-        "    parsed.typed |= {key: value for key, value in file.values.items() if key not in told}\n",
-        "    parsed.typed |= file.values\n",
+        "    parsed.from_config = file.values.keys() - told\n",
+        "    parsed.from_config = set(file.values)\n",
         (RUN_FILE,),
     ),
     Mutation(

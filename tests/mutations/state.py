@@ -252,8 +252,8 @@ STATE = [
     Mutation(
         "damaged-file-is-sent-to-who-lost-it",
         "gptpar/checkpoint/verify.py",
-        "return there - {chunk.file for",
-        "return there or {chunk.file for",
+        "return there - problems.keys(),",
+        "return there,",
         ("tests/unit/checkpoint/test_damage.py::test_a_damaged_file_is_no_sound_one", MACHINES),
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from gptpar.checkpoint import find_checkpoints, read_manifest
+from gptpar.checkpoint import find_checkpoints, pieces, read_manifest
 from gptpar.checkpoint.copies import Copies, files_read
 from gptpar.checkpoint.manifest import MANIFEST_NAME, file_of
 from gptpar.config import Config
@@ -99,7 +100,7 @@ class Node:
     def files_read(self) -> set[str]:
         """By this process, of the newest copy."""
         manifest = read_manifest(find_checkpoints(self.memory)[0][1])
-        return files_read(manifest, resume.checkpoint_tensors(self.trainer, with_moments=True))
+        return files_read(manifest, resume.checkpoint_tensors(self.trainer))
 
     def ranks_kept(self, node: int) -> set[int]:
         before = (node - 1) % self.count
@@ -165,8 +166,27 @@ def damage_is_healed_and_what_is_lost_twice_is_given_up(
         assert node.start() == 6 and any("1 files" in line for line in node.said), node.said
         node.require_content(6, before)
         node.trainer.close()
+    unreadable, real = node.folder(0) / "iter_0000006" / file_of(0), pieces.SourceFile
+    broken = unreadable.stat().st_ino  # what takes its place can be read
+
+    def opened(path: Path, **options: bool) -> pieces.SourceFile:
+        if path == unreadable and path.stat().st_ino == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **options)
+
+    dist.barrier()
+    pieces.SourceFile = opened  # type: ignore[assignment,misc]
+    assert node.start() == 6 and any("1 files" in line for line in node.said), node.said
+    pieces.SourceFile = real  # type: ignore[misc]
+    told = (
+        f"{unreadable} cannot be opened: Input/output error: another machine's file, an older copy or the disk serves"
+    )
+    assert any(told in line for line in node.said), node.said
+    node.require_content(6, before)
+    node.trainer.close()
     node.flip(0, 6, MANIFEST_NAME)
     assert node.start() == 6
+    assert any("manifest" in line and "an older copy or the disk serves" in line for line in node.said), node.said
     node.require_content(6, before)
     node.trainer.close()
 

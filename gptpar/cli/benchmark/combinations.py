@@ -69,9 +69,10 @@ class Combination:
 
 def contradictions(parsed: ParsedFlags) -> Iterator[str]:
     """Problems of flags that contradict those of a sweep."""
+    typed_here = parsed.given - parsed.from_config  # a combination's words have precedence over the file
     for wish, fields in CHOSEN.items():
         for name in fields:
-            if getattr(parsed.rest, f"sweep_{wish}") is not None and name in parsed.given:
+            if getattr(parsed.rest, f"sweep_{wish}") is not None and name in typed_here:
                 swept, typed = flag_name(f"sweep_{wish}"), flag_name(name.split(".")[1])
                 yield f"{swept} chooses {typed}, which is given as well: keep one."
     for name in ("save", "load", "wandb_project"):

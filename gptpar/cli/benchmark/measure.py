@@ -38,8 +38,13 @@ from gptpar.training.run import Run
 DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
 median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
 12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
-schedule of batch sizes ends with, and no warm-up. Of --load-hf the model's shape is taken alone. --module
-FILE.py:FUNCTION --config JSON times your own module: gptpar benchmark --module --help."""
+schedule of batch sizes ends with, and no warm-up. Of --load-hf the model's shape is taken alone; of a run's
+--config FILE all but its folders and records. --module FILE.py:FUNCTION --config JSON times your own module: gptpar
+benchmark --module --help."""
+
+
+OF_A_RUN = ("checkpoint", "logging", "recovery")
+"""Sections that say where a run keeps its state and its records, and how it goes on after a death."""
 
 
 class _Times:
@@ -97,7 +102,16 @@ def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None]
 
     parsed = parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags)
     take_shape_of_hf(parsed)
-    return _with_defaults(with_checkpoint_args(parsed))
+    return _with_defaults(_without_run_folder(with_checkpoint_args(parsed)))
+
+
+def _without_run_folder(parsed: ParsedFlags) -> ParsedFlags:
+    """Leave out where the run of --config keeps its checkpoints and records: timed steps are no part of that run."""
+    own = {key for key in parsed.from_config if key.split(".")[0] in OF_A_RUN}
+    flags, default = parsed.flags, Flags()
+    for section, name in (key.split(".") for key in own):
+        flags = flags.update(section, **{name: getattr(getattr(default, section), name)})
+    return dataclasses.replace(parsed, flags=flags, given=parsed.given - own)
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:

@@ -65,6 +65,14 @@ def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
     if is_named_in(argv):
         return module.main(argv)
+    if any(word.split("=", 1)[0] == "--config" for word in argv):
+        raise ConfigError(
+            [
+                "--config: check-layouts trains a small model of its own, in every layout, not a run's: leave it out, "
+                "and give the options in question as flags, such as --qk-layernorm; gptpar plan and gptpar benchmark "
+                "take a run's configuration."
+            ]
+        )
     number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
     scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps
     typed = [*number_format, *scale, *(word for word in argv if word != "--fp32")]

@@ -54,7 +54,7 @@ class CaseRun:
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write a checkpoint."""
-        tensors = checkpoint_tensors(self.trainer, with_moments=True)
+        tensors = checkpoint_tensors(self.trainer)
         window = self.trainer.skip_step
         meta = {
             "optimizer_steps": self.trainer.engine.optimizer.steps_taken,
@@ -64,7 +64,7 @@ class CaseRun:
 
     def resume(self, folder: Path) -> None:
         """Load a checkpoint, which any layout may have saved."""
-        loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer, with_moments=True))
+        loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer))
         self.trainer.engine.optimizer.steps_taken = loaded.meta["optimizer_steps"]
         if self.trainer.skip_step is not None:
             self.trainer.skip_step.load(loaded.meta["skip_step"])

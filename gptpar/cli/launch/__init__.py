@@ -25,6 +25,7 @@ from gptpar.cli.launch.supervisor import Supervisor
 from gptpar.cli.launch.worker import end_with_launcher, is_worker
 from gptpar.errors import GptparError
 from gptpar.system.activity import all_activities
+from gptpar.system.limits import usable_cores
 from gptpar.system.stop import Stopped
 
 __all__ = [
@@ -76,7 +77,7 @@ def start_workers(
         argv: the verb and its flags.
         max_restarts, hang_seconds, processes_left: see :class:`LaunchJob`.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     return run_job(
         LaunchJob(
             Program("module", "gptpar", tuple(argv)),

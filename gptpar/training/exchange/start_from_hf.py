@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gptpar.checkpoint.foreign import converter_of, foreign_checkpoint, holds_ours
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours
 from gptpar.config import ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
@@ -71,7 +71,7 @@ def _note_unread(parsed: ParsedFlags, folder: Path, error: CheckpointError) -> N
     found = foreign_checkpoint(folder)
     if holds_ours(folder):
         problem = f"--load-hf {folder} holds checkpoints of gptpar: give --load {folder}."
-    elif found and converter_of(found) == "megatron":
+    elif found and found.reader is ForeignReader.MEGATRON:
         then = f"gptpar convert {folder} NEW_FOLDER makes one of gptpar, for --load NEW_FOLDER"
         problem = f"--load-hf {folder} holds {found}: {then}."
     else:

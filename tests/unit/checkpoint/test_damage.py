@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from gptpar.checkpoint import (
     find_checkpoints,
     load_checkpoint,
     load_meta,
+    pieces,
     read_manifest,
     read_tensors,
     save_checkpoint,
@@ -49,9 +51,21 @@ def test_a_damaged_file_is_no_sound_one(root: Path) -> None:
     """As a machine in a ring asks that is to send its files to one that has lost them."""
     newest, name = root / "iter_0000003", "rank00000.bin"
     manifest = read_manifest(newest)
-    assert sound_files(newest, manifest, [name, "rank00001.bin"]) == {name}
+    assert sound_files(newest, manifest, [name, "rank00001.bin"]) == ({name}, [])
     flip(newest / name, 4000)
-    assert sound_files(newest, manifest, [name, "rank00001.bin"]) == set()
+    sound, problems = sound_files(newest, manifest, [name, "rank00001.bin"])
+    assert sound == set() and len(problems) == 1 and problems[0].startswith(f"{newest / name}: tensor ")
+
+
+def test_a_file_that_cannot_be_opened_is_no_sound_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, name = root / "iter_0000003", "rank00000.bin"
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pieces, "SourceFile", refused)
+    told = f"{newest / name} cannot be opened: Input/output error"
+    assert sound_files(newest, read_manifest(newest), [name]) == (set(), [told])
 
 
 @pytest.mark.parametrize(

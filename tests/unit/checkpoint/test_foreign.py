@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.checkpoint.foreign import foreign_checkpoint, why_not_to_load
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, why_not_to_load
 from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.cli.runs import main as runs
@@ -182,3 +182,26 @@ def test_generate_and_inspect_name_it(tmp_path: Path) -> None:
 def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "theirs", listing)
     assert remedy.replace("{}", f"gptpar convert {folder}") in (why_not_to_load(folder) or "")
+
+
+@pytest.mark.parametrize(
+    ("file", "reader"),
+    [
+        ("model.safetensors", ForeignReader.HUGGING_FACE),
+        ("pytorch_model.bin.index.json", ForeignReader.HUGGING_FACE),
+        ("tf_model.h5", None),
+        ("checkpoint-100/model.safetensors", None),
+        ("step-1-safetensors/model.safetensors", None),
+        ("consolidated.safetensors", None),
+        ("iter_0000100/mp_rank_00/model_optim_rng.pt", ForeignReader.MEGATRON),
+        ("global_step10/mp_rank_00_model_states.pt", ForeignReader.MEGATRON),
+        ("global_step10/anything", ForeignReader.MEGATRON),
+        ("latest_checkpointed_iteration.txt", None),
+    ],
+)
+def test_what_converts_it(file: str, reader: ForeignReader | None, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    found = foreign_checkpoint(tmp_path)
+    assert found is not None and found.reader is reader
+    assert found.is_our_hint == (file == "latest_checkpointed_iteration.txt")

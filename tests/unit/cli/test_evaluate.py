@@ -16,6 +16,7 @@ from gptpar.cli import evaluate, main
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
+from gptpar.training.generation import newest_model
 from tests.unit.training.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
 
 MODEL = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --fp64"
@@ -53,6 +54,33 @@ def test_a_sample(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFix
     assert main(["evaluate", "--load", str(folder), "--eval-limit", "2", "--eval-tasks", files[0]]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["eval_limit"] == 2 and found["tasks"]["questions"]["num_items"] == 2
+
+
+def test_all_problems_are_told_before_a_worker_starts(
+    saved: tuple[Path, list[str], dict],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(*_: object) -> int:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(evaluate, "start_workers", started)
+    folder, files, _ = saved
+    heads = newest_model(folder).model.num_attention_heads
+    bad = write_lines(tmp_path / "bad.jsonl", [{"query": "a"}])
+    three = ["--tensor-model-parallel-size", "3", "--nproc-per-node", "3"]
+    assert main(["evaluate", "--load", str(folder), "--eval-tasks", files[0], *three]) == 1
+    told = f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size 3; sizes that fit: 1, 2"
+    assert told in capsys.readouterr().err
+    deep = ["--pipeline-model-parallel-size", "40", "--nproc-per-node", "40"]
+    assert main(["evaluate", "--load", str(folder), "--eval-tasks", bad, *deep]) == 1
+    err = capsys.readouterr().err
+    assert f"the configuration has 2 problems:\n  1. --eval-tasks {bad}" in err
+    assert "--pipeline-model-parallel-size 40 x 1 virtual stage(s) = 40 parts, but there are only" in err
+    assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", bad, *three]) == 1
+    err = capsys.readouterr().err
+    assert f"1. --eval-tasks {bad}" in err and f"2. there is no checkpoint in {tmp_path}" in err
 
 
 @pytest.mark.slow
@@ -105,6 +133,9 @@ def test_malformed_lines_and_impossible_splits_are_told(
     assert "bad.jsonl, line 2: 'choices' and 'gold' are missing" in capsys.readouterr().err
     words = ["--load", str(folder), "--eval-tasks", files[0], "--nproc-per-node", "3"]
     assert main(["evaluate", *words, "--tensor-model-parallel-size", "2"]) == 1
-    assert "3 processes cannot be cut into groups of 2 (tensor x pipeline)" in capsys.readouterr().err
+    assert (
+        "3 processes cannot be cut into groups of 2 x 1 = 2 (tensor x pipeline): start a multiple of 2"
+        in capsys.readouterr().err
+    )
     assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", files[0]]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err

@@ -192,3 +192,17 @@ def test_a_flag_without_its_value_is_the_only_problem_told() -> None:
 
 def test_a_number_out_of_range_is_told_once_whatever_follows_from_it() -> None:
     assert problems("--hidden-size -8 --num-attention-heads 1") == ["--hidden-size is -8; it must be at least 1."]
+
+
+def test_a_command_line_leaves_nothing_to_the_next_one() -> None:
+    """All parsers have the same flags, which are made once."""
+    first = parse_flags(["--lr", "fast", "--num-layers", "2"], extra=lambda parser: parser.add_argument("--mine"))
+    assert len(first.problems) == 1 and first.problems[0].startswith("--lr fast: ")
+    second = parse_flags(["--lr", "0.5", "--mine", "3"])
+    assert len(second.problems) == 1 and "--mine" in second.problems[0]
+    assert (second.flags.optimizer.lr, second.typed) == (0.5, {"optimizer.lr": 0.5})
+
+
+def test_of_a_repeated_flag_every_bad_value_is_told() -> None:
+    problems = parse_flags(["--lr", "fast", "--lr", "faster", "--lr", "1"]).problems
+    assert [problem.split(":")[0] for problem in problems] == ["--lr fast", "--lr faster"]

@@ -217,9 +217,9 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
     wanted = train(straight, 0, 8)[4:]
     saving, resuming = (make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}")) for ratio in ratios)
     train(saving, 0, 4)
-    tensors = checkpoint_tensors(saving, with_moments=True)
+    tensors = checkpoint_tensors(saving)
     save_checkpoint(tmp_path, 4, tensors, {"steps": saving.engine.optimizer.steps_taken})
-    loaded = load_checkpoint(tmp_path, checkpoint_tensors(resuming, with_moments=True))
+    loaded = load_checkpoint(tmp_path, checkpoint_tensors(resuming))
     resuming.engine.optimizer.steps_taken = loaded.meta["steps"]
     resuming.engine.publish()
     for one, other in zip(train(resuming, 4, 8), wanted, strict=True):

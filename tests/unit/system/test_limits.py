@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from gptpar.checkpoint.background import num_copiers
+from gptpar.system import limits
 from gptpar.system.limits import core_quota, memory_limit, total_memory
 
 
@@ -46,3 +50,15 @@ def test_no_limit(tmp_path: Path) -> None:
         None,
         0,
     )
+
+
+@pytest.mark.parametrize(
+    ("mine", "quota", "count", "copiers"),
+    [(16, None, 16, 8), (40, None, 40, 8), (40, 10.0, 10, 5), (4, 2.5, 2, 2), (1, None, 1, 2), (8, 0.5, 1, 2)],
+)
+def test_cores_are_those_that_the_process_may_use(
+    mine: int, quota: float | None, count: int, copiers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "cores", lambda: list(range(mine)))
+    monkeypatch.setattr(limits, "core_quota", lambda: quota)
+    assert (limits.usable_cores(), num_copiers()) == (count, copiers)

@@ -28,7 +28,7 @@ def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], obje
     trainer = make_trainer(config)
     meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
     change(meta)
-    return save_checkpoint(folder, 7, resume.checkpoint_tensors(trainer, with_moments=True), meta)
+    return save_checkpoint(folder, 7, resume.checkpoint_tensors(trainer), meta)
 
 
 def with_fields(config: Config, values: dict[str, Any]) -> Config:

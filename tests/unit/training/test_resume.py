@@ -342,7 +342,7 @@ def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: st
         weights[name].fill(torch.linspace(0.5, 2.0 + number, 8))
     trainer.engine.publish()
     meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
-    save_checkpoint(tmp_path, 7, resume.checkpoint_tensors(trainer, with_moments=True), meta)
+    save_checkpoint(tmp_path, 7, resume.checkpoint_tensors(trainer), meta)
     stage, loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
     assert loaded.model.qk_layernorm
     tokens = torch.arange(16)[None]

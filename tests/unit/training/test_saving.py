@@ -41,6 +41,8 @@ WORDS = {
     "all on the CPU, speculations redone": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 0.9",
 }
 
+HELD_SECONDS = 0.1
+
 
 def make(folder: Path, words: str = "") -> tuple[Trainer, Saving, list[str]]:
     config = tiny_config(config_words(f"{words} --save {folder}"))
@@ -84,7 +86,7 @@ def done(iteration: int) -> Progress:
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
-    monkeypatch.setattr(background, "NUM_COPIERS", 2 if room == "copied ahead" else 0)
+    monkeypatch.setattr(background, "num_copiers", lambda: 2 if room == "copied ahead" else 0)
     back_off_for_long(monkeypatch)
     trainer, behind, said = make(tmp_path / "behind", words)
     train(trainer, 0, 3)
@@ -126,11 +128,11 @@ def hold(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> threading
 
 
 def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the event 0.3 seconds after a method is called."""
+    """Set the event a moment after a method is called."""
     call = getattr(owner, name)
 
     def timed(*args: Any, **more: Any) -> Any:
-        threading.Timer(0.3, gate.set).start()
+        threading.Timer(HELD_SECONDS, gate.set).start()
         return call(*args, **more)
 
     monkeypatch.setattr(owner, name, timed)
@@ -177,7 +179,7 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
         assert waited or "--clip-grad 0.9" in words  # where speculations fail, no update may come back to a block held
     gate.set()
     if held != "the last update" and waited:
-        assert 0.1 < save.snapshot.waited_s < 30  # it is told as time for which training stood
+        assert HELD_SECONDS / 3 < save.snapshot.waited_s < 30  # it is told as time for which training stood
     train(trainer, 6, 7)
     written.set()
     behind.finish()
@@ -325,7 +327,7 @@ def test_spare_memory_stays_until_the_machine_is_short_of_it(tmp_path: Path, mon
     short = [0]
     monkeypatch.setattr(memory, "host_room", lambda held=0: max(0, held - short[0]) if short[0] else 1 << 30)
     monkeypatch.setattr(saver, "MEMORY_LOOK_SECONDS", -1.0)
-    monkeypatch.setattr(background, "NUM_COPIERS", 0)
+    monkeypatch.setattr(background, "num_copiers", lambda: 0)
     trainer, behind, _ = make(tmp_path)
     gate = slow_writes(monkeypatch, 30)
     behind.begin(behind.targets[0], done(1), keep_all=False)

@@ -17,12 +17,15 @@ import torch
 
 from gptpar.checkpoint import find_checkpoints, newest_whole, read_tensors
 from gptpar.checkpoint.data_file import DataFile
+from gptpar.checkpoint.save_request import Save
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.training import saving
 from tests.helpers import TINY
+from tests.unit.offload.tiny_runs import OFFLOAD, train
+from tests.unit.training.test_saving import done, make
 
 FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
 
@@ -146,6 +149,7 @@ def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_stat
 KILLED = """
 import os, signal, sys
 from gptpar.checkpoint.data_file import DataFile
+from gptpar.checkpoint.save_request import Save
 from tests.unit.training import test_saving_runs
 
 write, seen = DataFile.write, []
@@ -178,3 +182,19 @@ def test_a_clock_that_is_set_ahead_does_not_end_a_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(time, "time", lambda: real() + 1e6 * next(calls))
     run(tmp_path / "run", "--exit-duration-in-mins 60")
     assert iterations(tmp_path / "run") == [8]
+
+
+@pytest.mark.parametrize(("words", "kinds"), [("", 3), ("--no-save-optim", 1)])
+def test_moments_that_are_not_saved_hold_up_no_step(
+    words: str, kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is their memory guarded, nor does their size count where room for copies is looked for."""
+    trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 1 {words}")
+    train(trainer, 0, 2)
+    asked: list[Save] = []
+    monkeypatch.setattr(behind._saver, "begin", lambda save, **_: asked.append(save))
+    behind.begin(behind.targets[0], done(2), keep_all=False)
+    late = behind._late()
+    assert sum(block.nbytes for block in late.blocks) == asked[0].late_bytes == kinds * 114_176  # with padding
+    assert len({name.split("/")[0] for name in late.tensors()}) == kinds
+    trainer.close()

@@ -27,6 +27,9 @@ ABSENT_HERE = {
 }
 """Arguments of Megatron that must be off, and what each turns on."""
 
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "seq_length")
+"""Arguments without which no model can be built; Megatron always has them."""
+
 PLAIN = (bool, int, float, str)
 OF_THIS_RUN = {"preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern"}
 """Fields of the flags that Megatron's arguments of the same name do not set."""
@@ -51,6 +54,7 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
         values["num_layers"] = 1
     problems += _unknown_words(values)
     problems += _uneven(given)
+    problems += [] if problems else _lacking(given)
     try:
         flags = ModelFlags(**values)
         problems += check_model(Flags(model=flags))
@@ -72,6 +76,12 @@ def _absent(given: Mapping[str, Any]) -> Iterator[str]:
     window = given.get("window_size")
     if isinstance(window, list | tuple) and len(window) > 1 and window[1] not in (0, -1):
         yield "its attention windows reach tokens that come later (--window-size)"
+
+
+def _lacking(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for the arguments that are not there."""
+    if names := [name for name in NEEDED if given.get(name) is None]:
+        yield f"its arguments do not say {', '.join(names)}: add them to its 'args'"
 
 
 def _uneven(given: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ import torch
 
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
 from gptpar.errors import CheckpointError
+from gptpar.training.exchange.megatron.arguments import NEEDED
 from gptpar.training.exchange.megatron.found import WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import our_name
 from gptpar.training.exchange.megatron.zero_states import open_zero_states
@@ -29,6 +30,10 @@ FILES = (
     ("mp_rank_*.pt", r"mp_rank_(?P<tensor>\d+)(?P<place>)_model_states\.pt"),
 )
 """Glob and name of each format's files of weights. The first format with any file is taken."""
+
+
+STATES = "mp_rank_00_model_states.pt"
+"""DeepSpeed's file of arguments and counters."""
 
 
 def open_rank_files(path: Path) -> Found:
@@ -57,7 +62,9 @@ def open_rank_files(path: Path) -> Found:
             weights.setdefault(name, []).append(RankPart(tuple(tensor.shape), lambda tensor=tensor: [tensor]))  # type: ignore[misc]
     if arguments is None:
         arguments, beside = model_states(path)
-    given, zero = with_arguments(arguments, path), open_zero_states(path, len(ranks))
+    states = path / STATES
+    file = states if states.is_file() else next(iter(ranks.values()))[0]
+    given, zero = with_arguments(arguments, file), open_zero_states(path, len(ranks))
     if zero is None:
         return Found(path, given, beside, len(ranks), {WEIGHTS: weights})
     return Found(path, given, beside, len(ranks), zero.states, zero.steps)
@@ -69,19 +76,29 @@ def model_states(path: Path) -> tuple[Any, Mapping[str, Any]]:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    states = path / "mp_rank_00_model_states.pt"
+    states = path / STATES
     content = load_torch_file(states) if states.is_file() else {}
     return (content.get("args"), {"checkpoint_version": 3.0} | content) if isinstance(content, dict) else (None, {})
 
 
-def with_arguments(arguments: object, path: Path) -> Namespace:
+def with_arguments(arguments: object, file: Path) -> Namespace:
     """Check that a checkpoint has its run's arguments, and return them.
+
+    Args:
+        file: the checkpoint's file that should hold them.
 
     Raises:
         CheckpointError: it has none.
     """
     if not isinstance(arguments, Namespace):
-        raise CheckpointError(f"{path} does not hold the arguments of the run, which describe the model")
+        needed = ", ".join(f"{name}=..." for name in NEEDED)
+        found = "no 'args'" if arguments is None else f"'args' of type {type(arguments).__name__}"
+        raise CheckpointError(
+            f"{file} holds {found}: the arguments of the run, an argparse.Namespace, describe the model. Load and save "
+            "the checkpoint once with the Megatron that made it, or add them by torch.load and torch.save: "
+            f"args=argparse.Namespace({needed}), and those whose values are not Megatron's defaults (normalization, "
+            "swiglu, position_embedding_type, num_query_groups, ...)"
+        )
     return arguments
 
 

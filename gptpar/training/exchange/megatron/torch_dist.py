@@ -51,7 +51,7 @@ def open_torch_dist(path: Path) -> Found:
     steps = steps_in(common.get("optimizer"))
     kinds = _with_optimizer(folder, keys) if steps is not None else None
     states = {kind: _parts(folder, found) for kind, found in (kinds or {WEIGHTS: keys[WEIGHTS]}).items()}
-    arguments = with_arguments(common.get("args"), path)
+    arguments = with_arguments(common.get("args"), path / COMMON)
     return Found(path, arguments, common, 1, states, steps if kinds else None)
 
 

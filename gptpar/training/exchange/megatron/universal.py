@@ -23,7 +23,7 @@ from gptpar.errors import CheckpointError
 from gptpar.training.exchange.megatron.arguments import count_in
 from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import names_in_model, our_name
-from gptpar.training.exchange.megatron.rank_files import model_states, with_arguments
+from gptpar.training.exchange.megatron.rank_files import STATES, model_states, with_arguments
 from gptpar.training.exchange.megatron.steps import steps_in, steps_of
 
 FOLDER = "zero"
@@ -37,7 +37,7 @@ def open_universal(path: Path) -> Found:
         CheckpointError: with what is wrong, or what cannot be read.
     """
     given, beside = model_states(path)
-    arguments = with_arguments(given, path)
+    arguments = with_arguments(given, path / STATES)
     folders = sorted(one for one in (path / FOLDER).iterdir() if one.is_dir())
     names = names_in_model({one.name for one in folders})
     rows = count_in(vars(arguments), "padded_vocab_size")

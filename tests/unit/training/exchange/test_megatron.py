@@ -14,6 +14,7 @@ import torch
 from gptpar.checkpoint.exchange.safe_pickle import LeftOut, load_torch_file
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
+from gptpar.training.exchange.megatron.arguments import NEEDED
 from tests.helpers import random_tokens
 from tests.unit.training.exchange.hf_models import contents, logits_of, our_logits
 from tests.unit.training.exchange.megatron_models import (
@@ -275,3 +276,37 @@ def test_arguments_that_contradict_each_other_or_the_tensors_are_told(name: str,
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert told in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("there", [None, {"num_layers": 4}])
+def test_without_arguments_the_file_and_what_to_add_are_told(tmp_path: Path, there: object) -> None:
+    """What the sentence says suffices to make a model."""
+    _, weights = our_model(GPT2)
+    save_core(tmp_path / "theirs", weights, GPT2)
+    files = {file: load_torch_file(file) for file in sorted((tmp_path / "theirs").rglob("*.pt"))}
+    for file, content in files.items():
+        file.unlink()  # its tensors are mapped
+        save(file, content | {"args": there})
+    with pytest.raises(CheckpointError) as caught:
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    found = "no 'args'" if there is None else "'args' of type dict"
+    told = f"{next(iter(files))} holds {found}: the arguments of the run, an argparse.Namespace, describe the model."
+    assert str(caught.value).startswith(told)
+    assert f"args=argparse.Namespace({', '.join(f'{name}=...' for name in NEEDED)}), and those" in str(caught.value)
+    for file, content in files.items():
+        file.unlink()
+        save(file, content | {"args": Namespace(**{name: getattr(content["args"], name) for name in NEEDED})})
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+
+
+def test_arguments_that_are_not_there_are_named(tmp_path: Path) -> None:
+    _, weights = our_model(GPT2)
+    save_old(tmp_path / "theirs", weights, GPT2)
+    first = tmp_path / "theirs/iter_0000030/mp_rank_00/model_optim_rng.pt"
+    content = load_torch_file(first)
+    del content["args"].ffn_hidden_size, content["args"].seq_length
+    for file in first.parents[1].rglob("*.pt"):
+        torch.save(load_torch_file(file) | {"args": content["args"]}, new := file.with_suffix(".new"))
+        new.replace(file)
+    with pytest.raises(CheckpointError, match="its arguments do not say ffn_hidden_size, seq_length: add them to its"):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])

@@ -337,7 +337,12 @@ def test_what_is_wrong_in_a_universal_checkpoint_is_told(tmp_path: Path) -> None
     save(states, states_file({"iteration": None}))
     assert "does not say its iteration" in refused(tmp_path)
     save(states, {})
-    assert "does not hold the arguments of the run" in refused(tmp_path)
+    told = refused(tmp_path)
+    assert f"{states} holds no 'args': the arguments of the run, an argparse.Namespace, describe the model." in told
+    assert (
+        "args=argparse.Namespace(num_layers=..., hidden_size=..., num_attention_heads=..., ffn_hidden_size=..., "
+        in told
+    )
 
 
 def test_without_moments_the_weights_come_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,181 @@
+"""Arguments of the public API that have the wrong type are told in sentences that name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gptpar
+from gptpar.errors import ConfigError, GptparError
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+NUMBERS = [1, 2, 3, 4]
+
+
+def make(**arguments: Any) -> Any:
+    return gptpar.initialize(model=nn.Linear(4, 1), config=CONFIG, **arguments)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "training_data",
+            5,
+            "training_data is of type int: a torch.utils.data.Dataset or a list is needed",
+        ),
+        (
+            "training_data",
+            iter(NUMBERS),
+            "training_data is of type list_iterator: a torch.utils.data.Dataset",
+        ),
+        ("training_data", DataLoader(NUMBERS), "training_data is of type DataLoader: pass its data set, of which"),
+        ("model_parameters", 5, "model_parameters is of type int: parameters, (name, parameter) pairs or groups are"),
+        ("collate_fn", 5, "collate_fn is of type int: a function of a list of samples is needed."),
+        ("loss_fn", "mse", "loss_fn is of type str: a function of outputs is needed."),
+        ("recording", 5, "recording is of type int: what `with gptpar.deferred_init() as recording:` gives is needed."),
+        ("mesh_param", 5, "mesh_param is of type int: the sizes (data-parallel, sequence-parallel) are needed."),
+        ("distributed_port", "a", "distributed_port is of type str: the number of a port is needed."),
+    ],
+)
+def test_initialize(name: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**{name: value})
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(said)
+
+
+def test_all_wrong_types_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(training_data=5, loss_fn="mse", mesh_param=5)
+    assert [problem.split()[0] for problem in caught.value.problems] == ["training_data", "loss_fn", "mesh_param"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    made = make()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (
+            lambda engine: engine.save_checkpoint(None),
+            "engine.save_checkpoint: save_dir is of type NoneType: the path of a folder is needed.",
+        ),
+        (
+            lambda engine: engine.load_checkpoint(5),
+            "engine.load_checkpoint: load_dir is of type int: the path of a folder is needed.",
+        ),
+        (
+            lambda engine: engine.set_train_batch_size("8"),
+            "train_batch_size is of type str: a whole number of samples is needed.",
+        ),
+        (
+            lambda engine: engine.set_train_batch_size(8.0),
+            "train_batch_size is of type float: a whole number of samples is needed.",
+        ),
+        (
+            lambda engine: engine.gathered("x").__enter__(),
+            "engine.gathered(modifier_rank='x'): it is the number of a process, 0 to 0, or None where all",
+        ),
+        (
+            lambda engine: engine.gathered(1).__enter__(),
+            "engine.gathered(modifier_rank=1): it is the number of a process, 0 to 0, or None where all",
+        ),
+        (
+            lambda engine: engine.optimizer.load_state_dict("moments.pt"),
+            "state_dict is of type str: what state_dict() of an optimizer has returned is needed.",
+        ),
+    ],
+)
+def test_methods_of_an_engine(engine: Any, act: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(GptparError) as caught:
+        act(engine)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_path_is_a_text_or_a_path(engine: Any, tmp_path: Path) -> None:
+    for folder in (tmp_path / "path", str(tmp_path / "text")):
+        engine.save_checkpoint(folder)
+        assert engine.load_checkpoint(folder)[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda: gptpar.estimate_memory(5, CONFIG), "model is of type int: a torch.nn.Module is needed."),
+        (
+            lambda: gptpar.estimate_memory(nn.Linear(2, 2), CONFIG, "x"),
+            "world is 'x': it is the number of data-parallel",
+        ),
+        (
+            lambda: gptpar.estimate_zero2_model_states_mem_needs_all_live(5),
+            "model is of type int: a torch.nn.Module is",
+        ),
+        (
+            lambda: gptpar.estimate_zero3_model_states_mem_needs_all_live(None),
+            "model is of type NoneType: a torch.nn.M",
+        ),
+        (
+            lambda: gptpar.estimate_zero2_model_states_mem_needs_all_cold("1B"),
+            "total_params is of type str: a number is needed.",
+        ),
+        (
+            lambda: gptpar.estimate_zero3_model_states_mem_needs_all_cold(10, 5, 0),
+            "num_gpus_per_node is 0: it is at least 1.",
+        ),
+        (lambda: gptpar.add_config_arguments(5), "parser is of type int: an argparse.ArgumentParser is needed."),  # type: ignore[arg-type]
+        (
+            lambda: gptpar.PipelineModule(5, 1),
+            "PipelineModule: layers is of type int: a list of LayerSpecs, modules or",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: gptpar.PipelineModule([], "2"),
+            "PipelineModule: num_stages is of type str: a whole number is needed.",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: gptpar.PipelineModule([nn.Linear(2, 2)], 1, loss_fn=5),  # type: ignore[arg-type]
+            "PipelineModule: loss_fn is of type int: a function of output and labels is needed.",
+        ),
+        (
+            lambda: gptpar.PipelineModule([nn.Linear(2, 2)], 1, partition_method=5),  # type: ignore[arg-type]
+            "PipelineModule: partition_method is of type int: a text such as uniform is needed.",
+        ),
+        (
+            lambda: gptpar.PipelineModule([nn.Linear(2, 2)], topology=5),  # type: ignore[arg-type]
+            "PipelineModule: topology is of type int: leave it out, and give num_stages.",
+        ),
+    ],
+)
+def test_functions(act: Callable[[], Any], said: str) -> None:
+    with pytest.raises(GptparError, match=re.escape(said)):
+        act()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"params": 5}, "TwinFlowAdamW: params is of type int: parameters or groups are needed, such as"),
+        ({"lr": "fast"}, "TwinFlowAdamW: lr is 'fast', not at least 0"),
+        ({"eps": None}, "TwinFlowAdamW: eps is None, not at least 0"),
+        ({"betas": 5}, "TwinFlowAdamW: betas is 5, not two numbers"),
+        ({"betas": (0.9,)}, "TwinFlowAdamW: betas is [0.9], not two numbers"),
+        ({"betas": ("a", 1)}, "TwinFlowAdamW: beta 'a' is not in [0, 1); beta 1 is not in [0, 1)"),
+        (
+            {"offload_ratio": "all", "threads": "many", "max_norm": None},
+            "TwinFlowAdamW: offload_ratio is 'all', not between 0 and 1; max_norm is None, not at least 0; threads is "
+            "'many', not at least 1",
+        ),
+    ],
+)
+def test_the_optimizer_alone(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        gptpar.TwinFlowAdamW(**({"params": nn.Linear(2, 2).parameters()} | arguments))

@@ -99,9 +99,9 @@ RANGES = [
     ),
     Mutation(
         "decay-groups-swapped",
-        UNITS,
-        'return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT',
-        'return DECAYS_NOT if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS',
+        "gptpar/optim/parameter_groups.py",
+        "1.0 if is_matrix else 0.0",
+        "0.0 if is_matrix else 1.0",
         ("tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Mutation(

@@ -150,6 +150,13 @@ def test_a_file_that_would_run_a_command_is_refused(zipped: bool, tmp_path: Path
     assert {one.name for one in tmp_path.iterdir()} == {"theirs"}
 
 
+def test_a_file_that_names_what_runs_commands_is_not_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "model": Harm(f"touch {tmp_path / 'harmed'}")}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="is refused: reading it would call .*system"):
+        load_torch_file(tmp_path / "a.pt")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
+
+
 def test_objects_of_their_programs_are_left_unread(tmp_path: Path) -> None:
     import numpy as np
 

@@ -58,6 +58,9 @@ def tokens_of(text: Path, source: Path, vocabulary: int) -> torch.Tensor:
 def main() -> None:
     """Train, report, save."""
     args = parser().parse_args()
+    if args.gpu_memory_gib is not None and torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.gpu_memory_gib * 2**30 / whole))
     model, recording = make_model(args.model_name)
     tokens = tokens_of(args.text, args.model_name, model.config.vocab_size)
     if len(tokens) <= args.seq_length:
@@ -95,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seq-length", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--config", type=Path, default=CONFIG, metavar="JSON", help="default: %(default)s")
+    parser.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="no more of a GPU's memory than this")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="a checkpoint at the end; goes on from one")
     return parser
 

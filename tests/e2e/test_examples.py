@@ -80,7 +80,7 @@ def test_hugging_face_model_learns_and_goes_on(tmp_path: Path, text: Path) -> No
 
 
 def test_modes_of_the_small_gpt_have_the_same_losses(text: Path) -> None:
-    modes = ["dp", "offload", "pipeline"]
+    modes = ["plain", "dp", "offload", "pipeline"]
     table = run("gpt_lite/compare.py", "--text", text, "--steps", 4, "--modes", *modes).splitlines()[2:]
     assert [row.split()[0] for row in table] == modes
     assert all(float(row.split()[-1]) < 1e-6 for row in table), table

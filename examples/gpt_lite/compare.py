@@ -1,7 +1,7 @@
 """Trains the small GPT in every mode and prints memory and speed of each, beside what the estimators say.
 
 python examples/gpt_lite/compare.py --text my.txt [--nproc 2] [--size small] [--steps 30] [--fp32]
-python examples/gpt_lite/compare.py --text my.txt --nproc 1 --size medium --fp32 --gpu-memory-gib 4
+python examples/gpt_lite/compare.py --text my.txt --nproc 1 --size medium --fp32 --gpu-memory-gib 5
 
 Memory is the largest process's: the GPU's without activations as estimated, and its peak as measured. All modes train
 on the same samples from the same initial values. So their losses are the same but for roundings: the last column has

@@ -8,13 +8,22 @@ width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
+from torch.nn.attention.varlen import varlen_attn
 
 from gptpar.model.attention_dropout import attention_with_dropout
 from gptpar.model.dropout import LayerSeeds
+
+MAX_KERNEL_WIDTH = 256
+"""Channels of a head, at most, in flash attention's kernels; their number is a multiple of 8."""
+
+_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""The argument for grouped queries, which torch 2.11 takes without one."""
 
 
 class AttentionDropout(NamedTuple):
@@ -55,6 +64,27 @@ def attention_mask(
     return None if window is None else seen_SS(length, window, device)[None, None]
 
 
+def has_window_kernel(device_type: str, dtype: torch.dtype, width: int) -> bool:
+    """Whether flash attention computes a window without a mask: on a GPU, in bf16, for heads of ``width`` channels."""
+    return device_type == "cuda" and dtype == torch.bfloat16 and width % 8 == 0 and width <= MAX_KERNEL_WIDTH
+
+
+def windowed_attention(
+    q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, window: int, scale: float | None
+) -> torch.Tensor:
+    """Causal attention to the last ``window`` tokens, where :func:`has_window_kernel`; returns y_BHSK.
+
+    The kernel passes over keys that no query of its block sees (Dao 2023).
+    """
+    batch, _, length, _ = q_BHSK.shape
+    q_NHK, k_NGK, v_NGK = (rearrange(x, "b h s k -> (b s) h k") for x in (q_BHSK, k_BGSK, v_BGSK))
+    starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BHSK.device)
+    how = {"scale": scale, "window_size": (window - 1, 0), **_GROUPS}
+    y_NHK = varlen_attn(q_NHK, k_NGK, v_NGK, starts, starts, length, length, **how)
+    assert isinstance(y_NHK, torch.Tensor)  # it is a pair where more is asked for
+    return rearrange(y_NHK, "(b s) h k -> b h s k", b=batch)
+
+
 def core_attention(
     q_BHSK: torch.Tensor,
     k_BGSK: torch.Tensor,
@@ -66,7 +96,8 @@ def core_attention(
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
 
-    A window, or several documents, become a mask in memory; they save no computation.
+    Several documents become a mask in memory, which saves no computation; so does a window without its kernel
+    (:func:`has_window_kernel`), and one with documents or dropout.
 
     Args:
         document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
@@ -74,7 +105,11 @@ def core_attention(
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
     """
-    mask_B1SS = attention_mask(q_BHSK.shape[2], document_ids_BS, window, q_BHSK.device)
+    length, width = q_BHSK.shape[2:]
+    plain = document_ids_BS is None and dropout is None
+    if window is not None and window < length and plain and has_window_kernel(q_BHSK.device.type, q_BHSK.dtype, width):
+        return windowed_attention(q_BHSK, k_BGSK, v_BGSK, window, scale)
+    mask_B1SS = attention_mask(length, document_ids_BS, window, q_BHSK.device)
     if dropout is not None:
         return attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *dropout, scale=scale)
     return F.scaled_dot_product_attention(

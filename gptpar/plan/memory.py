@@ -14,7 +14,9 @@ from operator import mul
 from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
-from gptpar.model.flops import distance_width, gated_width, normed_width, num_norms, window_of
+from gptpar.model.core_attention import has_window_kernel
+from gptpar.model.dtypes import DTYPES
+from gptpar.model.flops import DISTANCE_CHANNELS, distance_width, gated_width, normed_width, num_norms, window_of
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES
@@ -284,9 +286,18 @@ def block_bytes_per_token(job: Job) -> float:
         tensor_parallel=job.layout.tensor,
         sequence_parallel=job.config.parallel.sequence_parallel,
     )
+    return kept + statistics + _mask_bytes_per_token(job) - forgotten
+
+
+def _mask_bytes_per_token(job: Job) -> float:
+    """Of a layer with a window, where no kernel computes it without a mask: a byte for each pair of tokens."""
+    shape, config = job.shape, job.config
+    masked = config.model.attention_dropout > 0 or config.data.reset_attention_mask
+    width = shape.kv_channels + (DISTANCE_CHANNELS if distance_width(shape) else 0)
+    if not masked and has_window_kernel(job.device_type, DTYPES[config.precision.dtype], width):
+        return 0.0
     windows = any(window_of(shape, layer) for layer in range(shape.num_layers))
-    mask = shape.seq_length**2 / job.tokens if windows else 0.0  # a byte for each pair of tokens
-    return kept + statistics + mask - forgotten
+    return shape.seq_length**2 / job.tokens if windows else 0.0
 
 
 def _loss_buffers(job: Job, part: StagePart) -> float:

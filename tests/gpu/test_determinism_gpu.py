@@ -14,6 +14,7 @@ MODELS = {
     "gpt": "--bf16",
     "dropout": "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
     "windows": "--fp16 --num-query-groups 2 --position-embedding-type rope --swiglu --window-size 5 --qk-layernorm",
+    "windows-by-a-kernel": "--bf16 --num-query-groups 2 --window-size 5 --window-pattern SF",
     "alibi": "--bf16 --position-embedding-type alibi --embed-layernorm --apply-layernorm-1p --decoupled-lr 2e-2",
     "fp32": "--normalization RMSNorm --z-loss-weight 0.01 --logit-softcap 5 --no-adam-bias-correction",
     "plain": "--bf16 --no-compile --cuda-graph off --recompute-granularity full",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gptpar.model.attention import Attention
 from gptpar.model.block import Block
-from gptpar.model.core_attention import attention_mask
+from gptpar.model.core_attention import attention_mask, has_window_kernel
 from gptpar.model.flops import block_flops, flops_per_token, window_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
@@ -146,6 +146,22 @@ def test_a_window_is_a_number_of_tokens() -> None:
     both = attention_mask(6, documents, 3, torch.device("cpu"))
     assert both is not None and both[0, 0, 4].tolist() == [False] * 4 + [True, False]
     assert attention_mask(6, None, 6, torch.device("cpu")) is None is attention_mask(6, None, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "width", "expected"),
+    [
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.bfloat16, 256, True),
+        ("cuda", torch.bfloat16, 264, False),
+        ("cuda", torch.bfloat16, 20, False),
+        ("cuda", torch.float16, 64, False),
+        ("cuda", torch.float32, 64, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
+def test_windows_with_a_kernel(device_type: str, dtype: torch.dtype, width: int, expected: bool) -> None:
+    assert has_window_kernel(device_type, dtype, width) == expected
 
 
 def test_windows_follow_their_pattern_and_count_what_is_seen() -> None:

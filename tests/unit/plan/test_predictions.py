@@ -120,6 +120,23 @@ def test_recomputation_and_offload_of_inputs() -> None:
     assert block_bytes_per_token(selective.job) == 32 * h + 32 - 16 * h - 4 * h
 
 
+@pytest.mark.parametrize(
+    ("flags", "masked"),
+    [
+        ("", False),
+        ("--position-embedding-type alibi ", False),
+        ("--attention-dropout 0.1 ", True),
+        ("--reset-attention-mask --tokenizer-type NullTokenizer --data-path ids ", True),
+        ("--kv-channels 20 ", True),
+    ],
+)
+def test_a_window_without_its_kernel_has_a_mask(flags: str, masked: bool) -> None:
+    """A mask of 32 x 32 tokens, a byte each, is 16 bytes for each of a micro-batch's 64 tokens."""
+    windows = "--window-size 8 --window-pattern SF "
+    few, full = (block_bytes_per_token(plan(SMALL + flags + w + "--micro-batch-size 2").job) for w in (windows, ""))
+    assert few - full == 16 * masked
+
+
 def test_micro_batches_alive_are_those_of_the_schedule() -> None:
     for stage in range(4):
         assert max(map(sum, alive(stage, 4, 16, 1))) == 4 - stage

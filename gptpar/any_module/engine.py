@@ -147,7 +147,7 @@ class ModuleEngine(TrainingEngine):
             self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         except BaseException:
             self._note_failure("a backward pass")
-            super().zero_grad()  # some of the step's gradients are incomplete: it has to begin again
+            self._drop_step()  # some of its gradients are incomplete: it has to begin again
             raise
         if self._needs_losses:
             self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
@@ -187,8 +187,7 @@ class ModuleEngine(TrainingEngine):
             self.optimizer.step()
             self._drops = 0
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the current step, which begins again with its first micro-batch."""
+    def _drop_for_user(self) -> None:
         if self._count:
             self._drops += 1
             if self._drops == 2:  # once may be meant, of a micro-batch that the user rejects
@@ -196,9 +195,9 @@ class ModuleEngine(TrainingEngine):
                     f"zero_grad() dropped a step after {self._count} of its {self.options.batch.accumulation_steps} "
                     "micro-batches, as it did with the step before. If it is called at every micro-batch, no step is "
                     "ever taken: leave it out, the engine drops gradients after each step.",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-        super().zero_grad(set_to_none)
+        super()._drop_for_user()
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:

@@ -80,7 +80,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
         self.optimizer = EngineOptimizer(
-            self.engine.optimizer.optimizer, groups, self._update, self.zero_grad, self.loss_scaler
+            self.engine.optimizer.optimizer, groups, self._update, self._drop_for_user, self.loss_scaler
         )
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
@@ -207,7 +207,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             return self._passes(batches)
         except BaseException:
             self._note_failure("train_batch", exchanging=self.topology.layout.pipeline > 1)
-            self.zero_grad()  # some of the step's gradients are incomplete
+            self._drop_step()  # some of its gradients are incomplete
             raise
 
     def _note_failure(self, what: str, *, exchanging: bool = False) -> None:
@@ -297,7 +297,14 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the current step."""
+        """Drop the gradients of the current step, which begins again with its first micro-batch."""
+        self._drop_for_user()
+
+    def _drop_for_user(self) -> None:
+        """Drop the step; methods that the user calls call this one directly."""
+        self._drop_step()
+
+    def _drop_step(self) -> None:
         if self._has_begun and self.host is not None:
             self.host.cancel()  # it may have speculated with the first gradients
         self._forget_step()
@@ -359,7 +366,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         """The module gets its weights back, if they are to be whole, and the engine ends."""
         try:
             if whole:
-                self.zero_grad()
+                self._drop_step()
                 self.engine.finish()
                 self.engine.gatherer.let_all_go()
                 self.engine.release()

@@ -54,7 +54,7 @@ class ModuleEngine(TrainingEngine):
         self._recorded: RecordedWork | None = None
         if wants_graph(options, self.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, self.engine)
-        self._no_sync = False
+        self._no_sync = self._knows_late_units = False
         self._boundary: bool | None = None
         self._drops = 0  # steps in a row that zero_grad() has dropped
         self._needs_losses = options.monitor.is_on or self.skip_step is not None
@@ -182,6 +182,7 @@ class ModuleEngine(TrainingEngine):
             )
         self._count += 1
         self.micro_steps += 1
+        self._stage.end_micro_batch()
         self._ended_step = False
         if ends_step:
             self.optimizer.step()
@@ -198,6 +199,11 @@ class ModuleEngine(TrainingEngine):
                     stacklevel=3,
                 )
         super()._drop_for_user()
+
+    def _drop_step(self) -> None:
+        if self._has_begun:
+            self._stage.end_micro_batch()  # a pass of the step was observed, and the last one may never come
+        super()._drop_step()
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
@@ -220,6 +226,16 @@ class ModuleEngine(TrainingEngine):
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
             self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))
+        if not self._knows_late_units:
+            self._agree_on_late_units()
+
+    def _agree_on_late_units(self) -> None:
+        """After the first step, whose passes were observed: later ones hand units on in an order that all share."""
+        self._knows_late_units = True
+        if self.world_size > 1 and self._stage.may_observe:
+            collector = self.engine.gradients.collector
+            late = torch.tensor(collector.late_units, dtype=torch.float64, device=self.device)
+            collector.agree_on_late_units([bool(count) for count in self._sum_over_all(late).tolist()])
 
     def _require_loss(self, loss: torch.Tensor) -> None:
         self._require_usable()

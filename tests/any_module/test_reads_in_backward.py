@@ -14,7 +14,7 @@ from tests.any_module.case import Case, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.matrix import Bench
-from tests.any_module.oddities.late_reads import LATE_READS, HookReads
+from tests.any_module.oddities.late_reads import LATE_READS, DetachedFirstOnLastRank, DetachedInBlocks, HookReads
 from tests.any_module.reference import Named, copy_of_weights
 from tests.any_module.test_between_backward_and_step import FREE
 
@@ -72,6 +72,46 @@ def test_reads_by_the_graph(bench: Bench, case: Case, setup: Setup) -> None:
 @pytest.mark.parametrize("case", HOOKS, ids=lambda case: case.name)
 def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
     assert_same(bench.on_ranks(setup.world, by_engine, case, setup), in_plain_torch(case, setup.accumulation))
+
+
+# Between processes.
+
+ON_ALL = Case("on_all_ranks", DetachedInBlocks)
+ON_ONE = Case("on_last_rank", partial(DetachedInBlocks, block=DetachedFirstOnLastRank))
+
+
+def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]], Named]:
+    """(each step's units in the order in which they are handed on, and "end" of the pass; the last weights)"""
+    training, steps = Training(case, setup), []
+    gradients = training.engine.engine.gradients
+    reduce, end = gradients._reducer.reduce, gradients.end_backward
+
+    def note(unit: Any, *args: Any, **kwargs: Any) -> None:
+        steps[-1].append(unit.name)
+        reduce(unit, *args, **kwargs)
+
+    def note_end() -> None:
+        steps[-1].append("end")
+        end()
+
+    gradients._reducer.reduce, gradients.end_backward = note, note_end
+    for step in range(STEPS):
+        steps.append([])
+        training.engine.backward(training.case.losses_of(training.engine, case.make_batch(step, 0, 0, 1))[0])
+        training.engine.step()
+    with training.engine.gathered():
+        return steps, copy_of_weights(training.model)
+
+
+@pytest.mark.parametrize(("case", "setup"), [*((ON_ONE, one) for one in TOGETHER), (ON_ALL, RELEASED[0])], ids=str)
+def test_units_that_one_process_reads_late_are_the_last_on_all(bench: Bench, case: Case, setup: Setup) -> None:
+    """Collectives match by their order alone; the other units are handed on before the pass has ended."""
+    found = bench.on_ranks(setup.world, units_handed_on, case, setup)
+    late = ["blocks.2", "blocks.1", "blocks.0"]
+    for steps, _ in found:
+        assert [name for name in steps[0] if name != "end"] == [*late, "(root)"]
+        assert steps[1:] == [["(root)", "end", *late]] * (STEPS - 1)
+    assert_same([(0, weights) for _, weights in found], in_plain_torch(ON_ALL, 1))
 
 
 # Other reads before the step.

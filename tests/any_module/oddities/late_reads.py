@@ -111,6 +111,7 @@ class HookReads(Mlp):
         return self.last(x)
 
     def _scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
         size = self.last.weight.detach().square().sum() + self.blocks[2].up.weight.detach().sum()
         return grad * (1 + size)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from gptpar.errors import GptparError
 from gptpar.offload.events import EventLog, What
 from tests.any_module.case import Case, Setup, make_optimizer
 from tests.any_module.cases import CASES
@@ -106,6 +107,34 @@ def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
         assert ["blocks.2" in units for units in one.taken_back] == reads
         assert one.num_ahead > 0
     assert_same((one.weights for one in found), in_plain_torch(case, setup.accumulation))
+
+
+def hook_of_released(rank: int, setup: Setup) -> tuple[str, Named]:
+    """(what is said of a hook's read, the weights after steps whose backward passes are inside ``gathered``)"""
+    training = Training(HOOKS[0], setup)
+
+    def backward(step: int) -> None:
+        training.engine.backward(HOOKS[0].losses_of(training.engine, HOOKS[0].make_batch(step, 0, 0, 1))[0])
+
+    with pytest.raises(GptparError) as caught:
+        backward(0)
+    for step in range(STEPS):
+        with training.engine.gathered():
+            backward(step)
+        training.engine.step()
+    with training.engine.gathered():
+        return str(caught.value), copy_of_weights(training.model)
+
+
+@pytest.mark.parametrize("setup", [Setup(2, 3, clip=FREE), *RELEASED], ids=str)
+def test_a_hook_reads_released_parameters_inside_gathered_alone(bench: Bench, setup: Setup) -> None:
+    found = bench.on_ranks(setup.world, hook_of_released, setup)
+    assert {told for told, _ in found} == {
+        "blocks.2.up.weight was read outside of the model's forward, where its values are not on this process: they "
+        "are spread over all processes, or on the host. Read and change parameters inside `with engine.gathered():`, "
+        "which all processes enter."
+    }
+    assert_same((weights for _, weights in found), in_plain_torch(HOOKS[0], 1))
 
 
 # Between processes.

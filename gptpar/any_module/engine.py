@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from gptpar.any_module.batches import Batches, LossFunction, require_loss
+from gptpar.any_module.batches import Batches, LossFunction, cast_inputs, require_loss
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -63,7 +63,7 @@ class ModuleEngine(TrainingEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are cast if the configuration has ``auto_cast``."""
         self._require_usable()
-        args, kwargs = self._cast((args, kwargs))
+        args, kwargs = cast_inputs((args, kwargs), self.options.input_dtype)
         try:
             with self._stage.forward(), self._activity.lost_ranks_explained():
                 return self.module(*args, **kwargs)

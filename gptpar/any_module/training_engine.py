@@ -28,7 +28,6 @@ from gptpar.any_module.step_work import StepResult, Work
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
 from gptpar.engine.readings import Readings
-from gptpar.engine.tensors import mapped
 from gptpar.errors import GptparError
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outlier
 
@@ -96,13 +95,6 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
-
-    def _cast(self, inputs: Any) -> Any:
-        """Nested inputs; floating-point ones are cast if the configuration has ``auto_cast``."""
-        dtype = self.options.dtype
-        if not self.options.cast_inputs or dtype is None:
-            return inputs
-        return mapped(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     # A step.
 

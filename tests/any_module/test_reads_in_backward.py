@@ -166,7 +166,11 @@ def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]
         return steps, copy_of_weights(training.model)
 
 
-@pytest.mark.parametrize(("case", "setup"), [*((ON_ONE, one) for one in TOGETHER), (ON_ALL, RELEASED[0])], ids=str)
+@pytest.mark.parametrize(
+    ("case", "setup"),
+    [*((ON_ONE, one) for one in TOGETHER), (ON_ALL, RELEASED[0])],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
 def test_units_that_one_process_reads_late_are_the_last_on_all(bench: Bench, case: Case, setup: Setup) -> None:
     """Collectives match by their order alone; the other units are handed on before the pass has ended."""
     found = bench.on_ranks(setup.world, units_handed_on, case, setup)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gptpar.any_module.deferred import Recording
 from gptpar.errors import ConfigError, wrong_type
@@ -42,10 +42,16 @@ def _data_problems(data: Any) -> Iterator[str]:
             "training_data is of type DataLoader: pass its data set, of which gptpar.initialize makes a loader for "
             "each process, or pass iter(loader) to engine.train_batch."
         )
-    elif data is not None and not isinstance(data, IterableDataset) and not _is_indexed(data):
+    elif isinstance(data, Mapping) and not isinstance(data, Dataset):
+        needed = "samples are read by their numbers, 0, 1 and so on; pass one of its values if these are the data sets"
+        yield wrong_type("training_data", data, needed)
+    elif isinstance(data, str | bytes | bytearray):
+        yield wrong_type("training_data", data, "its characters would be the samples; pass the data set itself")
+    elif data is None or isinstance(data, IterableDataset):
+        return
+    elif not hasattr(data, "__getitem__"):
         needed = "a torch.utils.data.Dataset or a list is needed; an iterator is for engine.train_batch"
         yield wrong_type("training_data", data, needed)
-
-
-def _is_indexed(data: Any) -> bool:
-    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    elif not hasattr(data, "__len__"):
+        needed = "it has no __len__, so that its samples cannot be divided among processes; add the method"
+        yield wrong_type("training_data", data, needed)

@@ -72,6 +72,13 @@ class BatchSource:
         return self._repeated
 
 
+def cast_inputs(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Nested inputs with their floating-point tensors cast; ``None``: as they are."""
+    if dtype is None:
+        return inputs
+    return mapped(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """In the block, a module and all inside are in eval mode and form no gradients; then each has its mode again."""

@@ -60,7 +60,7 @@ class CheckpointVerbs:
         _require_path("engine.load_checkpoint: load_dir", load_dir)
         self._saver.finish()
         engine._take_note_of_last_step()
-        engine.zero_grad()
+        engine._drop_step()
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return checkpoint.load(engine, load_dir, tag, checkpoint.Chosen(*what))
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from gptpar.any_module.batches import Batches, LossFunction, require_loss
+from gptpar.any_module.batches import Batches, LossFunction, cast_inputs, require_loss
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -54,7 +54,7 @@ class ModuleEngine(TrainingEngine):
         self._recorded: RecordedWork | None = None
         if wants_graph(options, self.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, self.engine)
-        self._no_sync = False
+        self._no_sync = self._knows_late_units = False
         self._boundary: bool | None = None
         self._drops = 0  # steps in a row that zero_grad() has dropped
         self._needs_losses = options.monitor.is_on or self.skip_step is not None
@@ -63,7 +63,7 @@ class ModuleEngine(TrainingEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are cast if the configuration has ``auto_cast``."""
         self._require_usable()
-        args, kwargs = self._cast((args, kwargs))
+        args, kwargs = cast_inputs((args, kwargs), self.options.input_dtype)
         try:
             with self._stage.forward(), self._activity.lost_ranks_explained():
                 return self.module(*args, **kwargs)
@@ -147,7 +147,7 @@ class ModuleEngine(TrainingEngine):
             self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         except BaseException:
             self._note_failure("a backward pass")
-            super().zero_grad()  # some of the step's gradients are incomplete: it has to begin again
+            self._drop_step()  # some of its gradients are incomplete: it has to begin again
             raise
         if self._needs_losses:
             self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
@@ -182,13 +182,13 @@ class ModuleEngine(TrainingEngine):
             )
         self._count += 1
         self.micro_steps += 1
+        self._stage.end_micro_batch()
         self._ended_step = False
         if ends_step:
             self.optimizer.step()
             self._drops = 0
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the current step, which begins again with its first micro-batch."""
+    def _drop_for_user(self) -> None:
         if self._count:
             self._drops += 1
             if self._drops == 2:  # once may be meant, of a micro-batch that the user rejects
@@ -196,9 +196,14 @@ class ModuleEngine(TrainingEngine):
                     f"zero_grad() dropped a step after {self._count} of its {self.options.batch.accumulation_steps} "
                     "micro-batches, as it did with the step before. If it is called at every micro-batch, no step is "
                     "ever taken: leave it out, the engine drops gradients after each step.",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-        super().zero_grad(set_to_none)
+        super()._drop_for_user()
+
+    def _drop_step(self) -> None:
+        if self._has_begun:
+            self._stage.end_micro_batch()  # a pass of the step was observed, and the last one may never come
+        super()._drop_step()
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
@@ -221,6 +226,16 @@ class ModuleEngine(TrainingEngine):
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
             self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))
+        if not self._knows_late_units:
+            self._agree_on_late_units()
+
+    def _agree_on_late_units(self) -> None:
+        """After the first step, whose passes were observed: later ones hand units on in an order that all share."""
+        self._knows_late_units = True
+        if self.world_size > 1 and self._stage.may_observe:
+            collector = self.engine.gradients.collector
+            late = torch.tensor(collector.late_units, dtype=torch.float64, device=self.device)
+            collector.agree_on_late_units([bool(count) for count in self._sum_over_all(late).tolist()])
 
     def _require_loss(self, loss: torch.Tensor) -> None:
         self._require_usable()

@@ -57,7 +57,7 @@ class ModuleStage(PlacedParameters):
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
-        observes_backward: whether the coming backward pass is observed.
+        observes_backward: whether the coming backward passes are observed.
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
@@ -69,6 +69,7 @@ class ModuleStage(PlacedParameters):
         self._kept: saved_tensors_hooks | None = None
         self._read_watch: ReadWatch | None = None
         self._is_bringing = self.observes_backward = False
+        self._open_forwards = 0  # uncompiled ones whose backward pass has not come
         self._called: list[str] = []
         self._changed_at: dict[str, int] = {}
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
@@ -79,6 +80,11 @@ class ModuleStage(PlacedParameters):
     def in_backward(self) -> bool:
         """Whether a backward pass runs, this engine's or another's; a forward pass inside is a recomputation."""
         return BACKWARD_PASSES.is_running
+
+    @property
+    def may_observe(self) -> bool:
+        """Whether backward passes may read parameters that have been released, or that an optimizer has changed."""
+        return self._gatherer is not None and (self._gatherer.transient or self._gatherer.changes_early)
 
     # The engine's interface.
 
@@ -139,7 +145,7 @@ class ModuleStage(PlacedParameters):
     def backward(self, reads_late: Callable[[str], bool], *, last: bool) -> Iterator[None]:
         """A context for a backward pass.
 
-        Those of the first step recompute uncompiled, as the observed forward pass ran, and are observed, too.
+        Those of the first micro-batch recompute uncompiled, as the observed forward pass ran, and are observed, too.
 
         Args:
             reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns
@@ -155,11 +161,24 @@ class ModuleStage(PlacedParameters):
                 yield
             succeeded = True
         finally:
+            self._open_forwards -= 1
+            if self.observes_backward and not succeeded:
+                self._watch_reads()  # of the next forward pass, whose backward pass may succeed
             if last or not succeeded:
-                self._uncompiled.close()
-                if self.observes_backward and not succeeded:
-                    self._watch_reads()  # of the next forward pass, whose backward pass may succeed
-                self.observes_backward = False
+                self._end_observation()
+
+    def end_micro_batch(self) -> None:
+        """End the observation with the first micro-batch, or with its step if the step is dropped.
+
+        It goes on to the step's last pass while a backward pass may come of a forward pass that ran uncompiled: its
+        recomputation has to run uncompiled, too.
+        """
+        if self._open_forwards <= 0:
+            self._end_observation()
+
+    def _end_observation(self) -> None:
+        self._uncompiled.close()
+        self.observes_backward, self._open_forwards = False, 0
 
     # Around a scope's forward.
 
@@ -207,6 +226,7 @@ class ModuleStage(PlacedParameters):
             return
         if torch.is_grad_enabled():
             self.passes.append([])
+            self._open_forwards += 1
             if self._gatherer.transient:
                 self._kept = saved_tensors_hooks(self._pack, self._unpack)
                 self._kept.__enter__()
@@ -251,10 +271,9 @@ class ModuleStage(PlacedParameters):
             self._require_no_hidden_changes()
             if succeeded and torch.is_grad_enabled():
                 self._read_watch = None  # only one whole training pass is observed, because that takes time
-                gatherer = self._gatherer
-                self.observes_backward = gatherer is not None and (gatherer.transient or gatherer.changes_early)
+                self.observes_backward = self.may_observe
             else:
-                self._uncompiled.close()
+                self._end_observation()
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.__exit__(None, None, None)

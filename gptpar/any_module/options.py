@@ -151,6 +151,11 @@ class EngineOptions:
     update: ElementwiseOptimizer = ADAMW
     monitor: MonitorOptions = MonitorOptions()
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs are cast to; ``None``: they are not."""
+        return self.dtype if self.cast_inputs else None
+
 
 def read_options(
     config: str | os.PathLike[str] | Mapping[str, Any] | None,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from gptpar.any_module.batches import described, mean_of
+from gptpar.any_module.batches import cast_inputs, described, mean_of
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
@@ -45,7 +46,8 @@ class PipelineEngine(TrainingEngine):
         groups: list[dict[str, Any]],
         options: EngineOptions,
     ):
-        work = PipelineWork(pipeline, stages, parts.engine, self._cast, parts.activity)
+        cast = partial(cast_inputs, dtype=options.input_dtype)
+        work = PipelineWork(pipeline, stages, parts.engine, cast, parts.activity)
         super().__init__(pipeline, work, parts, groups, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -138,6 +138,7 @@ class StepWork:
                     "on no trained parameter."
                 )
             self.backward(loss, last=number == len(batches) - 1)
+            self._stage.end_micro_batch()
             losses.append(loss.detach())
         return self.result(mean_of(losses))
 

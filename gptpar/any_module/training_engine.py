@@ -28,7 +28,6 @@ from gptpar.any_module.step_work import StepResult, Work
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
 from gptpar.engine.readings import Readings
-from gptpar.engine.tensors import mapped
 from gptpar.errors import GptparError
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outlier
 
@@ -80,7 +79,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
         self.optimizer = EngineOptimizer(
-            self.engine.optimizer.optimizer, groups, self._update, self.zero_grad, self.loss_scaler
+            self.engine.optimizer.optimizer, groups, self._update, self._drop_for_user, self.loss_scaler
         )
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
@@ -96,13 +95,6 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
-
-    def _cast(self, inputs: Any) -> Any:
-        """Nested inputs; floating-point ones are cast if the configuration has ``auto_cast``."""
-        dtype = self.options.dtype
-        if not self.options.cast_inputs or dtype is None:
-            return inputs
-        return mapped(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     # A step.
 
@@ -207,7 +199,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             return self._passes(batches)
         except BaseException:
             self._note_failure("train_batch", exchanging=self.topology.layout.pipeline > 1)
-            self.zero_grad()  # some of the step's gradients are incomplete
+            self._drop_step()  # some of its gradients are incomplete
             raise
 
     def _note_failure(self, what: str, *, exchanging: bool = False) -> None:
@@ -297,7 +289,14 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the current step."""
+        """Drop the gradients of the current step, which begins again with its first micro-batch."""
+        self._drop_for_user()
+
+    def _drop_for_user(self) -> None:
+        """Drop the step; methods that the user calls call this one directly."""
+        self._drop_step()
+
+    def _drop_step(self) -> None:
         if self._has_begun and self.host is not None:
             self.host.cancel()  # it may have speculated with the first gradients
         self._forget_step()
@@ -359,7 +358,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         """The module gets its weights back, if they are to be whole, and the engine ends."""
         try:
             if whole:
-                self.zero_grad()
+                self._drop_step()
                 self.engine.finish()
                 self.engine.gatherer.let_all_go()
                 self.engine.release()

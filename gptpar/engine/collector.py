@@ -28,7 +28,8 @@ class GradientCollector:
     hands these units on at its end.
 
     An optimizer that works ahead may change a unit's parameters once the unit is handed on. If a pass reads them after
-    their gradient (:meth:`reads_late`), later passes hand the unit on at their end.
+    their gradient (:meth:`reads_late`), later passes hand the unit on at their end. When all processes know of it
+    (:meth:`agree_on_late_units`), it is the last in the fixed order, so that the others need not wait for it.
 
     Args:
         units: in forward order.
@@ -78,6 +79,7 @@ class GradientCollector:
         self._nested: set[str] = set()
         self._here: set[str] = set()  # parameters whose gradient has come in the running pass
         self._read_late: set[str] = set()
+        self._last_of_all: frozenset[str] = frozenset()
         self._virtual_stages = [list(dict.fromkeys(names)) for names in virtual_stages]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
         last_first = reversed(list(enumerate(self._virtual_stages)))
@@ -117,7 +119,8 @@ class GradientCollector:
         self._here.clear()
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
-        for name in reversed(self._virtual_stages[virtual_stage]):
+        last_first = names[::-1]
+        for name in sorted(last_first, key=self._last_of_all.__contains__):
             final = last and self._last_stage[name] == virtual_stage
             if final or not self._memory.keeps_all:
                 self._waiting[name] = self._units[name], final
@@ -133,6 +136,20 @@ class GradientCollector:
         if is_late:
             self._read_late.add(self._unit_of[parameter].name)
         return is_late
+
+    @property
+    def late_units(self) -> list[bool]:
+        """For each unit whether a pass has read its parameters after their gradient, on this process."""
+        return [name in self._read_late for name in self._units]
+
+    def agree_on_late_units(self, are_late: Sequence[bool]) -> None:
+        """Hand these units on after the others.
+
+        Args:
+            are_late: for each unit, the same on all processes: whether any process :attr:`reads it late <late_units>`.
+        """
+        self._last_of_all = frozenset(name for name, is_late in zip(self._units, are_late, strict=True) if is_late)
+        self._read_late |= self._last_of_all
 
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""

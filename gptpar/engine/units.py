@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT
+from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT, is_matrix
 from gptpar.pipeline.stage import ParameterInfo
 
 GroupOf = Callable[[str, ParameterInfo], int]
@@ -20,8 +20,8 @@ GroupOf = Callable[[str, ParameterInfo], int]
 
 
 def group_by_decay(name: str, info: ParameterInfo) -> int:
-    """A GPT's group: biases and vectors do not decay (Megatron's rule), judged on the full shape."""
-    return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT
+    """A GPT's group without overrides, judged on the full shape."""
+    return DECAYS if is_matrix(name, len(info.full_shape)) else DECAYS_NOT
 
 
 @dataclass(frozen=True)

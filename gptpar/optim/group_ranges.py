@@ -11,6 +11,12 @@ ALIGNMENT = 64
 DECAYS, DECAYS_NOT = 0, 1
 """The parameter groups of a GPT."""
 
+
+def is_matrix(name: str, num_dims: int) -> bool:
+    """Whether a GPT's parameter is a matrix, which decays; biases and vectors do not (Megatron's rule)."""
+    return num_dims > 1 and not name.endswith(".bias")
+
+
 Family = tuple[int, ...]
 """Parameter groups with equal hyperparameters in every step, except that only the first group has weight decay.
 

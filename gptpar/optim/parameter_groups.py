@@ -1,6 +1,6 @@
 """A GPT's parameter groups: what each parameter's learning rate and weight decay are multiplied by.
 
-Matrices decay, biases and vectors do not (Megatron's rule). ``--lr-override`` and ``--weight-decay-override`` give
+Matrices decay (:func:`~gptpar.optim.group_ranges.is_matrix`). ``--lr-override`` and ``--weight-decay-override`` give
 other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`). ``--decoupled-lr`` is the rate of the
 token embedding and the output layer. The parameters of a group have the same rate and factors.
 """
@@ -20,7 +20,7 @@ from gptpar.model import mup
 from gptpar.model.layer_spec import LayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
-from gptpar.optim.group_ranges import Family
+from gptpar.optim.group_ranges import Family, is_matrix
 from gptpar.pipeline.stage import ParameterInfo
 
 
@@ -101,12 +101,12 @@ class ParameterGroups:
         )
 
     def _factors(self, name: str, num_dims: int) -> GroupFactors:
-        is_matrix = num_dims > 1 and not name.endswith(".bias")
+        decays = is_matrix(name, num_dims)
         in_block = any(name.startswith(f"{block}.") for block in self._blocks) if self._model.mup else False
         lr = _last_match(self._lr_overrides, name, 1.0)
-        decay = _last_match(self._decay_overrides, name, 1.0 if is_matrix else 0.0)
+        decay = _last_match(self._decay_overrides, name, 1.0 if decays else 0.0)
         is_end = any(name.startswith(f"{layer}.") for layer in self._decoupled)
-        return GroupFactors(lr * mup.learning_rate_multiplier(self._model, in_block, is_matrix), decay, is_end)
+        return GroupFactors(lr * mup.learning_rate_multiplier(self._model, in_block, decays), decay, is_end)
 
     def _require_matches(self, names: Sequence[str]) -> None:
         flags = {"--lr-override": self._lr_overrides, "--weight-decay-override": self._decay_overrides}

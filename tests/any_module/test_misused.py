@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,25 @@ def test_the_same_loss_twice_is_refused(bench: Bench, setup: Setup) -> None:
 
 # Gradients dropped at every micro-batch.
 
+Told = tuple[str, str, str]
+"""A warning's sentence, file and line."""
 
-def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool, times: int) -> tuple[int, list[str]]:
-    """(steps taken, what is warned of)"""
+DROPPED = (
+    "zero_grad() dropped a step after 1 of its 2 micro-batches, as it did with the step before. If it is called at "
+    "every micro-batch, no step is ever taken: leave it out, the engine drops gradients after each step."
+)
+
+
+def told_of(warned: Sequence[warnings.WarningMessage]) -> list[Told]:
+    """Warnings of ``zero_grad``."""
+    told = [one for one in warned if "zero_grad" in str(one.message)]
+    return [
+        (str(one.message), Path(one.filename).name, linecache.getline(one.filename, one.lineno).strip()) for one in told
+    ]
+
+
+def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool, times: int) -> tuple[int, list[Told]]:
+    """(steps taken, what is warned of, and where)"""
     training = Training(CASES["mlp"], setup, GPTPAR)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -89,7 +106,7 @@ def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool, ti
                 (training.optimizer if by_optimizer else training.engine).zero_grad()
             training.engine.backward(loss_of(training, micro))
             training.engine.step()
-    return training.engine.global_steps, [str(one.message) for one in told]
+    return training.engine.global_steps, told_of(told)
 
 
 @pytest.mark.parametrize("by_optimizer", [False, True])
@@ -97,13 +114,32 @@ def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool, ti
 def test_dropping_gradients_at_every_micro_batch_is_told_once(bench: Bench, setup: Setup, by_optimizer: bool) -> None:
     for steps, told in bench.on_ranks(setup.world, dropped_at_every_micro_batch, setup, by_optimizer, 3):
         assert steps == 0
-        (sentence,) = [one for one in told if "zero_grad" in one]
-        assert "dropped a step after 1 of its 2 micro-batches" in sentence and "no step is ever taken" in sentence
+        assert told == [
+            (DROPPED, "test_misused.py", "(training.optimizer if by_optimizer else training.engine).zero_grad()")
+        ]
 
 
 def test_dropping_one_step_is_not_told_of(bench: Bench) -> None:
     ((steps, told),) = bench.on_ranks(1, dropped_at_every_micro_batch, Setup(1, 0, 0.0, 2), False, 1)
-    assert steps == 1 and not [one for one in told if "zero_grad" in one]
+    assert steps == 1 and told == []
+
+
+def dropped_by_verbs(rank: int, setup: Setup, folder: str) -> list[Told]:
+    """Warnings of a step that the user drops once, after one that a checkpoint has dropped; closing drops the last."""
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    training.engine.save_checkpoint(folder)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for drop in (lambda: training.engine.load_checkpoint(folder), training.engine.zero_grad, training.engine.close):
+            training.engine.backward(loss_of(training, 0))
+            training.engine.step()
+            drop()
+    return told_of(told)
+
+
+@pytest.mark.parametrize("setup", [Setup(1, 0, 1.0, 2), Setup(2, 2, 0.0, 2)], ids=str)
+def test_steps_dropped_by_other_verbs_do_not_count(bench: Bench, setup: Setup, tmp_path: Path) -> None:
+    assert bench.on_ranks(setup.world, dropped_by_verbs, setup, str(tmp_path)) == [[]] * setup.world
 
 
 # Inside gathered().

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,13 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from gptpar.errors import GptparError
+from gptpar.offload.events import EventLog, What
 from tests.any_module.case import Case, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.matrix import Bench
-from tests.any_module.oddities.late_reads import LATE_READS, HookReads
+from tests.any_module.oddities.late_reads import LATE_READS, DetachedFirstOnLastRank, DetachedInBlocks, HookReads
 from tests.any_module.reference import Named, copy_of_weights
 from tests.any_module.test_between_backward_and_step import FREE
+from tests.offload_log import logged
 
 STEPS = 5
 ALONE = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 3, 0.6, accumulation=2, clip=FREE)]
@@ -38,21 +43,43 @@ def in_plain_torch(case: Case, accumulation: int) -> Named:
     return copy_of_weights(model)
 
 
-def by_engine(rank: int, case: Case, setup: Setup) -> tuple[int, Named]:
-    """(elements updated ahead of a step, the last weights)"""
-    training = Training(case, setup)
+@dataclass(frozen=True)
+class Found:
+    """What a rank has after training.
+
+    Attributes:
+        num_ahead: elements updated ahead of a step.
+        taken_back: for each step the units that the CPU had begun to update ahead, and restored for a reader.
+    """
+
+    num_ahead: int
+    taken_back: list[set[str]]
+    weights: Named
+
+
+def taken_back(log: EventLog, start: int = 0) -> set[str]:
+    """The units whose update ahead of the step was undone, from a place of the log on."""
+    return {event.unit for event in log.events[start:] if event.what == What.TAKEN_BACK}
+
+
+def by_engine(rank: int, case: Case, setup: Setup) -> Found:
+    with logged() as log:
+        training = Training(case, setup)
+    back = []
     for step in range(STEPS):
+        start = len(log.events)
         for micro in range(setup.accumulation):
             training.engine.backward(case.losses_of(training.engine, case.make_batch(step, micro, 0, 1))[0])
             if micro == setup.accumulation - 1:
                 time.sleep(0.05)
+                back.append(taken_back(log, start))
             training.engine.step()
     with training.engine.gathered():
-        return training.engine.host.num_ahead, copy_of_weights(training.model)
+        return Found(training.engine.host.num_ahead, back, copy_of_weights(training.model))
 
 
-def assert_same(found: list[tuple[int, Named]], wanted: Named) -> None:
-    for _, weights in found:
+def assert_same(found: Iterable[Named], wanted: Named) -> None:
+    for weights in found:
         for name, value in wanted.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
 
@@ -64,14 +91,94 @@ layouts = pytest.mark.parametrize("setup", [*ALONE, *TOGETHER], ids=lambda setup
 @pytest.mark.parametrize("case", LATE_READS, ids=lambda case: case.name)
 def test_reads_by_the_graph(bench: Bench, case: Case, setup: Setup) -> None:
     found = bench.on_ranks(setup.world, by_engine, case, setup)
-    assert all(ahead > 0 for ahead, _ in found), "the CPU never worked ahead, so that nothing was tested"
-    assert_same(found, in_plain_torch(case, setup.accumulation))
+    assert all(one.num_ahead > 0 for one in found), "the CPU never worked ahead, so that nothing was tested"
+    assert_same((one.weights for one in found), in_plain_torch(case, setup.accumulation))
 
 
 @layouts
 @pytest.mark.parametrize("case", HOOKS, ids=lambda case: case.name)
 def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
-    assert_same(bench.on_ranks(setup.world, by_engine, case, setup), in_plain_torch(case, setup.accumulation))
+    found = bench.on_ranks(setup.world, by_engine, case, setup)
+    first = case.make_model().from_call // setup.accumulation
+    # The first micro-batch shows reads, and the unit waits for the end of later passes. Reads that come later take the
+    # CPU's work back in each step.
+    reads = [step >= first if first else step == 0 and setup.accumulation == 1 for step in range(STEPS)]
+    for one in found:
+        assert ["blocks.2" in units for units in one.taken_back] == reads
+        assert one.num_ahead > 0
+    assert_same((one.weights for one in found), in_plain_torch(case, setup.accumulation))
+
+
+def hook_of_released(rank: int, setup: Setup) -> tuple[str, Named]:
+    """(what is said of a hook's read, the weights after steps whose backward passes are inside ``gathered``)"""
+    training = Training(HOOKS[0], setup)
+
+    def backward(step: int) -> None:
+        training.engine.backward(HOOKS[0].losses_of(training.engine, HOOKS[0].make_batch(step, 0, 0, 1))[0])
+
+    with pytest.raises(GptparError) as caught:
+        backward(0)
+    for step in range(STEPS):
+        with training.engine.gathered():
+            backward(step)
+        training.engine.step()
+    with training.engine.gathered():
+        return str(caught.value), copy_of_weights(training.model)
+
+
+@pytest.mark.parametrize("setup", [Setup(2, 3, clip=FREE), *RELEASED], ids=str)
+def test_a_hook_reads_released_parameters_inside_gathered_alone(bench: Bench, setup: Setup) -> None:
+    found = bench.on_ranks(setup.world, hook_of_released, setup)
+    assert {told for told, _ in found} == {
+        "blocks.2.up.weight was read outside of the model's forward, where its values are not on this process: they "
+        "are spread over all processes, or on the host. Read and change parameters inside `with engine.gathered():`, "
+        "which all processes enter."
+    }
+    assert_same((weights for _, weights in found), in_plain_torch(HOOKS[0], 1))
+
+
+# Between processes.
+
+ON_ALL = Case("on_all_ranks", DetachedInBlocks)
+ON_ONE = Case("on_last_rank", partial(DetachedInBlocks, block=DetachedFirstOnLastRank))
+
+
+def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]], Named]:
+    """(each step's units in the order in which they are handed on, and "end" of the pass; the last weights)"""
+    training, steps = Training(case, setup), []
+    gradients = training.engine.engine.gradients
+    reduce, end = gradients._reducer.reduce, gradients.end_backward
+
+    def note(unit: Any, *args: Any, **kwargs: Any) -> None:
+        steps[-1].append(unit.name)
+        reduce(unit, *args, **kwargs)
+
+    def note_end() -> None:
+        steps[-1].append("end")
+        end()
+
+    gradients._reducer.reduce, gradients.end_backward = note, note_end
+    for step in range(STEPS):
+        steps.append([])
+        training.engine.backward(training.case.losses_of(training.engine, case.make_batch(step, 0, 0, 1))[0])
+        training.engine.step()
+    with training.engine.gathered():
+        return steps, copy_of_weights(training.model)
+
+
+@pytest.mark.parametrize(
+    ("case", "setup"),
+    [*((ON_ONE, one) for one in TOGETHER), (ON_ALL, RELEASED[0])],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
+def test_units_that_one_process_reads_late_are_the_last_on_all(bench: Bench, case: Case, setup: Setup) -> None:
+    """Collectives match by their order alone; the other units are handed on before the pass has ended."""
+    found = bench.on_ranks(setup.world, units_handed_on, case, setup)
+    late = ["blocks.2", "blocks.1", "blocks.0"]
+    for steps, _ in found:
+        assert [name for name in steps[0] if name != "end"] == [*late, "(root)"]
+        assert steps[1:] == [["(root)", "end", *late]] * (STEPS - 1)
+    assert_same((weights for _, weights in found), in_plain_torch(ON_ALL, 1))
 
 
 # Other reads before the step.
@@ -94,17 +201,29 @@ def backward_in_gathered(training: Training) -> Any:
     return dict(training.model.named_parameters())
 
 
-def states(rank: int, setup: Setup, read: Any) -> list[str]:
-    """Parameters that are not the last step's, between backward and step."""
-    training, wrong = Training(CASES["mlp"], setup), []
+def states(rank: int, setup: Setup, read: Any) -> tuple[list[str], list[set[str]], int]:
+    """Reads between backward and step in three steps.
+
+    Returns:
+        (parameters that are not the last step's; for each step the units that were taken back; elements that were
+        updated ahead of a fourth step, in which nobody reads)
+    """
+    with logged() as log:
+        training, wrong, back = Training(CASES["mlp"], setup), [], []
     for step in range(3):
+        start = len(log.events)
         with training.engine.gathered():
             before = copy_of_weights(training.model)
         training.engine.backward(training.case.losses_of(training.engine, training.make_batch(step, 0))[0])
         time.sleep(0.05)
         wrong += [name for name, value in read(training).items() if not torch.equal(value, before[name])]
+        back.append(taken_back(log, start))
         training.engine.step()
-    return wrong
+    training.engine.backward(training.case.losses_of(training.engine, training.make_batch(3, 0))[0])
+    time.sleep(0.05)
+    training.engine.step()
+    training.engine.engine.finish()
+    return wrong, back, training.engine.host.num_ahead
 
 
 SETUPS = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 2, 0.6, clip=FREE)]
@@ -113,20 +232,26 @@ SETUPS = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 2, 0.6, clip=FREE)]
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
 @pytest.mark.parametrize("read", [whole, of_a_block, backward_in_gathered])
 def test_states_before_the_step(bench: Bench, setup: Setup, read: Any) -> None:
-    assert bench.on_ranks(setup.world, states, setup, read) == [[]] * setup.world
+    ((wrong, back, num_ahead),) = bench.on_ranks(setup.world, states, setup, read)
+    assert wrong == [] and num_ahead > 0
+    # After gathered() nothing is taken back, because nothing begins before the step.
+    assert [{"blocks.1", "blocks.2"} <= units for units in back] == [read is not backward_in_gathered] * 3
 
 
-def loads_before_the_step(rank: int, setup: Setup) -> Named:
-    """Weights loaded between backward and step, which the step then changes."""
-    training = Training(Case("plain", Linear), setup)
+def loads_before_the_step(rank: int, setup: Setup) -> tuple[Named, list[set[str]]]:
+    """(weights loaded between backward and step, which the step then changes; each step's units taken back)"""
+    with logged() as log:
+        training, back = Training(Case("plain", Linear), setup), []
     for step in range(3):
+        start = len(log.events)
         training.engine.backward(training.case.losses_of(training.engine, training.case.make_batch(step, 0, 0, 1))[0])
         time.sleep(0.05)
         if step == 1:
             training.model.load_state_dict(other_weights())
+        back.append(taken_back(log, start))
         training.engine.step()
     with training.engine.gathered():
-        return copy_of_weights(training.model)
+        return copy_of_weights(training.model), back
 
 
 class Linear(nn.Linear):
@@ -149,6 +274,7 @@ def test_weights_loaded_before_the_step(bench: Bench, setup: Setup) -> None:
         if step == 1:
             model.load_state_dict(other_weights())
         optimizer.step()
-    for weights in bench.on_ranks(setup.world, loads_before_the_step, setup):
-        for name, value in copy_of_weights(model).items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+    found = bench.on_ranks(setup.world, loads_before_the_step, setup)
+    for _, back in found:
+        assert [bool(units) for units in back] == [False, setup.ratio > 0, False]
+    assert_same((weights for weights, _ in found), copy_of_weights(model))

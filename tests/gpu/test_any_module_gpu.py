@@ -15,6 +15,7 @@ from torch import nn
 import gptpar
 from gptpar.any_module.engine import ModuleEngine
 from gptpar.any_module.graph import LAUNCHED_STEPS
+from gptpar.offload.events import EventLog, What
 
 pytestmark = pytest.mark.gpu
 
@@ -167,6 +168,9 @@ def steps_one_by_one(engine: ModuleEngine, observes: bool) -> dict[str, torch.Te
         with engine.gathered():
             return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
+    log = EventLog()
+    if engine.host is not None:
+        engine.host.log = log
     data = batches()
     for step in range(STEPS):
         before = weights() if observes else {}
@@ -177,6 +181,10 @@ def steps_one_by_one(engine: ModuleEngine, observes: bool) -> dict[str, torch.Te
         assert [name for name, value in before.items() if not torch.equal(between[name], value)] == []
         engine.step()
     final = weights()
+    if engine.host is not None and observes:
+        assert log.of(What.TAKEN_BACK) and engine.host.num_ahead == 0, "the observer never met a step at work"
+    elif engine.host is not None:
+        assert engine.host.num_ahead > 0, "the CPU never worked ahead, so that nothing was tested"
     engine.close()
     return final
 

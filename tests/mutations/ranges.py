@@ -100,15 +100,15 @@ RANGES = [
     Mutation(
         "decay-groups-swapped",
         "gptpar/optim/parameter_groups.py",
-        "1.0 if is_matrix else 0.0",
-        "0.0 if is_matrix else 1.0",
+        "1.0 if decays else 0.0",
+        "0.0 if decays else 1.0",
         ("tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Mutation(
         "decay-of-a-bias-with-two-dimensions",
-        UNITS,
-        'len(info.full_shape) > 1 and not name.endswith(".bias")',
-        "len(info.full_shape) > 1",
+        "gptpar/optim/group_ranges.py",
+        'num_dims > 1 and not name.endswith(".bias")',
+        "num_dims > 1",
         ("tests/unit/engine/test_units.py::test_a_unit_is_aligned_and_ordered_by_kind",),
     ),
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -39,17 +41,29 @@ class DetachedFirst(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(F.linear(x, self.weight.detach()))
+        y = torch.tanh(F.linear(x, self.detached()))
         return x + F.linear(Slow.apply(y), self.weight)
+
+    def detached(self) -> torch.Tensor:
+        """[WIDTH, WIDTH] the weight, which autograd saves for the backward pass."""
+        return self.weight.detach()
+
+
+class DetachedFirstOnLastRank(DetachedFirst):
+    """On other processes autograd saves a copy of the weight, so that the backward pass does not read it late."""
+
+    def detached(self) -> torch.Tensor:
+        weight = super().detached()
+        return weight if dist.get_rank() == dist.get_world_size() - 1 else weight.clone()
 
 
 class DetachedInBlocks(nn.Module):
     """Such blocks; ``reentrant``: they are recomputed, ``None``: they are not."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant: bool | None = None, block: Callable[[], nn.Module] = DetachedFirst) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(DetachedFirst() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +111,7 @@ class HookReads(Mlp):
         return self.last(x)
 
     def _scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
         size = self.last.weight.detach().square().sum() + self.blocks[2].up.weight.detach().sum()
         return grad * (1 + size)
 

@@ -16,11 +16,38 @@ def stance() -> str:
     return torch._dynamo.eval_frame._stance.stance
 
 
-def make_engine() -> ModuleEngine:
+def make_engine(accumulation: int = 1, model: nn.Module | None = None) -> ModuleEngine:
     """Its parameters come and go, so its first pass is watched."""
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
-    return gptpar.initialize(model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), config=config)[0]
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
+    config = {**sizes, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    return gptpar.initialize(model=model or nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), config=config)[0]
+
+
+def loss_of(engine: ModuleEngine) -> torch.Tensor:
+    loss: torch.Tensor = engine(torch.ones(2, 3)).sum()
+    return loss
+
+
+def is_observed(engine: ModuleEngine) -> bool:
+    """Whether the next backward pass is; it is if code runs uncompiled."""
+    assert (stance() == "force_eager") == engine._stage.observes_backward
+    return engine._stage.observes_backward
+
+
+class Witness(nn.Linear):
+    """Notes in which stance its passes run."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.stances: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stances.append(f"forward {stance()}")
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.stances.append(f"backward {stance()}"))
+        return y.sum()
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +87,62 @@ def test_forward_without_backward() -> None:
     assert stance() == "force_eager"
     engine.close()
     assert stance() == "default"
+
+
+def test_of_an_accumulation_the_first_micro_batch_is_observed() -> None:
+    engine, observed = make_engine(3), []
+    for _ in range(4):
+        loss = loss_of(engine)
+        observed.append(is_observed(engine))
+        engine.backward(loss)
+        observed.append(is_observed(engine))  # another loss of this micro-batch may follow
+        engine.step()
+        observed.append(is_observed(engine))
+    assert observed == [True, True] + [False] * 10 and engine.global_steps == 1
+    engine.close()
+
+
+def test_of_a_batch_the_first_micro_batch_is_observed() -> None:
+    witness = Witness()
+    engine = make_engine(3, witness)
+    engine.train_batch(iter([torch.ones(2, 3)] * 3))
+    uncompiled, compiled = ([f"forward {one}", f"backward {one}"] for one in ("force_eager", "default"))
+    assert witness.stances == uncompiled + 2 * compiled
+    engine.close()
+
+
+def test_a_forward_pass_that_ran_uncompiled_is_recomputed_uncompiled() -> None:
+    engine, observed = make_engine(3), []
+    for loss in [loss_of(engine), loss_of(engine)]:
+        engine.backward(loss)
+        engine.step()
+        observed.append(is_observed(engine))
+    assert observed == [True, False]
+    engine.close()
+
+
+def test_two_forward_passes_of_a_loss_are_observed_to_the_end_of_the_step() -> None:
+    engine, observed = make_engine(2), []
+    for _ in range(2):
+        engine.backward(loss_of(engine) + loss_of(engine))
+        engine.step()
+        observed.append(is_observed(engine))
+    assert observed == [True, False]
+    engine.close()
+
+
+def test_a_step_that_is_dropped_is_observed_no_more() -> None:
+    for drop in (ModuleEngine.zero_grad, lambda engine: engine.optimizer.zero_grad()):
+        engine = make_engine(3)
+        drop(engine)
+        loss = loss_of(engine)
+        drop(engine)  # as scripts do between a forward and its backward pass
+        assert is_observed(engine)
+        engine.backward(loss)
+        assert is_observed(engine)
+        drop(engine)
+        assert not is_observed(engine)
+        engine.close()
 
 
 def test_errors() -> None:

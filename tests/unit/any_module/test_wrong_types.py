@@ -8,14 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import gptpar
 from gptpar.errors import ConfigError, GptparError
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 NUMBERS = [1, 2, 3, 4]
+
+
+class WithoutLength(Dataset[int]):
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
+class Named(dict[int, int], Dataset[int]):
+    """A data set that is a mapping, too."""
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(20.0).view(5, 4))
 
 
 def make(**arguments: Any) -> Any:
@@ -34,6 +49,30 @@ def make(**arguments: Any) -> Any:
             "training_data",
             iter(NUMBERS),
             "training_data is of type list_iterator: a torch.utils.data.Dataset",
+        ),
+        (
+            "training_data",
+            {"train": NUMBERS},
+            "training_data is of type dict: samples are read by their numbers, 0, 1 and so on; pass one of its values "
+            "if these are the data sets.",
+        ),
+        (
+            "training_data",
+            "train.bin",
+            "training_data is of type str: its characters would be the samples; pass the data set itself.",
+        ),
+        ("training_data", b"train", "training_data is of type bytes: its characters would be the samples; pass the"),
+        (
+            "training_data",
+            WithoutLength(),
+            "training_data is of type WithoutLength: it has no __len__, so that its samples cannot be divided among "
+            "processes; add the method.",
+        ),
+        (
+            "training_data",
+            {1, 2},
+            "training_data is of type set: a torch.utils.data.Dataset or a list is needed; an iterator is for "
+            "engine.train_batch.",
         ),
         ("training_data", DataLoader(NUMBERS), "training_data is of type DataLoader: pass its data set, of which"),
         ("model_parameters", 5, "model_parameters is of type int: parameters, (name, parameter) pairs or groups are"),
@@ -54,6 +93,17 @@ def test_all_wrong_types_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         make(training_data=5, loss_fn="mse", mesh_param=5)
     assert [problem.split()[0] for problem in caught.value.problems] == ["training_data", "loss_fn", "mesh_param"]
+
+
+@pytest.mark.parametrize(
+    ("data", "samples"),
+    [(Named({0: 7, 1: 7}), [7, 7]), (torch.full((2,), 7), [7, 7]), (Stream(), [[0, 1, 2, 3], [4, 5, 6, 7]])],
+    ids=["mapping", "tensor", "stream"],
+)
+def test_data_that_can_be_read(data: Any, samples: list[Any]) -> None:
+    made, _, loader, _ = gptpar.initialize(model=nn.Linear(4, 1), config=CONFIG, training_data=data)
+    assert next(iter(loader)).tolist() == samples
+    made.close()
 
 
 @pytest.fixture(scope="module")

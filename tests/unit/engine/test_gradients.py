@@ -78,6 +78,39 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
 
 
+def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the late unit's successors wait for it; when processes have agreed, they go before it."""
+
+    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
+    parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
+    units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
+    done: list[str] = []
+    total = make_gradients(units, DataAxis(2, 0, object()), done=done.append)  # type: ignore[arg-type]
+    total.collector.watch(parameters)
+    seen = []
+    for agrees in (False, False, True):
+        if agrees:
+            total.collector.agree_on_late_units([False, True, True])  # unit b is read late on another process
+        total.begin(1)
+        total.begin_backward(0, last=True)
+        for name in "cba":
+            parameters[name].sum().backward()
+            seen.append(list(done))
+        assert total.collector.reads_late("c")
+        total.end_backward()
+        total.finish()
+        seen.append(list(done))
+        done.clear()
+        assert total.collector.late_units == [False, agrees, True]
+    first, second, third = seen[:4], seen[4:8], seen[8:]
+    assert first == [["unit c"], ["unit c", "unit b"], *[["unit c", "unit b", "unit a"]] * 2]
+    assert second == [[], [], [], ["unit c", "unit b", "unit a"]]
+    assert third == [[], [], ["unit a"], ["unit a", "unit c", "unit b"]]
+
+
 def test_a_process_alone_hands_units_on_as_they_complete_after_the_first_pass() -> None:
     """The first pass finds out which units get several gradients; until then, the fixed order is the safe one."""
     done: list[str] = []

@@ -182,7 +182,7 @@ def steps_one_by_one(engine: ModuleEngine, observes: bool) -> dict[str, torch.Te
         engine.step()
     final = weights()
     if engine.host is not None and observes:
-        assert log.of(What.TAKEN_BACK) and engine.host.num_ahead == 0, "the observer never met a step at work"
+        assert log.of(What.TAKEN_BACK), "the observer never met a step at work"
     elif engine.host is not None:
         assert engine.host.num_ahead > 0, "the CPU never worked ahead, so that nothing was tested"
     engine.close()

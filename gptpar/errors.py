@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, TypeGuard
 
 
 class GptparError(Exception):
@@ -16,6 +18,11 @@ class GptparError(Exception):
 
     is_accident = False
     exit_status = 1
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether an argument is a whole number, of Python's type or another library's; ``True`` is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def wrong_type(name: str, value: object, needed: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gptpar.errors import ConfigError, wrong_type
+from gptpar.errors import ConfigError, is_whole, wrong_type
 from gptpar.system.host import local_rank
 
 _DATA_SIZE = "get_data_parallel_world_size"
@@ -95,7 +95,7 @@ def take_arguments(args: Any, mpu: Any, mesh_param: Any, *, world: int, is_pipel
     """
     problems = [*_mpu_problems(mpu, world, is_pipeline), *_mesh_problems(mesh_param, world)]
     here, given = local_rank(os.environ), getattr(args, "local_rank", None)
-    if given is not None and type(given) is not int:
+    if given is not None and not is_whole(given):
         problems.append(f"args.local_rank is of type {type(given).__name__}: a whole number is needed (type=int).")
     elif given is not None and given >= 0 and here not in (None, given):
         problems.append(

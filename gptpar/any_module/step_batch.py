@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptpar.errors import GptparError, wrong_type
+from gptpar.errors import GptparError, is_whole, wrong_type
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class StepBatch:
         Raises:
             GptparError: it is not the size of a whole number of micro-batches.
         """
-        if type(train_batch_size) is not int:
+        if not is_whole(train_batch_size):
             raise GptparError(wrong_type("train_batch_size", train_batch_size, "a whole number of samples is needed"))
+        train_batch_size = int(train_batch_size)
         steps, rest = divmod(train_batch_size, self.micro_batch_size * data)
         if rest or steps < 1:
             raise GptparError(

@@ -21,7 +21,7 @@ from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, is_whole
 from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
@@ -183,7 +183,7 @@ class Weights(NotCopied):
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         size = self._topology.layout.data
-        if modifier_rank is not None and (type(modifier_rank) is not int or not 0 <= modifier_rank < size):
+        if modifier_rank is not None and not (is_whole(modifier_rank) and 0 <= modifier_rank < size):
             raise GptparError(
                 f"engine.gathered(modifier_rank={modifier_rank!r}): it is the number of a process, 0 to {size - 1}, or "
                 "None where all processes make the same changes."
@@ -198,7 +198,7 @@ class Weights(NotCopied):
             if self._has_ended:
                 return
             self._engine.gatherer.keep_last_step()  # the block may have made the step's gradient final
-            self._finish_changes(modifier_rank)
+            self._finish_changes(None if modifier_rank is None else int(modifier_rank))
         self._engine.gatherer.bring_held()  # this block may be inside another one
 
     def _finish_changes(self, modifier_rank: int | None) -> None:

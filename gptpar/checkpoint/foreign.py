@@ -42,11 +42,13 @@ class Foreign:
     Attributes:
         what: that text.
         reader: what ``gptpar convert`` reads it with; ``None``: nothing does.
+        inside: the folder inside that the reader is given; "": the folder itself.
         is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
     """
 
     what: str
     reader: ForeignReader | None = None
+    inside: str = ""
     is_our_hint: bool = False
 
     def __str__(self) -> str:
@@ -155,6 +157,7 @@ def why_not_to_show(path: Path) -> str | None:
 def _remedy(path: Path, found: Foreign) -> str:
     if found.reader is None:
         return "this version has no command that converts it"
+    path /= found.inside
     begin = f" (a run begins with it by --load-hf {path})" if found.reader is ForeignReader.HUGGING_FACE else ""
     return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
 
@@ -194,8 +197,7 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
         shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
-            is_elsewhere = known.reader is ForeignReader.HUGGING_FACE and title
-            return Foreign(what, None if is_elsewhere else known.reader)
+            return Foreign(what, known.reader, title if known.reader is ForeignReader.HUGGING_FACE else "")
     return None
 
 

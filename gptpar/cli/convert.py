@@ -129,6 +129,8 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     reader = found.reader if found else None
     if reader is ForeignReader.MEGATRON:
         return import_megatron(args.source, args.target)
+    if found and found.inside:
+        raise CheckpointError(f"{args.source} holds {found}: give {args.source / found.inside}")
     # The error of a folder that has config.json alone says what is missing there, or wrong.
     if reader is ForeignReader.HUGGING_FACE or (args.source / "config.json").is_file():
         return import_hf(args.source, args.target)

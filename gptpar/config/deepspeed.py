@@ -120,8 +120,9 @@ def _unread(raw: Mapping[str, Any], flags: Flags, given: Set[str]) -> dict[str, 
     """
     if "optimizer" not in raw or _RATE not in given or part_of(raw, "optimizer", "params").get("lr") == "auto":
         return {}
-    made = f"--lr {flags.optimizer.lr:.10g} is given, so flags make the optimizer, as in Megatron-DeepSpeed"
-    return {"optimizer": f"optimizer: {made}; without --lr this section does"}
+    given_rate = f"--lr {flags.optimizer.lr:.10g} is given, on the command line or in the file of --config"
+    made = f"{given_rate}, so flags make the optimizer, as in Megatron-DeepSpeed"
+    return {"optimizer": f"optimizer: {made}; without it this section does"}
 
 
 def _decided(raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags) -> set[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from gptpar.config.compat import ACCEPTED, ALL_FP32
 from gptpar.config.data_files import SPLITS
+from gptpar.system.stop import STOP_SIGNALS
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
 EXPERTS = ("--moe-", "--expert-", "--num-experts-switch")
@@ -84,7 +85,8 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--ict-", "--biencoder-", "--indexer-", "--retriever-", "--evidence-data-path"), "retrieval"),
     **dict.fromkeys(("--dino-", "--img-", "--num-classes", "--num-channels", "--patch-dim"), _VISION),
     **dict.fromkeys(
-        ("--rotary-scaling-factor", "--mscale", "--yarn-", "--no-yarn-"), "YaRN's form of rotary positions"
+        ("--rotary-scaling-factor", "--mscale", "--yarn-", "--no-yarn-", "--enable-gpt-oss"),
+        "YaRN's form of rotary positions",
     ),
     **dict.fromkeys(("--no-fp8-", "--te-precision-config-file", "--kitchen-"), _FP8),
     "--no-rope-freq": "a model with rotary positions in some layers alone",
@@ -132,7 +134,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--error-injection-", "--fault-injector-"), "the injection of errors"),
     **dict.fromkeys(("--flextron", "--flex-", "--is-flex-eval"), _ELASTIC),
     **dict.fromkeys(("--export-", "--ammo-", "--modelopt-enabled", "--load-model-opt-format"), _QUANTIZED),
-    **dict.fromkeys(("--qad-train-target", "--teacher-model-config", "--enable-gpt-oss"), _QUANTIZED),
+    **dict.fromkeys(("--qad-train-target", "--teacher-model-config"), _QUANTIZED),
     **dict.fromkeys(("--distillation", "--distill-coeff", "--distill-only"), _DISTILLATION),
     **dict.fromkeys(("--finetune-data-", "--finetune-hf-dataset", "--chat-template"), _CONVERSATIONS),
     **dict.fromkeys(("--freeze-all-layers", "--freeze-model", "--freeze-base-for-mtp"), "training with frozen weights"),
@@ -153,8 +155,8 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--overlapping-eval", "--cloze-eval", "--strict-lambada", "--eval-hf", "--load-openai"), _TASKS),
     "--eval-harness-": _TASKS,
     **dict.fromkeys(("--greedy", "--out-seq-length", "--sample-input-file", "--sample-output-file"), _GENERATION),
-    **dict.fromkeys(("--genfile", "--top-p", "--top_p"), _GENERATION),
-    **dict.fromkeys(("--top-k", "--top_k"), "a choice among the k likeliest tokens or experts (see gptpar generate)"),
+    **dict.fromkeys(("--genfile", "--top-p"), _GENERATION),
+    "--top-k": "a choice among the k likeliest tokens or experts (see gptpar generate)",
     **dict.fromkeys(("--fp32-embedding", "--fp32-layernorm", "--fp32-tokentypes"), "an fp32 layer beside 16-bit ones"),
     "--num-unique-layers": "a model whose layers share weights",
     **dict.fromkeys(("--use-fp8-params", "--disable-fp8-wgrad", "--reuse-grad-buf-for-mxfp8-param-ag"), _FP8),
@@ -200,6 +202,8 @@ ABSENT: dict[str, str] = {
 """How flags for what is not there begin, in whole words, and what they ask for."""
 
 _LLAMA = "--use-rope-scaling has the numbers of Llama 3.1"
+_SIGNALS = tuple(one.name for one in STOP_SIGNALS)
+
 LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     "--num-distributed-optimizer-instances": (
         ("1",),
@@ -236,7 +240,7 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     "--null-tokenizer-pad-id": (("-1",), "no token of the data counts as padding"),
     "--output-logit-dtype": (("bf16",), "the last product is computed like the others, and the loss in fp32"),
     "--megatron-fsdp-grad-comm-dtype": (("auto", "fp32"), "see --grad-reduce-in-bf16"),
-    "--exit-signal": (("SIGTERM",), "SIGTERM and Ctrl-C always save and stop"),
+    "--exit-signal": (_SIGNALS, f"{', '.join(_SIGNALS[:-1])} and {_SIGNALS[-1]} always make a run save and stop"),
     "--use-dataset-only": (("False",), "a run always loads the data itself"),
     "--rotary-scale-factor": (("1",), "rotary positions are not stretched"),
     "--transformer-type": (("megatron",), "there is one implementation"),

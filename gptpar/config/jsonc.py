@@ -44,7 +44,7 @@ def read_object(text: str) -> dict[str, Any]:
     if not plain.strip():
         raise JsonError("it is empty")
     try:
-        value = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse)
+        value = json.loads(plain, object_pairs_hook=unique, parse_constant=no_number)
     except json.JSONDecodeError as error:
         loose = error.msg.startswith("Expecting") and plain[error.pos : error.pos + 1] not in ("", *",:]}")
         value = _by_hjson(text, unique, f"line {error.lineno}, column {error.colno}: {error.msg}", loose=loose)
@@ -82,5 +82,6 @@ def _blank(match: re.Match[str]) -> str:
     return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
-def _refuse(word: str) -> NoReturn:
+def no_number(word: str) -> NoReturn:
+    """Refuse what Python's JSON has beside numbers: ``NaN`` and ``Infinity``."""
     raise JsonError(f"{word} is not a number")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.errors import ConfigError, GptparError, wrong_type
+from gptpar.errors import ConfigError, GptparError, is_whole, wrong_type
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
@@ -75,7 +75,7 @@ class PipelineModule(nn.Module):
     ):
         super().__init__()
         _require_types(layers, num_stages, loss_fn, partition_method, topology)
-        self.topology = topology or _topology_of(num_stages)
+        self.topology = topology or _topology_of(None if num_stages is None else int(num_stages))
         self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
         self.num_stages, self.stage = self.topology.layout.pipeline, self.topology.stage
         self.num_virtual_stages = num_virtual_stages
@@ -323,7 +323,7 @@ def _scalar(loss: torch.Tensor, loss_fn: Callable[..., Any] | None) -> torch.Ten
 def _require_types(layers: Any, num_stages: Any, loss_fn: Any, partition_method: Any, topology: Any) -> None:
     needed = {
         "layers": (layers, isinstance(layers, Iterable), "a list of LayerSpecs, modules or functions is needed"),
-        "num_stages": (num_stages, num_stages is None or type(num_stages) is int, "a whole number is needed"),
+        "num_stages": (num_stages, num_stages is None or is_whole(num_stages), "a whole number is needed"),
         "loss_fn": (loss_fn, loss_fn is None or callable(loss_fn), "a function of output and labels is needed"),
         "partition_method": (partition_method, isinstance(partition_method, str), "a text such as uniform is needed"),
         "topology": (topology, isinstance(topology, Topology | None), "leave it out, and give num_stages"),

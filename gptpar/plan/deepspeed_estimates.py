@@ -7,12 +7,13 @@ buffer factor of 1.5 for the host. They count no activations. :func:`gptpar.esti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from gptpar.errors import GptparError, wrong_type
+from gptpar.errors import GptparError, is_whole, wrong_type
 
 HOST_FACTOR = 1.5
 
@@ -75,7 +76,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = HOST_FACTOR
 ) -> None:
     """Print DeepSpeed's ZeRO-2 estimates for a number of parameters."""
-    _require_numbers(total_params=total_params, num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
+    total_params, num_gpus_per_node, num_nodes = _numbers(
+        total_params=total_params, num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes
+    )
     rows = zero2(total_params, num_nodes, num_gpus_per_node, additional_buffer_factor)
     _print(f"{_millions(total_params)} total params.", num_gpus_per_node, num_nodes, rows)
 
@@ -97,7 +100,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = HOST_FACTOR,
 ) -> None:
     """Print DeepSpeed's ZeRO-3 estimates for a number of parameters, and those of the largest module."""
-    _require_numbers(
+    total_params, largest_layer_params, num_gpus_per_node, num_nodes = _numbers(
         total_params=total_params,
         largest_layer_params=largest_layer_params,
         num_gpus_per_node=num_gpus_per_node,
@@ -114,13 +117,16 @@ def _require_model(model: object) -> None:
         raise GptparError(wrong_type("model", model, needed))
 
 
-def _require_numbers(**numbers: object) -> None:
-    """Parameters may be a product of floats; GPUs and machines are counted."""
+def _numbers(**numbers: object) -> list[Any]:
+    """The arguments as Python's numbers, which do not overflow. Parameters may be a product of floats."""
+    values: list[Any] = []
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
+        if isinstance(number, bool) or not isinstance(number, Real):
             raise GptparError(wrong_type(name, number, "a number is needed"))
-        if number < 1 and name.startswith("num_"):
+        if float(number) < 1 and name.startswith("num_"):
             raise GptparError(f"{name} is {number}: it is at least 1.")
+        values.append(int(number) if is_whole(number) else float(number))
+    return values
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:

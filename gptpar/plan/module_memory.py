@@ -18,7 +18,7 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.errors import ConfigError, wrong_type
+from gptpar.errors import ConfigError, is_whole, wrong_type
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.gpu_transfers import ring_bytes
 from gptpar.plan.states import gradient_bytes
@@ -116,6 +116,7 @@ def estimate_memory(
         ConfigError, ModelError: as from ``initialize``.
     """
     _require_types(model, world)
+    world = int(world)
     options = read_options(config, world=world)
     plan = find_units(model, options.units, dtype=options.dtype)
     axis = data_axis_of(options, Topology(Layout(data=world), 0, torch.device("cpu")))
@@ -202,7 +203,7 @@ def _size(count: int) -> str:
 
 def _require_types(model: object, world: object) -> None:
     problems = [] if isinstance(model, nn.Module) else [wrong_type("model", model, "a torch.nn.Module is needed")]
-    if type(world) is not int or world < 1:
+    if not is_whole(world) or world < 1:
         problems.append(f"world is {world!r}: it is the number of data-parallel processes, at least 1.")
     if problems:
         raise ConfigError(problems)

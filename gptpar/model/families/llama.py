@@ -23,8 +23,8 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
     gate, positions = config.gate("hidden_act"), config.rotary(rope_theta)
     if positions["rotary_percent"] != 1:
         config.problems.append(
-            f"partial_rotary_factor is {positions['rotary_percent']:g}; transformers' models of this family turn whole "
-            "heads, whatever it says, and others a part: leave it out, or set it to 1."
+            f"partial_rotary_factor is {positions['rotary_percent']:g}; transformers' models of this family ignore it "
+            "and turn whole heads: leave it out, or set it to 1."
         )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     shared: dict[str, Any] = {

@@ -74,6 +74,8 @@ def _note_unread(parsed: ParsedFlags, folder: Path, error: CheckpointError) -> N
     elif found and found.reader is ForeignReader.MEGATRON:
         then = f"gptpar convert {folder} NEW_FOLDER makes one of gptpar, for --load NEW_FOLDER"
         problem = f"--load-hf {folder} holds {found}: {then}."
+    elif found and found.inside:
+        problem = f"--load-hf {folder} holds {found}: give --load-hf {folder / found.inside}."
     else:
         problem = f"--load-hf: {error}"
     parsed.problems.append(problem)

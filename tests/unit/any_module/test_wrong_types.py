@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import gptpar
-from gptpar.errors import ConfigError, GptparError
+from gptpar.errors import ConfigError, GptparError, is_whole
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 NUMBERS = [1, 2, 3, 4]
@@ -208,6 +209,26 @@ def test_a_path_is_a_text_or_a_path(engine: Any, tmp_path: Path) -> None:
 def test_functions(act: Callable[[], Any], said: str) -> None:
     with pytest.raises(GptparError, match=re.escape(said)):
         act()
+
+
+def test_numbers_of_other_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+    """What has numpy's type counts as Python's; products do not overflow in 32 bits."""
+    whole, module = np.int32, nn.Linear(2, 2)
+    assert gptpar.estimate_memory(module, CONFIG, whole(2)) == gptpar.estimate_memory(module, CONFIG, 2)
+    printed = []
+    for kind in (int, np.int32, np.float64):
+        gptpar.estimate_zero2_model_states_mem_needs_all_cold(kind(1_300_000_000), np.int64(8), whole(2))
+        gptpar.estimate_zero3_model_states_mem_needs_all_cold(kind(1_300_000_000), kind(10**8), 8, whole(2))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    engine = gptpar.initialize(model=nn.Linear(2, 2), config=CONFIG)[0]
+    with engine.gathered(np.int64(0)):
+        pass
+    engine.set_train_batch_size(whole(6) * engine.train_micro_batch_size_per_gpu())
+    assert type(engine.train_batch_size()) is int and engine.gradient_accumulation_steps() == 6
+    engine.close()
+    assert gptpar.PipelineModule([module], whole(1)).num_stages == 1
+    assert [is_whole(value) for value in (1, whole(1), True, np.bool_(True), 1.0)] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,11 @@ def test_generate_and_inspect_name_it(tmp_path: Path) -> None:
         ),
         (".metadata __0_0.distcp", "no command that converts it"),
         ("config.json pytorch_model.bin", "{} NEW_FOLDER makes one of it"),
+        (
+            "checkpoint-9/config.json checkpoint-9/model.safetensors checkpoint-10/model.safetensors",
+            "{}/checkpoint-10 NEW_FOLDER makes one of it, or says what it cannot reproduce (a run begins with it by "
+            "--load-hf",
+        ),
         ("iter_0000100/.metadata iter_0000100/common.pt", "{} NEW_FOLDER makes one of it"),
         (
             "global_step5_universal/zero/w/fp32.pt global_step5_universal/mp_rank_00_model_states.pt",
@@ -190,8 +195,8 @@ def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path:
         ("model.safetensors", ForeignReader.HUGGING_FACE),
         ("pytorch_model.bin.index.json", ForeignReader.HUGGING_FACE),
         ("tf_model.h5", None),
-        ("checkpoint-100/model.safetensors", None),
-        ("step-1-safetensors/model.safetensors", None),
+        ("checkpoint-100/model.safetensors", ForeignReader.HUGGING_FACE),
+        ("step-1-safetensors/model.safetensors", ForeignReader.HUGGING_FACE),
         ("consolidated.safetensors", None),
         ("iter_0000100/mp_rank_00/model_optim_rng.pt", ForeignReader.MEGATRON),
         ("global_step10/mp_rank_00_model_states.pt", ForeignReader.MEGATRON),

@@ -41,8 +41,8 @@ def test_flags_make_the_optimizer_where_they_give_its_rate(folder: Path) -> None
         assert (ours.adam_eps, ours.weight_decay, ours.clip_grad) == (1e-8, 0.01, 1.0)
         assert "weight decay" not in derived
         assert parsed_with(file, "--lr 1e-4").without_effect == [
-            "optimizer: --lr 0.0001 is given, so flags make the optimizer, as in Megatron-DeepSpeed; without --lr this "
-            "section does"
+            "optimizer: --lr 0.0001 is given, on the command line or in the file of --config, so flags make the "
+            "optimizer, as in Megatron-DeepSpeed; without it this section does"
         ]
 
 

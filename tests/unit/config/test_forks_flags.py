@@ -264,6 +264,8 @@ def test_flags_of_the_newest_and_the_oldest_megatron_that_change_no_number_are_n
     [
         ("--top-k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
         ("--top_k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
+        ("--top_p 0.9", "generating text beside the training (see gptpar generate)"),
+        ("--enable-gpt-oss", "YaRN's form of rotary positions"),
         ("--use_one_sent_docs", "retrieval"),
         ("--fmoe-num-experts 4", "mixture-of-experts"),
         ("--hybrid-context-parallel", "context parallelism"),
@@ -277,6 +279,21 @@ def test_flags_of_the_newest_and_the_oldest_megatron_that_change_no_number_are_n
 )
 def test_what_published_programs_have_and_gptpar_has_not_is_named(said: str, what: str) -> None:
     assert problems(said) == [f"{said}: {what} is not part of gptpar; leave it out."]
+
+
+@pytest.mark.parametrize("flag", ["--moe-router-topk", "--moe_router_topk"])
+def test_underscores_change_no_answer(flag: str) -> None:
+    other = "a dense model trained in its place would be another model"
+    assert problems(f"{flag} 2") == [f"{flag} 2: mixture-of-experts is not part of gptpar, and {other}: leave it out."]
+
+
+def test_all_signals_that_stop_a_run_are_accepted() -> None:
+    every = "SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 always make a run save and stop"
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        parsed = parse_flags([*TINY.split(), "--exit-signal", name])
+        assert (parsed.problems, parsed.without_effect) == ([], [f"--exit-signal: {every}"])
+    given = "SIGTERM or SIGINT or SIGHUP or SIGUSR1 or SIGUSR2"
+    assert problems("--exit-signal SIGALRM") == [f"--exit-signal SIGALRM: {every}; leave it out, or give {given}."]
 
 
 def test_older_and_newer_words_for_flags_are_hints() -> None:

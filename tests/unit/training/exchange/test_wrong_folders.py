@@ -96,7 +96,11 @@ def test_load_hf_names_what_is_not_hugging_faces(tmp_path: Path) -> None:
     (tmp_path / "theirs/iter_0000005/mp_rank_00").mkdir(parents=True)
     save_checkpoint(tmp_path / "ours", 3, {"w": torch.ones(2)}, {})
     remedy = f"gptpar convert {tmp_path / 'theirs'} NEW_FOLDER makes one of gptpar, for --load NEW_FOLDER"
+    (tmp_path / "out/checkpoint-100").mkdir(parents=True)
+    (tmp_path / "out/checkpoint-100/model.safetensors").touch()
+    inner = f"a Hugging Face model (checkpoint-100): give --load-hf {tmp_path / 'out/checkpoint-100'}"
     told = {
+        "out": f"holds {inner}.",
         "theirs": f"holds a Megatron-LM checkpoint, legacy format (iter_0000005): {remedy}.",
         "ours": f"holds checkpoints of gptpar: give --load {tmp_path / 'ours'}.",
     }
@@ -114,6 +118,10 @@ def test_nothing_is_made_in_a_foreign_folder(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "Llama")
     with pytest.raises(CheckpointError, match=r"theirs/run lies in .*theirs, which stays as it is: choose"):
         convert([str(tmp_path / "theirs"), str(tmp_path / "theirs/run")])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "theirs").rename(tmp_path / "out/checkpoint-100")
+    with pytest.raises(CheckpointError, match=r"out holds a Hugging Face model \(checkpoint-100\): give .*point-100$"):
+        convert([str(tmp_path / "out"), str(tmp_path / "run")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"empty holds no checkpoint, which gptpar cannot convert: give"):
         convert([str(tmp_path / "empty"), str(tmp_path / "run")])

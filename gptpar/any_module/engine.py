@@ -235,7 +235,7 @@ class ModuleEngine(TrainingEngine):
         if self.world_size > 1 and self._stage.may_observe:
             collector = self.engine.gradients.collector
             late = torch.tensor(collector.late_units, dtype=torch.float64, device=self.device)
-            collector.agree_on_late_units([bool(count) for count in self._sum_over_all(late).tolist()])
+            collector.hand_on_last([bool(count) for count in self._sum_over_all(late).tolist()])
 
     def _require_loss(self, loss: torch.Tensor) -> None:
         self._require_usable()

@@ -28,8 +28,8 @@ class GradientCollector:
     hands these units on at its end.
 
     An optimizer that works ahead may change a unit's parameters once the unit is handed on. If a pass reads them after
-    their gradient (:meth:`reads_late`), later passes hand the unit on at their end. When all processes know of it
-    (:meth:`agree_on_late_units`), it is the last in the fixed order, so that the others need not wait for it.
+    their gradient (:meth:`reads_late`), later passes hand the unit on at their end. Once all processes know that it is
+    read so late (:meth:`hand_on_last`), it comes last in the fixed order, and no other unit waits for it.
 
     Args:
         units: in forward order.
@@ -79,7 +79,7 @@ class GradientCollector:
         self._nested: set[str] = set()
         self._here: set[str] = set()  # parameters whose gradient has come in the running pass
         self._read_late: set[str] = set()
-        self._last_of_all: frozenset[str] = frozenset()
+        self._handed_on_last: frozenset[str] = frozenset()
         self._virtual_stages = [list(dict.fromkeys(names)) for names in virtual_stages]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
         last_first = reversed(list(enumerate(self._virtual_stages)))
@@ -120,7 +120,7 @@ class GradientCollector:
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
         last_first = names[::-1]
-        for name in sorted(last_first, key=self._last_of_all.__contains__):
+        for name in sorted(last_first, key=self._handed_on_last.__contains__):
             final = last and self._last_stage[name] == virtual_stage
             if final or not self._memory.keeps_all:
                 self._waiting[name] = self._units[name], final
@@ -142,14 +142,14 @@ class GradientCollector:
         """For each unit whether a pass has read its parameters after their gradient, on this process."""
         return [name in self._read_late for name in self._units]
 
-    def agree_on_late_units(self, are_late: Sequence[bool]) -> None:
-        """Hand these units on after the others.
+    def hand_on_last(self, are_late: Sequence[bool]) -> None:
+        """In later passes, hand these units on after the others.
 
         Args:
             are_late: for each unit, the same on all processes: whether any process :attr:`reads it late <late_units>`.
         """
-        self._last_of_all = frozenset(name for name, is_late in zip(self._units, are_late, strict=True) if is_late)
-        self._read_late |= self._last_of_all
+        self._handed_on_last = frozenset(name for name, is_late in zip(self._units, are_late, strict=True) if is_late)
+        self._read_late |= self._handed_on_last
 
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""

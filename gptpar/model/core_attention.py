@@ -23,7 +23,7 @@ MAX_KERNEL_WIDTH = 256
 """Channels of a head, at most, in flash attention's kernels; their number is a multiple of 8."""
 
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""The argument for grouped queries, which torch 2.11 takes without one."""
+"""Since torch 2.12 an argument allows grouped queries; torch 2.11 always does, and has no such argument."""
 
 
 class AttentionDropout(NamedTuple):
@@ -74,14 +74,14 @@ def windowed_attention(
 ) -> torch.Tensor:
     """Causal attention to the last ``window`` tokens, where :func:`has_window_kernel`; returns y_BHSK.
 
-    The kernel passes over keys that no query of its block sees (Dao 2023).
+    The kernel skips blocks of keys that none of its queries sees (Dao 2023).
     """
     batch, _, length, _ = q_BHSK.shape
     q_NHK, k_NGK, v_NGK = (rearrange(x, "b h s k -> (b s) h k") for x in (q_BHSK, k_BGSK, v_BGSK))
     starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BHSK.device)
     how = {"scale": scale, "window_size": (window - 1, 0), **_GROUPS}
     y_NHK = varlen_attn(q_NHK, k_NGK, v_NGK, starts, starts, length, length, **how)
-    assert isinstance(y_NHK, torch.Tensor)  # it is a pair where more is asked for
+    assert isinstance(y_NHK, torch.Tensor)  # with return_aux it would be a pair
     return rearrange(y_NHK, "(b s) h k -> b h s k", b=batch)
 
 

@@ -144,7 +144,12 @@ ON_ONE = Case("on_last_rank", partial(DetachedInBlocks, block=DetachedFirstOnLas
 
 
 def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]], Named]:
-    """(each step's units in the order in which they are handed on, and "end" of the pass; the last weights)"""
+    """Train on a rank.
+
+    Returns:
+        For each step the names of the units in the order in which they were handed on, with "end" where the backward
+        pass ended; and the final weights.
+    """
     training, steps = Training(case, setup), []
     gradients = training.engine.engine.gradients
     reduce, end = gradients._reducer.reduce, gradients.end_backward
@@ -205,8 +210,8 @@ def states(rank: int, setup: Setup, read: Any) -> tuple[list[str], list[set[str]
     """Reads between backward and step in three steps.
 
     Returns:
-        (parameters that are not the last step's; for each step the units that were taken back; elements that were
-        updated ahead of a fourth step, in which nobody reads)
+        The names of parameters that differed from those after the last step; for each step the units whose early
+        update was taken back; the number of elements updated early in a fourth step, which has no such reads.
     """
     with logged() as log:
         training, wrong, back = Training(CASES["mlp"], setup), [], []

@@ -30,13 +30,13 @@ def loss_of(engine: ModuleEngine) -> torch.Tensor:
 
 
 def is_observed(engine: ModuleEngine) -> bool:
-    """Whether the next backward pass is; it is if code runs uncompiled."""
+    """Whether the next backward pass is observed, which it is exactly while code runs uncompiled."""
     assert (stance() == "force_eager") == engine._stage.observes_backward
     return engine._stage.observes_backward
 
 
 class Witness(nn.Linear):
-    """Notes in which stance its passes run."""
+    """A layer that records torch.compile's stance in each of its forward and backward passes."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)

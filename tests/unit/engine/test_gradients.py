@@ -93,7 +93,7 @@ def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.Monkey
     seen = []
     for agrees in (False, False, True):
         if agrees:
-            total.collector.agree_on_late_units([False, True, True])  # unit b is read late on another process
+            total.collector.hand_on_last([False, True, True])  # unit b is read late on another process
         total.begin(1)
         total.begin_backward(0, last=True)
         for name in "cba":

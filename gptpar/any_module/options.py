@@ -127,6 +127,7 @@ class EngineOptions:
         async_save: whether ``save_checkpoint`` returns while training goes on and the files are written.
         monitor: where DeepSpeed's curves are written.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
+        config: the configuration as it was given, without ``"auto"`` values.
     """
 
     batch: StepBatch
@@ -146,6 +147,7 @@ class EngineOptions:
     seed: int
     derived: tuple[Derived, ...]
     without_effect: tuple[str, ...]
+    config: Mapping[str, Any]
     pipeline: PipelineOptions = PipelineOptions()
     async_save: bool = False
     skip_step: tuple[float | None, int] = (None, 128)
@@ -376,4 +378,5 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
         monitor=MonitorOptions.of(flags.logging, with_loss_scale=flags.precision.fp16),
+        config=plain,
     )

@@ -69,6 +69,7 @@ HOMES: Mapping[str, str] = {
     "safe_get_full_grad": f"{_HERE}.whole_tensors:safe_get_full_grad",
     "safe_get_full_optimizer_state": f"{_HERE}.whole_tensors:safe_get_full_optimizer_state",
     "safe_set_full_fp32_param": f"{_HERE}.whole_tensors:safe_set_full_fp32_param",
+    "safe_set_full_grad": f"{_HERE}.whole_tensors:safe_set_full_grad",
     "safe_set_full_optimizer_state": f"{_HERE}.whole_tensors:safe_set_full_optimizer_state",
     "see_memory_usage": f"{_HERE}.start:see_memory_usage",
     "set_random_seed": f"{_HERE}.start:set_random_seed",
@@ -188,9 +189,6 @@ REFUSED: Mapping[str, str] = {
     "with ZeRO a process has a part of a unit, not of one parameter: use safe_get_full_... or safe_set_full_...": (
         "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
         "safe_set_local_grad safe_set_local_optimizer_state"
-    ),
-    "gradients are taken out of autograd as they come: change them in a hook (parameter.register_hook).": (
-        "safe_set_full_grad"
     ),
 }
 """What a program can do instead -> the names that are refused with it."""

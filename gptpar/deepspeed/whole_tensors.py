@@ -46,6 +46,12 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     engine.weights.set_whole(name, "weights", value)
 
 
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace a parameter's mean gradient, between the step's last backward pass and the step, on all processes."""
+    engine, name = _of(param)
+    engine.set_full_gradient(name, value)
+
+
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Change one of the optimizer's states; all processes call it with the same value."""
     engine, name = _of(param)

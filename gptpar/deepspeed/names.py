@@ -12,6 +12,7 @@ _SCHEDULES = "gptpar.any_module.schedulers"
 _ESTIMATES = "gptpar.plan.deepspeed_estimates"
 
 HOMES: Mapping[str, str] = {
+    "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.start:DEEPSPEED_ENVIRONMENT_NAME",
     "DeepSpeedConfig": f"{_HERE}.settings:DeepSpeedConfig",
     "DeepSpeedConfigError": "gptpar.errors:ConfigError",
     "DeepSpeedCPUAdam": f"{_HERE}.optimizers:DeepSpeedCPUAdam",
@@ -109,6 +110,7 @@ PLACES: Mapping[str, str] = {
     "comm": "init_distributed",
     "comm.comm": "init_distributed",
     "git_version_info": "version",
+    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
     "moe.layer": "MoE",
     "moe.utils": "split_params_into_different_moe_groups_for_optimizer",
     "ops.adagrad": "DeepSpeedCPUAdagrad",

@@ -28,6 +28,9 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 HAS_TRITON = False
 """Whether DeepSpeed's inference kernels are there."""
 
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+"""DeepSpeed's file of variables for all machines, which accelerate writes."""
+
 PORT = 29500
 """DeepSpeed's default port of the first process."""
 

@@ -31,6 +31,9 @@ HAS_TRITON = False
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """DeepSpeed's file of variables for all machines, which accelerate writes."""
 
+torch_info = {"version": torch.__version__, "cuda_version": torch.version.cuda or "0.0", "bf16_support": True}
+"""What DeepSpeed was built with; gptpar is not built for a version of torch."""
+
 PORT = 29500
 """DeepSpeed's default port of the first process."""
 

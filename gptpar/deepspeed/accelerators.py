@@ -55,7 +55,8 @@ class Accelerator:
 
     def device_count(self) -> int:
         """Number of GPUs; on the CPU the number of processes of this machine."""
-        return torch.cuda.device_count() if self._is_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+        here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1")
+        return torch.cuda.device_count() if self._is_gpu else int(here)
 
     def communication_backend_name(self) -> str:
         """``nccl`` or ``gloo``."""

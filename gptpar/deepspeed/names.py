@@ -75,6 +75,9 @@ HOMES: Mapping[str, str] = {
     "see_memory_usage": f"{_HERE}.start:see_memory_usage",
     "set_random_seed": f"{_HERE}.start:set_random_seed",
     "set_z3_leaf_modules": f"{_HERE}.zero_parameters:set_z3_leaf_modules",
+    "split_params_into_different_moe_groups_for_optimizer": (
+        f"{_HERE}.start:split_params_into_different_moe_groups_for_optimizer"
+    ),
     "torch_info": f"{_HERE}.start:torch_info",
     "unset_z3_leaf_modules": f"{_HERE}.zero_parameters:unset_z3_leaf_modules",
     "unwrap_model_for_generation": f"{_HERE}.zero_parameters:unwrap_model_for_generation",
@@ -183,9 +186,7 @@ REFUSED: Mapping[str, str] = {
     "use the module's own layers, with torch.compile or the key gptpar.compile.": (
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
     ),
-    "there are no experts with processes of their own: a module's own experts train like its other layers.": (
-        "MoE split_params_into_different_moe_groups_for_optimizer"
-    ),
+    "there are no experts with processes of their own: a module's own experts train like its other layers.": ("MoE"),
     "sequences are not divided over processes: lower the micro-batch size, and recompute activations.": (
         "_SeqAllToAll DistributedAttention UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
     ),

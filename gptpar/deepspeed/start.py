@@ -6,7 +6,7 @@ import datetime
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -161,6 +161,11 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     """Nested tensors on a device; with ``criterion_func`` those alone for which it is true."""
     chosen = criterion_func or (lambda tensor: True)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device) if chosen(tensor) else tensor, item)
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """The groups as a list: a model without ``MoE`` has no experts that need groups of their own."""
+    return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
 
 
 def set_random_seed(seed: int) -> None:

@@ -116,6 +116,9 @@ def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
     problems = problems or [
         f"config.model.{name} is missing" for name in _DERIVED if getattr(config.model, name) is None
     ]
+    rows, ids = config.model.padded_vocab_size, config.model.softmax_vocab_size
+    if not problems and rows is not None and ids is not None and not 1 <= ids <= rows:
+        problems = [_wrong("config.model.softmax_vocab_size", ids, f"1 to {rows} rows")]
     if problems:
         raise _unusable(
             path, problems, "Load it with the version that saved it, or take another one with --ckpt-step N."

@@ -197,11 +197,11 @@ def _exported(path: Path, manifest: Manifest) -> _Exported:
     model = stored.model
     if kept is not None:
         there = model_of(kept.fields)
-        if there.padded_vocab_size == model.padded_vocab_size and not differences(model, there):
+        same_rows = there.padded_vocab_size == model.padded_vocab_size == model.softmax_vocab_size
+        if same_rows and not differences(model, there):
             tensors = tensors_of(kept.fields["model_type"], model, model.padded_vocab_size)
             return _Exported(stored, meta, kept.fields, tensors, kept, same=True)
-    size = _tokenizer(meta).get("vocab_size")
-    rows = size if type(size) is int and 0 < size <= model.padded_vocab_size else model.padded_vocab_size
+    rows = model.softmax_vocab_size  # transformers' softmax is over all rows
     fields = config_of(model, rows)
     return _Exported(stored, meta, fields, tensors_of(fields["model_type"], model, rows), kept, same=False)
 

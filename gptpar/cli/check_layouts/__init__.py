@@ -33,8 +33,8 @@ with one process. Takes pretrain's flags; its default is a small GPT in fp64, wi
 mup and bloom have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
 --hidden-dropout and --attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module,
 with flags of its own: gptpar check-layouts --module --help. Some gradients are zero but for round-off, such as those of
-key biases without rotary positions and norms of keys. There Lion, and Adam with a tiny --adam-eps, follow the round-off,
-which differs by layout."""
+key biases without rotary positions and norms of keys. There Lion, and Adam with a tiny --adam-eps, follow
+round-off, which differs by layout."""
 
 SMALL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 90 "

@@ -172,7 +172,7 @@ class ModelFlags(ModelOptions):
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     bias_gelu_fusion: bool = on_unless(
         "--no-bias-gelu-fusion",
-        "no tanh form of GELU: same as --mlp-activation gelu, as in Megatron-LM, unless an activation function is given",
+        "no tanh form of GELU: same as --mlp-activation gelu, as in Megatron-LM, unless another function is given",
     )
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = on_unless(

@@ -36,6 +36,7 @@ from gptpar.system.files import read_regular
 LEFT_UNREAD = (
     *("megatron.", "deepspeed.", "transformer_engine.", "apex.", "nemo.", "numpy."),
     *("_codecs.encode", "pathlib.", "signal.Signals"),
+    "torch.distributed.checkpoint.",  # the plans of a save, which Megatron leaves in ``.metadata``
 )
 """Prefixes of names. :class:`LeftOut` replaces objects of these names, which are neither imported nor called."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import printable
-from gptpar.system.files import read_regular
+from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""
@@ -242,7 +242,7 @@ def _pointer(path: Path, names: list[str]) -> Foreign | None:
 
 def _first_line(path: Path) -> str:
     try:
-        return read_regular(path)[:100].decode(errors="replace").partition("\n")[0].strip()
+        return read_regular(path, MAX_SMALL_BYTES)[:100].decode(errors="replace").partition("\n")[0].strip()
     except OSError:
         return ""
 

@@ -54,7 +54,7 @@ FOREIGN = {
     "latest.txt=10 10/config.yaml 10/model_config.json 10/model/model/a.safetensors": "a nanotron checkpoint (10)",
     "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/optimizer/x.pt": "a nanotron checkpoint (9)",
     "50/weights_tp_rank_0.pth": "a picotron checkpoint (50)",
-    "step1000/config.json step1000/model_and_optim/.metadata step1000/train/rank0.pt": "an OLMo-core checkpoint (step1000)",
+    "step9/config.json step9/model_and_optim/.metadata step9/train/rank0.pt": "an OLMo-core checkpoint (step9)",
     "config.json model_and_optim/.metadata train/rank0.pt .metadata.json": "an OLMo-core checkpoint (model_and_optim)",
     "extra.pt iter_0000100/mp_rank_00/model_optim_rng.pt": "a Megatron-LM checkpoint, legacy format (iter_0000100)",
     "model.pt log.txt": "a PyTorch file (model.pt)",

@@ -27,6 +27,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "config.model is [1]": lambda m: m["config"].update(model=[1]),
     "config.model.hidden_size is '32', where a whole number": lambda m: m["config"]["model"].update(hidden_size="32"),
     "config.model.num_layers is -2, where at least 1": lambda m: m["config"]["model"].update(num_layers=-2),
+    "config.model.num_layers is 10000000, where at most": lambda m: m["config"]["model"].update(num_layers=10**7),
     "config.model.norm_epsilon is 'x', where a number": lambda m: m["config"]["model"].update(norm_epsilon="x"),
     "config.model.normalization is 'New', where one of": lambda m: m["config"]["model"].update(normalization="New"),
     "config.model holds 'qk_norm' = True": lambda m: m["config"]["model"].update(qk_norm=True),

@@ -10,7 +10,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
 from gptpar.config.elsewhere import ABSENT

@@ -90,7 +90,7 @@ def test_generate_tells_it_too(tmp_path: Path, told: str) -> None:
     ("values", "told"),
     [
         ({"hidden_size": 2**16}, "says hidden_size 65,536, but it holds"),
-        ({"num_layers": 10**9}, "says num_layers 1,000,000,000, but it holds"),
+        ({"num_layers": 10**4}, "says num_layers 10,000, but it holds"),
         ({"num_layers": None}, "the model's num_layers is not known"),
         ({"kv_channels": 4}, "in the model that its meta describes"),
         ({"padded_vocab_size": None}, "padded_vocab_size is missing"),

@@ -81,7 +81,12 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
     given = vars(arguments)
     values = _values(given) | {"padded_vocab_size": rows}
     config, _, wrong = stored_config({"model": values}, [f"model.{name}" for name in values])
-    problems = [*_absent(given), *(problem.replace("config.model.", "its ") for problem in wrong), *_uneven(given)]
+    problems = [
+        *_absent(given),
+        *_windows(given),
+        *(problem.replace("config.model.", "its ") for problem in wrong),
+        *_uneven(given),
+    ]
     problems += [] if problems else _lacking(given)
     try:
         problems += [] if wrong else check_model(config)
@@ -101,6 +106,10 @@ def _absent(given: Mapping[str, Any]) -> Iterator[str]:
         isinstance(scale, int | float) and type(width) is int and width > 0 and isclose(scale, width**-0.5)
     ):
         yield f"it has another scale of attention's scores than 1 / sqrt(kv_channels) (--softmax-scale {_told(scale)})"
+
+
+def _windows(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for windows that are not a pair of numbers, whose second is 0."""
     window = given.get("window_size")
     pair = isinstance(window, list | tuple) and len(window) == 2 and all(type(one) is int for one in window)
     if window is not None and (not pair or window[1] not in (0, -1)):

@@ -281,6 +281,15 @@ def test_metadata_that_cannot_be_is_told(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(whole)
 
 
+def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path) -> None:
+    metadata = a_checkpoint(tmp_path) / ".metadata"
+    text = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
+    ours, theirs = b"torch.distributed.checkpoint.metadata\nMetadata\n", b"MCoreMetadata\n"
+    assert text.count(ours) == 1
+    metadata.write_bytes(text.replace(ours, b"megatron.core.dist_checkpointing.strategies.torch\n" + theirs))
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+
+
 def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
     _, weights = our_model(GPT2)
     state = theirs(weights, stacked=True)

@@ -175,6 +175,8 @@ def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, sect
         yield _wrong(name, value, f"at least {limits['least']}")
     elif limits["above"] is not None and not value > limits["above"]:  # type: ignore[operator]
         yield _wrong(name, value, f"more than {limits['above']}")
+    elif limits["most"] is not None and not value <= limits["most"]:  # type: ignore[operator]
+        yield _wrong(name, value, f"at most {limits['most']:,}")
 
 
 def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:

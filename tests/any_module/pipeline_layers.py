@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +200,23 @@ def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
         mine = parameters_here(engine)
         engine.close()
     return trace, evaluated, mine
+
+
+def chained(rank: int, each: Sequence[Divided], folder: str) -> Trace:
+    """The same number of the steps in each way; each goes on from the checkpoint of the one before."""
+    trace, names = Trace(), list(reference().weights[0])
+    for number, divided in enumerate(each):
+        with fp64():
+            engine, *_ = gptpar.initialize(model=layers(), loss_fn=loss_of, config=divided.config())
+            if number:
+                engine.load_checkpoint(folder)
+            data = itertools.islice(data_of(engine), len(trace.losses) * engine.gradient_accumulation_steps(), None)
+            for _ in range(STEPS // len(each)):
+                trace.losses.append(engine.train_batch(data).item())
+                trace.weights.append({name: engine.weights.whole(name, "weights") for name in names})
+            engine.save_checkpoint(folder)
+            engine.close()
+    return trace
 
 
 def square(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,7 @@ class ModuleStage(PlacedParameters):
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
+        self.roots = {"": module}
         self.passes: list[list[str]] = []
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0

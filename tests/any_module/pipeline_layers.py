@@ -219,6 +219,39 @@ def chained(rank: int, each: Sequence[Divided], folder: str) -> Trace:
     return trace
 
 
+class Counting(Scaled):
+    """Counts its calls in a buffer, and in its extra state."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.level.add_(1.0)
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def counted(rank: int, before: Divided, after: Divided, folder: str) -> list[tuple[int, float]]:
+    """(calls, level) of the layers that count, on this process, after a step in one way and a load in another."""
+    specs = [
+        spec if spec.__class__ is not LayerSpec or spec.cls is not Scaled else LayerSpec(Counting, INNER)
+        for spec in layers()
+    ]
+    for divided, verb in ((before, "save_checkpoint"), (after, "load_checkpoint")):
+        engine, *_ = gptpar.initialize(model=specs, loss_fn=loss_of, config=divided.config())
+        if divided is before:
+            engine.train_batch(data_of(engine))
+        getattr(engine, verb)(folder)
+        found = [(one.calls, one.level.mean().item()) for one in engine.module.modules() if isinstance(one, Counting)]
+        engine.close()
+    return found
+
+
 def square(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return ((y - labels) ** 2).mean()
 

@@ -106,8 +106,8 @@ def test_texts_that_are_all_empty_are_no_data_set(tmp_path: Path):
     with pytest.raises(DataError) as caught:
         main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
     assert str(caught.value) == (
-        f"{corpus}: the texts of all 2 documents are empty, and nothing can be trained on no token: name the key of the "
-        "texts (--json-keys text has none)"
+        f"{corpus}: the texts of all 2 documents are empty, and nothing can be trained on no token: name the key of "
+        "the texts (--json-keys text has none)"
     )
     assert names(tmp_path) == ["c.jsonl"]
 

@@ -158,9 +158,10 @@ def _engine_of(
     require_same_model(model, topology)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
-    def note(what: str) -> None:
-        activity.note(what)
-        watch.note(what)
+    def note(place: str, alike: bool) -> None:
+        activity.note(place)
+        if alike or watch.notes_units:
+            watch.note(place)
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
@@ -168,8 +169,7 @@ def _engine_of(
         stage, [group["params"] for group in groups], options, topology, recording, watch.wait_for
     )
     name = name_of_engine(topology)
-    if engine.gatherer.gathers_in_call_order:
-        watch.start(name)
+    watch.start(name, notes_units=engine.gatherer.gathers_in_call_order)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     compile_blocks(stage, options, topology.device)
     weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)

@@ -107,7 +107,9 @@ def engine_of_pipeline(
     engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
     compile_blocks(stages, options, topology.device)
     weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
-    failed = FailedPasses(topology, name_of_engine(topology), watch)
+    name = name_of_engine(topology)
+    watch.start(name, notes_units=False)
+    failed = FailedPasses(topology, name, watch)
     parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), watch, failed)
     return PipelineEngine(pipeline, stages, parts, groups, options)
 

@@ -35,6 +35,10 @@ UNDER_FUNC = (
 )
 
 
+UNIT = "unit "
+"""How the place of a unit's call begins."""
+
+
 @dataclass(frozen=True)
 class _Saved:
     """A parameter that autograd saves for the backward pass; its memory may be released until then."""
@@ -53,16 +57,18 @@ class ModuleStage(PlacedParameters):
     Args:
         module: whose buffers, but not yet its parameters, are on the engine's device.
         plan: its units.
-        note: takes a sentence about what begins now.
+        note: takes the place to which this process has come, and whether all processes come there in the same order
+            even where parameters are not gathered.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
         observes_backward: whether the coming backward passes are observed.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
+    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str, bool], None] = lambda *place: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
+        self.roots = {"": module}
         self.passes: list[list[str]] = []
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
@@ -142,7 +148,7 @@ class ModuleStage(PlacedParameters):
             raise
 
     @contextlib.contextmanager
-    def backward(self, reads_late: Callable[[str], bool], *, last: bool) -> Iterator[None]:
+    def backward(self, reads_late: Callable[[str], bool], *, last: bool, exchanges: bool) -> Iterator[None]:
         """A context for a backward pass.
 
         Those of the first micro-batch recompute uncompiled, as the observed forward pass ran, and are observed, too.
@@ -151,8 +157,9 @@ class ModuleStage(PlacedParameters):
             reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns
                 whether its gradient has come already.
             last: whether this is the step's last pass.
+            exchanges: whether gradients are summed over processes in it.
         """
-        self._note("began a backward pass")
+        self._note("a backward pass", exchanges)
         look = partial(self._read_in_backward, reads_late)
         watch = ReadWatch(look, lambda tensor: None) if self.observes_backward else contextlib.nullcontext()
         succeeded = False
@@ -184,7 +191,7 @@ class ModuleStage(PlacedParameters):
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
-        self._note(f"called {scope.path or 'the model'}")
+        self._note(UNIT + (scope.path or "(the whole model)"), False)
         if self.in_backward:
             if self._gatherer.transient:
                 self._gatherer.before_backward(scope.path)

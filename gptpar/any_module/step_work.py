@@ -109,7 +109,9 @@ class StepWork:
             self._tied_weight.begin_backward(last=last)
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
-            with self._stage.backward(collector.reads_late, last=last), self._activity.lost_ranks_explained():
+            exchanges = last or not gradients.memory.keeps_all
+            passes = self._stage.backward(collector.reads_late, last=last, exchanges=exchanges)
+            with passes, self._activity.lost_ranks_explained():
                 incoming = (self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)
                 torch.autograd.backward(loss, incoming, retain_graph=retain_graph)
                 gradients.end_backward()

@@ -123,7 +123,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             )
         self.weights.require_unchanged()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
-        self._watch.note("came to the optimizer's step")
+        self._watch.note("the optimizer's step")
         result = self._result or self._result_of_calls()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
@@ -183,6 +183,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._require_usable()
         self._require_no_step()
         batches = self.data.take(data_iter)
+        self._watch.note("engine.train_batch()")
         try:
             self._prepare()
             self._result = result = self._try_passes(batches)
@@ -230,7 +231,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         """
         self._require_usable()
         batches = self.data.take(data_iter)
-        with evaluating(self):
+        with self._watch.together("eval_batch"), evaluating(self):
             mean = self._work.evaluate(batches)
         return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
@@ -319,7 +320,8 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         """
         if not self._is_final:
             raise GptparError("full_gradient() works only between the step's last backward pass and the step.")
-        return self.weights.whole(name, "grad") / self._divisor
+        with self._watch.together("full_gradient"):
+            return self.weights.whole(name, "grad") / self._divisor
 
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:

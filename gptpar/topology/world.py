@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,11 @@ import torch.distributed as dist
 from gptpar.errors import GptparError
 from gptpar.system.host import local_rank
 from gptpar.system.restart import SHARES_NO_STORE
+from gptpar.system.source import source_hash
+from gptpar.topology.agreement import all_or_none, require_same
+
+Facts = Callable[[], Mapping[str, str]]
+"""Returns what has to be the same on all processes; see :func:`gptpar.topology.agreement.require_same`."""
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -63,7 +68,7 @@ def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Itera
 
 
 @contextlib.contextmanager
-def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[int, torch.device]]:
+def open_world(backend: str | None, timeout_minutes: float, facts: Facts = dict) -> Iterator[tuple[int, torch.device]]:
     """Join the other processes, and leave them in order at the end; yields this process's rank and device.
 
     On GPUs the group's backend is ``cpu:gloo,cuda:nccl``, which handles CPU tensors, too. One process alone needs no
@@ -72,8 +77,10 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
     Args:
         backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL on GPUs and gloo elsewhere.
         timeout_minutes: how long collectives wait for other processes.
+        facts: is called once the processes have met, before anything else depends on them.
 
     Raises:
+        ConfigError: the facts, or the versions of gptpar or torch, differ between processes.
         GptparError: the environment is wrong, the backend needs GPUs, or the processes did not meet.
     """
     rank, place, world_size = world_from_environment()
@@ -88,10 +95,24 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
         return
     _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
     try:
+        require_same_code()
+        with all_or_none(world_size):
+            mine = facts()
+        require_same(mine, "give the processes of all machines the same.")
         yield rank, device
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def require_same_code() -> None:
+    """Check that all processes run the same code.
+
+    Raises:
+        ConfigError: on every process: the versions of gptpar or torch differ.
+    """
+    code = {"the hash of gptpar's source code": source_hash(), "torch's version": torch.__version__}
+    require_same(code, "install the same on all machines.")
 
 
 def join_world(timeout_minutes: float) -> tuple[int, torch.device]:

@@ -29,7 +29,7 @@ class Restart:
 
     Attributes:
         number: 0 for the first start.
-        limit: number of restarts that are allowed.
+        limit: number of restarts that are allowed; 0 where each machine's launcher has its own count.
         noticed_s: seconds, at most, from the death until the launcher noticed it.
         ended_s: seconds that it took to end the other workers.
         started: when the launcher began to start this worker, on the machine's monotonic clock, in seconds.
@@ -53,8 +53,8 @@ class Restart:
 
 
 def is_told_how_to_go_on() -> bool:
-    """Whether this package's own supervisor starts this worker again, and a later start goes on by itself."""
-    return VARIABLE in os.environ
+    """Whether one launcher starts all workers again, so that all of them know whether the run has begun."""
+    return VARIABLE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
 def memory_folder() -> Path | None:

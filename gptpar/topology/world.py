@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from gptpar.errors import GptparError
-from gptpar.system.host import local_rank
+from gptpar.errors import GptparError, first_line
+from gptpar.system.host import local_rank, place_on_machine
+from gptpar.system.interfaces import means_loopback, outward_interface
 from gptpar.system.restart import SHARES_NO_STORE
 from gptpar.system.source import source_hash
 from gptpar.topology.agreement import all_or_none, require_same
@@ -152,10 +153,15 @@ def _meet(backend: str, timeout: datetime.timedelta) -> None:
         if os.environ.get(SHARES_NO_STORE) == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun with --master-addr shares its store all the same; there all machines count each restart.
             store = dist.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        is_misnamed = world_size > place_on_machine()[1] and means_loopback(os.uname().nodename)
+        if is_misnamed and (interface := outward_interface()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would tell others the address of the name
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except dist.DistError as error:
+    except (dist.DistError, RuntimeError) as error:  # the latter is gloo's
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise GptparError(
-            f"the processes did not meet at {where} ({str(error).splitlines()[0]}): see that rank 0 runs there and can "
-            "be reached by all, and that no other program has this port (else choose another MASTER_PORT)."
+            f"the processes did not meet at {where} ({first_line(error)}): see that rank 0 runs there and can "
+            "be reached by all, and that no other program has this port (else choose another MASTER_PORT). Where a "
+            "machine has several networks, or its own name means 127.0.1.1, set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the interface that the others reach."
         ) from error

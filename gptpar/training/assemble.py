@@ -15,7 +15,7 @@ from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Config
 from gptpar.config.checks.offload import offload_gradients_obstacles
 from gptpar.config.derive import Derived
-from gptpar.errors import GptparError, printable
+from gptpar.errors import GptparError, first_line, printable
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.guards import GuardedSink
@@ -75,7 +75,7 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
         raise GptparError(
             f"{full} lower --micro-batch-size {config.batch.micro_batch_size}, add --recompute-granularity full, "
             f"shorten --seq-length {config.model.seq_length}, or choose a smaller model. "
-            f"What failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+            f"What failed: {first_line(error)}"
         ) from error
 
 

@@ -14,15 +14,15 @@ from gptpar.config.fields import flag_name
 from gptpar.training.accept import Inputs
 from gptpar.training.same_run import as_typed
 
-_OF_A_MACHINE = (
-    # where files are: corpora and tokenizers are compared by their contents
-    "data.data_path data.train_data_path data.valid_data_path data.test_data_path data.data_cache_path "
-    "tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file offload.optimizer_nvme_path "
-    "logging.tensorboard_dir logging.csv_dir logging.wandb_save_dir "
-    # what changes no number
-    "data.num_workers offload.cpu_optimizer_threads recovery.max_restarts "
-    "recovery.hang_seconds"
-).split()
+_PLACES = """
+    data.data_path data.train_data_path data.valid_data_path data.test_data_path data.data_cache_path
+    tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file offload.optimizer_nvme_path
+    logging.tensorboard_dir logging.csv_dir logging.wandb_save_dir
+"""
+"""Fields that say where files are; corpora and tokenizers are compared by their contents."""
+
+_WITHOUT_NUMBERS = "data.num_workers offload.cpu_optimizer_threads recovery.max_restarts recovery.hang_seconds"
+_OF_A_MACHINE = frozenset(f"{_PLACES} {_WITHOUT_NUMBERS}".split())
 """Fields that may differ from machine to machine."""
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.errors import GptparError, first_line
-from gptpar.system.host import local_rank, place_on_machine
+from gptpar.system.host import local_rank, place_on_machine, several_without_rank
 from gptpar.system.interfaces import means_loopback, outward_interface
 from gptpar.system.restart import SHARES_NO_STORE
 from gptpar.system.source import source_hash
@@ -45,6 +45,8 @@ def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[
     Args:
         num_gpus: number of GPUs that this process sees.
     """
+    if problem := several_without_rank(environment):
+        return [problem]
     names = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
     problems = [f"{n}={environment[n]} is not a whole number" for n in names if not environment[n].isdecimal()]
     both = {"RANK", "WORLD_SIZE"} & environment.keys()

@@ -25,6 +25,7 @@ from gptpar.cli.launch.supervisor import Supervisor
 from gptpar.cli.launch.worker import end_with_launcher, is_worker
 from gptpar.errors import GptparError
 from gptpar.system.activity import all_activities
+from gptpar.system.host import several_without_rank
 from gptpar.system.limits import usable_cores
 from gptpar.system.stop import Stopped
 
@@ -39,9 +40,6 @@ __all__ = [
     "workers_wanted",
 ]
 
-MPI_SIZES = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
-"""Variable of the number of processes of mpirun (Open MPI, MPICH) and of srun with PMI -> variable of a rank."""
-
 
 def workers_wanted(nproc_per_node: int | None) -> int:
     """The number of workers on this machine: as asked for, else one for each visible GPU, else one.
@@ -49,13 +47,8 @@ def workers_wanted(nproc_per_node: int | None) -> int:
     Raises:
         GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
-    for name, rank in MPI_SIZES.items():
-        if os.environ.get(name, "1") not in ("0", "1"):
-            raise GptparError(
-                f"mpirun or srun started {os.environ[name]} processes ({name}) without RANK and WORLD_SIZE, so that "
-                f"each would train by itself: export RANK=${rank} WORLD_SIZE=${name} in each, and MASTER_ADDR and "
-                "MASTER_PORT, or start them with torchrun."
-            )
+    if problem := several_without_rank(os.environ):
+        raise GptparError(f"{problem}.")
     if nproc_per_node:
         return nproc_per_node
     import torch  # a second, which a verb that needs no GPU should not pay for

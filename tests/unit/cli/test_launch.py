@@ -20,6 +20,7 @@ from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
+from gptpar.topology.world import world_from_environment
 
 ROOT = Path(__file__).parents[3]
 OURS = Program("module", "gptpar", ("pretrain",))
@@ -251,16 +252,40 @@ def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.main(["x.py"])
 
 
-@pytest.mark.parametrize(("size", "rank"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
-def test_processes_of_mpirun_without_ranks_do_not_each_start_workers(
-    size: str, rank: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("size", "rank", "local", "others"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", {}),
+        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", {}),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),
+        ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}),
+        ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_PROCID": "1"}),
+    ],
+)
+def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselves(
+    size: str, rank: str, local: str, others: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(size, "1")
-    assert launch.workers_wanted(3) == 3
+    for name, value in {**others, size: "1"}.items():
+        monkeypatch.setenv(name, value)
+    if "SLURM_NTASKS" not in others:
+        assert launch.workers_wanted(3) == 3 and world_from_environment() == (0, 0, 1)
     monkeypatch.setenv(size, "8")
-    with pytest.raises(GptparError) as caught:
-        launch.workers_wanted(3)
-    assert str(caught.value) == (
-        f"mpirun or srun started 8 processes ({size}) without RANK and WORLD_SIZE, so that each would train by itself: "
-        f"export RANK=${rank} WORLD_SIZE=${size} in each, and MASTER_ADDR and MASTER_PORT, or start them with torchrun."
-    )
+    for refuses in (lambda: launch.workers_wanted(3), world_from_environment):
+        with pytest.raises(GptparError) as caught:
+            refuses()
+        assert f" started 8 processes ({size}) without RANK and WORLD_SIZE, so that each would train" in str(
+            caught.value
+        )
+        assert f": export RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} in each" in str(caught.value)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert world_from_environment() == (0, 0, 1)
+
+
+@pytest.mark.parametrize("shell", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_batch_script_or_a_shell_of_salloc_is_one_process(
+    shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", **shell}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.workers_wanted(2) == 2 and world_from_environment() == (0, 0, 1)

@@ -21,6 +21,7 @@ SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _BEGUN = "begun"
 _FINAL = "final"
+_STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,21 @@ def note_final() -> None:
     """Note that this worker's failure is no accident: after a restart it would fail again."""
     if (folder := _folder()) is not None:
         (folder / f"{_FINAL}{os.environ.get('RANK', '0')}").touch()
+
+
+def note_stopped() -> None:
+    """Note that this worker's run was stopped by a request, which another machine's launcher may have got."""
+    if (folder := _folder()) is not None:
+        (folder / _STOPPED).touch()
+
+
+def was_stopped(folder: Path) -> bool:
+    """Whether a worker has called :func:`note_stopped`.
+
+    Args:
+        folder: of the workers' records of activity.
+    """
+    return (folder / _STOPPED).exists()
 
 
 def is_final(folder: Path, rank: int) -> bool:

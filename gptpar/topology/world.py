@@ -21,6 +21,12 @@ Facts = Callable[[], Mapping[str, str]]
 """Returns what has to be the same on all processes; see :func:`gptpar.topology.agreement.require_same`."""
 
 
+class NotMetError(GptparError):
+    """The processes did not meet: a machine may be away, or a process may have died meanwhile."""
+
+    is_accident = True
+
+
 def world_from_environment() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun, mpirun or srun set them; (0, 0, 1) for a process on its own.
 
@@ -159,9 +165,9 @@ def _meet(backend: str, timeout: datetime.timedelta) -> None:
         if is_misnamed and (interface := outward_interface()) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would tell others the address of the name
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (dist.DistError, RuntimeError) as error:  # the latter is gloo's
+    except RuntimeError as error:  # also the base class of torch's errors
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise GptparError(
+        raise NotMetError(
             f"the processes did not meet at {where} ({first_line(error)}): see that rank 0 runs there and can "
             "be reached by all, and that no other program has this port (else choose another MASTER_PORT). Where a "
             "machine has several networks, or its own name means 127.0.1.1, set GLOO_SOCKET_IFNAME and "

@@ -27,6 +27,7 @@ from gptpar.errors import GptparError
 from gptpar.system.activity import all_activities
 from gptpar.system.host import several_without_rank
 from gptpar.system.limits import usable_cores
+from gptpar.system.restart import was_stopped
 from gptpar.system.stop import Stopped
 
 __all__ = [
@@ -131,7 +132,7 @@ def _exit_code(
         code = _ended(relay, folder, run)
         return code
     finally:
-        has_failed = code not in (0, 128 + (relay.signal or 0))
+        has_failed = code not in (0, 128 + (relay.signal or 0)) and not was_stopped(folder)
         if has_failed and memory is not None and (sentence := keep_copies(memory, is_alone=is_alone)):
             tell(sentence)
 

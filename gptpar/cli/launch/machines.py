@@ -77,9 +77,9 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
         ) from None
     except (DistError, RendezvousError, socket.gaierror) as error:
         raise GptparError(
-            f"the machines did not meet at {where} ({first_line(error)}): see that the first machine runs and can be "
-            "reached there, and that no other program has this port (else choose another one); where a machine's own "
-            "name means 127.0.1.1, give --local-addr its address in the network."
+            f"the machines did not meet at {where} ({first_line(error.__cause__ or error)}): see that the first one "
+            "runs and can be reached there, and that no other program has this port (else choose another one); where a "
+            "machine's own name means 127.0.1.1, give --local-addr its address in the network."
         ) from error
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -13,13 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from gptpar.cli import launch
-from gptpar.cli.launch import relay, worker
+from gptpar.cli.launch import agent, relay, worker
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
+from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
 
 ROOT = Path(__file__).parents[3]
@@ -289,3 +292,38 @@ def test_a_batch_script_or_a_shell_of_salloc_is_one_process(
     for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", **shell}.items():
         monkeypatch.setenv(name, value)
     assert launch.workers_wanted(2) == 2 and world_from_environment() == (0, 0, 1)
+
+
+@pytest.mark.parametrize("error", [RendezvousTimeoutError(), RendezvousConnectionError("the store\nis away")])
+def test_machines_that_do_not_meet_are_told_also_by_an_error_without_text(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def run(words: argparse.Namespace) -> None:
+        assert "read_timeout=900" in words.rdzv_conf and "join_timeout=7" in words.rdzv_conf
+        raise error
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    what = "the store" if str(error) else "RendezvousTimeoutError"
+    with pytest.raises(GptparError, match=rf"did not meet at node1:29500 \({what}\): see"):
+        launch.main(["--rdzv-endpoint", "node1:29500", "--rdzv-conf", "join_timeout=7", *SEVERAL])
+
+
+def test_a_long_wait_for_another_machine_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "QUIET_SECONDS", 0.05)
+    with agent.waiting("node1"):
+        time.sleep(0.3)
+    with agent.waiting("node2"):
+        pass
+    assert capsys.readouterr().err == "waiting for node1\nwaited 0 s\n"
+
+
+def test_a_run_that_another_machines_launcher_was_asked_to_stop_ends_with_143(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = relay.Relay(tmp_path, 1.0, relay.Children(), Program("module", "gptpar", ()))
+    assert told.exit_code(None) == 0
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    note_stopped()
+    assert told.exit_code(None) == 143

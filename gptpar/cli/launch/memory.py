@@ -30,8 +30,8 @@ def folder_in_memory(say: Callable[[str], None], root: Path = SHARED_MEMORY) -> 
     Folders of launchers that have ended are removed first. One that holds a copy of a state that is not on the disk yet
     stays, and is told.
     """
-    remove_abandoned(root, say)
     given = os.environ.get(MEMORY_VARIABLE)
+    remove_abandoned(root, say, but=given)
     try:
         folder = Path(given or tempfile.mkdtemp(prefix=PREFIX, dir=root))
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -75,9 +75,13 @@ def _go_on_from(folder: Path) -> str:
     )
 
 
-def remove_abandoned(root: Path, say: Callable[[str], None]) -> None:
-    """Remove this user's folders whose launchers have ended, unless a copy in them is newer than the disk's."""
-    for folder in root.glob(f"{PREFIX}*"):
+def remove_abandoned(root: Path, say: Callable[[str], None], but: str | None = None) -> None:
+    """Remove this user's folders whose launchers have ended, unless a copy in them is newer than the disk's.
+
+    Args:
+        but: a folder that is about to be used again.
+    """
+    for folder in set(root.glob(f"{PREFIX}*")) - {Path(but or "")}:
         with contextlib.suppress(OSError):  # another launcher was quicker
             if folder.is_dir() and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
                 if (iteration := _only_copy(folder)) is None:

@@ -36,10 +36,10 @@ from gptpar.any_module.weights import Weights, are_held
 from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
-from gptpar.topology.agreement import all_or_none, require_same
+from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from gptpar.topology.world import join_world, require_same_code
+from gptpar.topology.world import join_world, require_same_start
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
@@ -101,16 +101,14 @@ def initialize(
     with all_or_none(world):
         _check_model(model, recording)
         require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
-        pipeline = model if isinstance(model, PipelineModule) else None
-        if pipeline is not None:
+        if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
             check_pipeline(pipeline, loss_fn, world)
         kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.layout.data
         take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
         options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
         if kind is ModelKind.MODULE:
             check_graph(options, world)
-    require_same_code()
-    require_same(options.facts(), "pass the same configuration on all processes.")
+    require_same_start(options.facts())
     engine: ModuleEngine | PipelineEngine
     if kind is ModelKind.MODULE:
         topology = make_topology(Layout(data=world), rank, device)

@@ -15,7 +15,7 @@ from gptpar.system.host import local_rank, place_on_machine, several_without_ran
 from gptpar.system.interfaces import means_loopback, outward_interface
 from gptpar.system.restart import SHARES_NO_STORE
 from gptpar.system.source import source_hash
-from gptpar.topology.agreement import all_or_none, require_same
+from gptpar.topology.agreement import require_same
 
 Facts = Callable[[], Mapping[str, str]]
 """Returns what has to be the same on all processes; see :func:`gptpar.topology.agreement.require_same`."""
@@ -104,24 +104,21 @@ def open_world(backend: str | None, timeout_minutes: float, facts: Facts = dict)
         return
     _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
     try:
-        require_same_code()
-        with all_or_none(world_size):
-            mine = facts()
-        require_same(mine, "give the processes of all machines the same.")
+        require_same_start(facts())
         yield rank, device
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def require_same_code() -> None:
-    """Check that all processes run the same code.
+def require_same_start(facts: Mapping[str, str]) -> None:
+    """Check that all processes run the same code, and start from the same facts; all call this together.
 
     Raises:
-        ConfigError: on every process: the versions of gptpar or torch differ.
+        ConfigError: on every process: the facts, or the versions of gptpar or torch, differ.
     """
     code = {"the hash of gptpar's source code": source_hash(), "torch's version": torch.__version__}
-    require_same(code, "install the same on all machines.")
+    require_same({**code, **facts}, "give the processes of all machines the same.")
 
 
 def join_world(timeout_minutes: float) -> tuple[int, torch.device]:

@@ -117,13 +117,9 @@ def open_run(
         stack.enter_context(activity.lost_ranks_explained())
         stack.enter_context(deterministic(config.precision.deterministic_mode))
         stack.enter_context(exact_bf16_sums(config.precision.disable_bf16_reduced_precision_matmul))
+        minutes, facts = parallel.distributed_timeout_minutes, partial(flags_of, config)
         topology = stack.enter_context(
-            open_topology(
-                layout,
-                backend=parallel.distributed_backend,
-                timeout_minutes=parallel.distributed_timeout_minutes,
-                facts=partial(flags_of, config),
-            )
+            open_topology(layout, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
         )
         say = _say if topology.is_main else _say_nothing
         times = RecoveryTimes(Restart.of_worker(), say)

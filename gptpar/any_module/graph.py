@@ -14,7 +14,7 @@ from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.engine.engine import Engine
 from gptpar.engine.step_graph import Recorder, StepGraph
-from gptpar.errors import ConfigError
+from gptpar.errors import ConfigError, first_line
 
 LAUNCHED_STEPS = 3
 """Number of equal steps of a user's module before one is recorded."""
@@ -92,7 +92,7 @@ class RecordedWork:
 
 
 def _warn(reason: Exception) -> None:
-    said = (str(reason) or type(reason).__name__).splitlines()[0]
+    said = first_line(reason)
     frames = [frame for frame in traceback.extract_tb(reason.__traceback__) if "/torch/" not in frame.filename]
     warnings.warn(
         f"train_batch launches each step kernel by kernel, because recording it as a graph failed: {said} "

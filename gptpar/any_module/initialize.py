@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from gptpar.any_module.agreement import all_or_none, require_same_model
 from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
@@ -30,6 +29,7 @@ from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, ModelKind, read_options
 from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.same_model import require_same_model
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
@@ -37,9 +37,10 @@ from gptpar.any_module.weights import Weights, are_held
 from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
+from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from gptpar.topology.world import join_world
+from gptpar.topology.world import join_world, require_same_start
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
@@ -101,14 +102,14 @@ def initialize(
     with all_or_none(world):
         _check_model(model, recording)
         require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
-        pipeline = model if isinstance(model, PipelineModule) else None
-        if pipeline is not None:
+        if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
             check_pipeline(pipeline, loss_fn, world)
         kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.layout.data
         take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
         options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
         if kind is ModelKind.MODULE:
             check_graph(options, world)
+    require_same_start(options.facts())
     engine: ModuleEngine | PipelineEngine
     if kind is ModelKind.MODULE:
         topology = make_topology(Layout(data=world), rank, device)
@@ -155,7 +156,7 @@ def _engine_of(
         groups = groups_of(optimizer, model_parameters, model, options)
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
-    require_same_model(model, topology)
+    require_same_model(model, groups)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
     def note(place: str, alike: bool) -> None:

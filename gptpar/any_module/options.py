@@ -10,7 +10,7 @@ import enum
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,15 @@ class EngineOptions:
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
     monitor: MonitorOptions = MonitorOptions()
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all processes: option -> value, in words."""
+        offload = replace(self.offload, folder=None, threads=None)
+        mine = replace(
+            self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=MonitorOptions()
+        )
+        found = {field.name: str(getattr(mine, field.name)) for field in fields(mine)}
+        return {**found, "update": self.update.name}
 
     @property
     def input_dtype(self) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting.guards import guarded_console
+from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
@@ -99,6 +100,7 @@ def pretrain(
             run.on_tasks.evaluate(run.progress)
         if run.is_to_stop():
             saved = f"; --load {config.checkpoint.save} goes on from here" if run.saving.has_saved else ""
+            note_stopped()
             run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
         return run.request.signal
 

@@ -237,17 +237,20 @@ def _value(name: str, config: Flags | Config) -> Any:
 
 
 def _difference(name: str, there: Flags | Config, here: Config) -> str:
+    flag, its_value = as_typed(name, there)
+    return f"{flag} {its_value} there, {as_typed(name, here)[1]} here"
+
+
+def as_typed(name: str, config: Flags | Config) -> tuple[str, str]:
+    """(the flag, its value in words) of a field, ``section.field``."""
     section, field = name.split(".")
-    spec = next(f for f in dataclasses.fields(getattr(here, section)) if f.name == field)
+    spec = next(f for f in dataclasses.fields(getattr(config, section)) if f.name == field)
     off = spec.metadata.get("off")
-    flag = _FOLLOWS_FROM.get(name) or off or flag_name(field)
-
-    def shown(config: Flags | Config) -> str:
-        value = _value(name, config)
-        if isinstance(value, bool):
-            return "given" if value is not bool(off) else "not given"
-        if isinstance(value, tuple):
-            return " ".join(map(str, value))
-        return "not given" if value is None else str(value)
-
-    return f"{flag} {shown(there)} there, {shown(here)} here"
+    value = _value(name, config)
+    if isinstance(value, bool):
+        shown = "given" if value is not bool(off) else "not given"
+    elif isinstance(value, tuple):
+        shown = " ".join(map(str, value))
+    else:
+        shown = "not given" if value is None else str(value)
+    return _FOLLOWS_FROM.get(name) or off or flag_name(field), shown

@@ -30,7 +30,7 @@ from gptpar.checkpoint.exchange.bounded_pickle import (
     require_bounded_archive,
     require_bounded_pickles,
 )
-from gptpar.errors import CheckpointError, printable
+from gptpar.errors import CheckpointError, first_line, printable
 from gptpar.system.files import open_regular, read_regular
 
 LEFT_UNREAD = (
@@ -251,4 +251,4 @@ def _refusal(path: Path, names: Iterable[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return printable((str(error) or type(error).__name__).splitlines()[0][:200])
+    return printable(first_line(error)[:200])

@@ -154,7 +154,8 @@ def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Confi
 def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:
     """Run all cases, which every worker does in the same order; the main one compares and prints."""
     base = case_config(words, Candidate(name="one process"), 1)
-    with open_world(base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes) as (rank, device):
+    backend, minutes = base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes
+    with open_world(backend, minutes, lambda: {"the command line": " ".join(words)}) as (rank, device):
         folder = _shared_folder(rank, world_size)
         torch.set_num_threads(1)
         try:

@@ -276,3 +276,18 @@ def test_signs_of_life_are_given_and_only_to_its_own_file(tmp_path: Path, monkey
         edit(tmp_path, host="elsewhere", silent_seconds=1000)
         time.sleep(0.1)
         assert time.time() - (tmp_path / "owner-1.json").stat().st_mtime > 900
+
+
+@pytest.mark.parametrize("broken", ["read_regular", "listdir"])
+def test_an_error_of_the_disk_is_not_told_as_another_run(
+    owned: Owner, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.os if broken == "listdir" else owner, broken, fails)
+        with pytest.raises(CheckpointError, match=r"the disk failed .*Input/output error\)") as error:
+            owned.require()
+    assert not isinstance(error.value, FolderTakenError)
+    owned.require()

@@ -6,6 +6,8 @@ A preset may set any option of the model; what is typed beside it counts.
 from __future__ import annotations
 
 PRESETS: dict[str, dict[str, object]] = {
+    "31M": {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 2048},
+    "70M": {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 2048},
     "124M": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024},
     "350M": {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048},
     "760M": {"num_layers": 24, "hidden_size": 1536, "num_attention_heads": 16, "seq_length": 2048},

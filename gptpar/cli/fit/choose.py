@@ -22,7 +22,7 @@ from gptpar.topology.layout import Layout
 CPU_MAX_STEPS = 2000
 """On a CPU the minutes end a run; this many steps of data are prepared."""
 WHOLE_COMMAND_MINUTES = 12.0
-CLOSING_MINUTES = 0.5
+CLOSING_MINUTES = 0.25
 """Starting the training, the evaluations, the sample and the picture, on a machine that does nothing else."""
 CLOSING_MINUTES_A_PARAMETER = 1.5 / 303e6
 """The first weights and the checkpoint: 4.2 GB for the 350M model."""
@@ -73,7 +73,7 @@ class Course:
 
 LESSONS = (
     Lesson(PRESET, 150, "1e-4"),
-    Lesson("124M", 150, "2e-4"),
+    Lesson("124M", 150, "3e-4"),
     Lesson("70M", 150, "5e-4"),
     Lesson("31M", 150, "1e-3"),
 )

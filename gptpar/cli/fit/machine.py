@@ -54,7 +54,8 @@ class Pace:
 
     Attributes:
         seconds_a_parameter: of a step of :data:`CPU_STEP`, which takes time in proportion to the model's parameters.
-        slowness: time that passed over time that the main thread worked; 1 on a machine that does nothing else.
+        slowness: time that passed over the processor's, while the model was built; 1 on a machine that does nothing
+            else.
     """
 
     seconds_a_parameter: float
@@ -67,37 +68,37 @@ _STEPS = "--warmup-steps 1 --steps 3"
 
 
 class _Clock:
-    """Times the steps of a run but the first, which also warms up."""
+    """Times the start of a run, and its steps but the first, which also warms up."""
 
     def __init__(self) -> None:
-        self.times: list[tuple[float, float]] = []
+        self._start = time.perf_counter(), time.process_time()
+        self._ends: list[float] = []
+        self.slowness = 1.0
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        passed, worked = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
+        self.slowness = max(1.0, passed / worked)
 
     def step(self) -> None:
-        self.times.append((time.perf_counter(), time.thread_time()))
+        self._ends.append(time.perf_counter())
 
     def end(self) -> None: ...
 
-    def passed(self) -> tuple[float, float]:
-        """(seconds of a step, seconds in which the main thread worked)"""
-        (start, started), *_, (end, ended) = self.times
-        steps = len(self.times) - 1
-        return (end - start) / steps, (ended - started) / steps
+    def seconds_a_step(self) -> float:
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
 
 def measure_pace(precision: str) -> Pace:
     """Train four of the 350M model's layers for a few steps, by pretrain's own code, and time them."""
+    clock = _Clock()
     size = " ".join(f"--{name} {value}" for name, value in CPU_STEP.items())
     precision_flag = "" if precision == "fp32" else f"--{precision}"
     parsed = parse(f"{_FEW_LAYERS} {size} {precision_flag} {_STEPS}".split())
     config, derived = resolve(parsed, 1)
-    clock = _Clock()
     with contextlib.redirect_stdout(io.StringIO()), open_run(config, derived, []) as run:
         run.train(each_step=clock)
         parameters = gpt_model(run.config.model).num_parameters
-    seconds, worked = clock.passed()
-    return Pace(seconds / parameters, max(1.0, seconds / max(worked, 1e-9)))
+    return Pace(clock.seconds_a_step() / parameters, clock.slowness)
 
 
 def this_machine() -> Machine:

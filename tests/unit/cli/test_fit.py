@@ -59,7 +59,7 @@ def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -
 
 
 def test_a_model_that_the_user_names_is_taken() -> None:
-    assert taught(60.0, "124M").preset.value == "124M" and taught(60.0, "124M").lesson.lr == "2e-4"
+    assert taught(60.0, "124M").preset.value == "124M" and taught(60.0, "124M").lesson.lr == "3e-4"
     assert taught(60.0, "1.3B").preset.value == "1.3B"
 
 

@@ -19,7 +19,7 @@ from gptpar.errors import GptparError
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptpar.cli.fit.this_machine", lambda: Machine(0, "fp32", 20 << 30, 0.0, "test"))
-    monkeypatch.setattr("gptpar.cli.fit.measure_pace", lambda precision: Pace(2.0 / 303e6, 1.0))
+    monkeypatch.setattr("gptpar.cli.fit.measure_pace", lambda precision: Pace(1.0 / 303e6, 1.0))
 
 
 @pytest.fixture

@@ -245,8 +245,8 @@ def refuse_what_cannot_fit(config: Config, topology: Topology) -> None:
             raise GptparError(
                 f"stage {topology.stage} is expected to need {format_bytes(round(need))} and its GPU has "
                 f"{format_bytes(capacity)}: lower --micro-batch-size {config.batch.micro_batch_size}, add "
-                "--recompute-granularity full or --cpu-optimizer, raise --zero-stage or the tensor or pipeline parallel "
-                "size; gptpar plan with the same flags shows what helps how much."
+                "--recompute-granularity full or --cpu-optimizer, raise --zero-stage or the tensor or pipeline "
+                "parallel size; gptpar plan with the same flags shows what helps how much."
             )
     if config.logging.skip_train:  # an evaluation keeps no activations
         return

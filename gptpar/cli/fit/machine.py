@@ -54,7 +54,7 @@ class Pace:
 
     Attributes:
         seconds_a_parameter: of a step of :data:`CPU_STEP`, which takes time in proportion to the model's parameters.
-        slowness: time that passed over the processor's, while the model was built; 1 on a machine that does nothing
+        slowness: time that passes for a thread over the time that a core gives it; 1 on a machine that does nothing
             else.
     """
 
@@ -65,40 +65,41 @@ class Pace:
 CPU_STEP = {"seq-length": "64", "micro-batch-size": "2", "global-batch-size": "2"}
 _FEW_LAYERS = "--preset 350M --num-layers 4 --vocab-size 512 --attention-dropout 0 --hidden-dropout 0"
 _STEPS = "--warmup-steps 1 --steps 3"
+SLOWNESS_SECONDS = 0.2
 
 
-class _Clock:
-    """Times the start of a run, and its steps but the first, which also warms up."""
+class _StepEnds:
+    """Notes when each step of a run ends."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter(), time.process_time()
-        self._ends: list[float] = []
-        self.slowness = 1.0
+        self.at: list[float] = []
 
-    def begin(self) -> None:
-        passed, worked = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
-        self.slowness = max(1.0, passed / worked)
+    def begin(self) -> None: ...
 
     def step(self) -> None:
-        self._ends.append(time.perf_counter())
+        self.at.append(time.perf_counter())
 
     def end(self) -> None: ...
 
-    def seconds_a_step(self) -> float:
-        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-
 
 def measure_pace(precision: str) -> Pace:
-    """Train four of the 350M model's layers for a few steps, by pretrain's own code, and time them."""
-    clock = _Clock()
+    """Train four of the 350M model's layers for a few steps, by pretrain's own code, and time them but the first."""
     size = " ".join(f"--{name} {value}" for name, value in CPU_STEP.items())
     precision_flag = "" if precision == "fp32" else f"--{precision}"
     parsed = parse(f"{_FEW_LAYERS} {size} {precision_flag} {_STEPS}".split())
     config, derived = resolve(parsed, 1)
+    ends = _StepEnds()
     with contextlib.redirect_stdout(io.StringIO()), open_run(config, derived, []) as run:
-        run.train(each_step=clock)
+        run.train(each_step=ends)
         parameters = gpt_model(run.config.model).num_parameters
-    return Pace(clock.seconds_a_step() / parameters, clock.slowness)
+    return Pace((ends.at[-1] - ends.at[0]) / (len(ends.at) - 1) / parameters, _slowness())
+
+
+def _slowness() -> float:
+    start, work = time.perf_counter(), time.thread_time()
+    while (done := time.thread_time() - work) < SLOWNESS_SECONDS:
+        pass
+    return max(1.0, (time.perf_counter() - start) / done)
 
 
 def this_machine() -> Machine:

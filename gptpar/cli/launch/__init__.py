@@ -18,7 +18,7 @@ from gptpar.cli import hostfile
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, program_of, read_flags
 from gptpar.cli.launch.machines import run_torchrun
-from gptpar.cli.launch.memory import folder_in_memory, keep_newest
+from gptpar.cli.launch.memory import folder_in_memory, keep_newest, owned_folder
 from gptpar.cli.launch.program import Program
 from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, tell
 from gptpar.cli.launch.supervisor import Supervisor
@@ -41,6 +41,9 @@ __all__ = [
 
 MPI_SIZES = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 """Variable of the number of processes of mpirun (Open MPI, MPICH) and of srun with PMI -> variable of a rank."""
+
+ACTIVITIES = "gptpar-activity-"
+"""How the names of folders begin in which workers note what they are doing."""
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:
@@ -114,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
             "out; a worker that waits too long for another ends after --distributed-timeout-minutes."
         )
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
+        folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
         memory = stack.enter_context(folder_in_memory()) if words.max_restarts else None
         relay = Relay(folder, patience(), Children(), program_of(words))
         return _exit_code(relay, folder, lambda: run_torchrun(words, folder, memory))
@@ -123,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
 def run_job(job: LaunchJob) -> int:
     """Run a job's workers; returns an exit code."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
+        folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
         memory = stack.enter_context(folder_in_memory()) if job.max_restarts else None
         supervisor = Supervisor(job, folder, memory)
         code = _exit_code(supervisor.relay, folder, supervisor.run)

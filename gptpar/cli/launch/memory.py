@@ -1,4 +1,4 @@
-"""Makes the folder in this machine's memory that outlives the workers, and removes it after the run."""
+"""Makes the launcher's folders, one of them in this machine's memory, and removes them after the run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,25 @@ UNNAMED_SECONDS = 60.0
 
 @contextlib.contextmanager
 def folder_in_memory(root: Path = SHARED_MEMORY) -> Iterator[Path | None]:
-    """A new folder that only this user can open, removed at the end; ``None`` if the system has no such place.
+    """The folder for copies of the state (:func:`owned_folder`); ``None`` if the system has no such place."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(owned_folder(root, PREFIX))
+        except OSError:
+            yield None
+            return
+        yield folder
 
-    Folders of launchers that were killed are removed first.
+
+@contextlib.contextmanager
+def owned_folder(root: Path, prefix: str) -> Iterator[Path]:
+    """A new folder that only this user can open, removed at the end; those of launchers that were killed go first.
+
+    Raises:
+        OSError: it cannot be made.
     """
-    remove_abandoned(root)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-    except OSError:
-        yield None
-        return
+    remove_abandoned(root, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     try:
         (folder / OWNER).write_text(json.dumps(Process.this().to_dict()))
         yield folder
@@ -60,9 +69,9 @@ def keep_newest(folder: Path) -> str | None:
     )
 
 
-def remove_abandoned(root: Path) -> None:
+def remove_abandoned(root: Path, prefix: str = PREFIX) -> None:
     """Remove this user's folders whose launchers have ended."""
-    for folder in root.glob(f"{PREFIX}*"):
+    for folder in root.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another launcher was quicker
             if folder.is_dir() and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
                 shutil.rmtree(folder)

@@ -8,7 +8,15 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from gptpar.cli.launch.memory import OWNER, PREFIX, UNNAMED_SECONDS, folder_in_memory, keep_newest, remove_abandoned
+from gptpar.cli.launch.memory import (
+    OWNER,
+    PREFIX,
+    UNNAMED_SECONDS,
+    folder_in_memory,
+    keep_newest,
+    owned_folder,
+    remove_abandoned,
+)
 from gptpar.system.processes import Process
 
 
@@ -59,3 +67,14 @@ def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
     remove_abandoned(tmp_path)
     left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
     assert left == {"alive", "elsewhere", "other-container", "being-made", "gptpar-else"}
+
+
+def test_a_killed_launchers_notes_are_removed_by_the_next_launcher(tmp_path: Path) -> None:
+    dead = tmp_path / "gptpar-activity-dead"
+    dead.mkdir()
+    (dead / OWNER).write_text(json.dumps({**Process.this().to_dict(), "started": "long ago"}))
+    with owned_folder(tmp_path, "gptpar-activity-") as mine:
+        assert list(tmp_path.iterdir()) == [mine]
+        with owned_folder(tmp_path, "gptpar-activity-") as other:
+            assert set(tmp_path.iterdir()) == {mine, other}
+    assert not list(tmp_path.iterdir())

@@ -28,7 +28,7 @@ gptpar() { "$PYTHON" -m gptpar "$@"; }
 # What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule; another
 # text, model or length in the same folder is refused.
 # A finished run gets no flags: nothing is left to train.
-chosen="$(gptpar fit --run "$RUN" ${PRESET:+--preset "$PRESET"} --seconds-used "$SECONDS" \
+chosen="$(gptpar fit --run "$RUN" ${PRESET:+--preset "$PRESET"} --began "$(($(date +%s) - SECONDS))" \
     ${MINUTES:+--minutes "$MINUTES"} ${DATA:+--data "$DATA"} -- "$@")"
 mapfile -t fitted <<<"$chosen"
 vocab_size="${fitted[1]:-}"
@@ -79,5 +79,5 @@ else
     gptpar summary "$RUN"
 fi
 gptpar plot "$RUN" --output "$RUN/loss.png" "${reference[@]}"
-printf 'TensorBoard:  %q -m tensorboard.main --logdir %q\n' "$PYTHON" "$RUN/tensorboard"
+printf 'TensorBoard:  %q -m tensorboard.main --logdir_spec %q\n' "$PYTHON" "$(basename "$RUN"):$RUN/tensorboard"
 printf "Generate:     PYTHONPATH=%q %q -m gptpar generate --load %q --prompt '...'\n" "$root" "$PYTHON" "$RUN"

@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", metavar="PATH", help="the text (default: Python's standard library)")
     parser.add_argument(
-        "--seconds-used", type=float, default=0.0, metavar="S", help="time that the command has taken until now"
+        "--began", type=float, metavar="T", help="Unix time at which the whole command began (default: now)"
     )
     return parser
 
@@ -76,8 +76,9 @@ def choices_for(machine: Machine, args: argparse.Namespace, text: Text, preset: 
         course = Course(Choice("preset", preset or PRESET, ""), minutes, LESSONS[0], 0)
     else:
         print("timing a few steps of training ...", file=sys.stderr, flush=True)
-        start, pace = time.monotonic(), measure_pace(machine.precision)
-        used = args.seconds_used + time.monotonic() - start
+        now = time.time()
+        pace = measure_pace(machine.precision)
+        used = time.time() - (now if args.began is None else args.began)
         course = teachable(
             pace,
             preset,

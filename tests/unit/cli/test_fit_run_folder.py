@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,12 @@ def refusal(*words: object) -> str:
 
 
 def test_the_same_command_gets_the_same_flags(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--run", str(tmp_path / "run"), "--data", str(text), "--seconds-used"]
-    assert main([*words, "60"]) == 0
+    words = ["--run", str(tmp_path / "run"), "--data", str(text), "--began"]
+    assert main([*words, str(time.time() - 60)]) == 0
     first = capsys.readouterr().out.splitlines()
-    assert first[:2] == ["--vocab-size", "1024"] and first[first.index("--train-minutes") + 1] == "9.0"
+    assert first[:2] == ["--vocab-size", "1024"] and first[first.index("--train-minutes") + 1] == "9.2"
     os.utime(text, (1, 1))  # touched, not changed
-    assert main([*words, "3"]) == 0
+    assert main([*words, str(time.time() - 3)]) == 0
     assert capsys.readouterr().out.splitlines() == first
 
 

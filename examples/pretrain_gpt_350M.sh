@@ -25,6 +25,7 @@ compgen -G "/dev/nvidia[0-9]*" >/dev/null || export GOMP_SPINCOUNT="${GOMP_SPINC
 export PYTHONSAFEPATH=1 # the folder you are in may hold a random.py
 gptpar() { "$PYTHON" -m gptpar "$@"; }
 
+echo "run folder: $RUN; looking at this machine ..." >&2
 # What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule; another
 # text, model or length in the same folder is refused.
 # A finished run gets no flags: nothing is left to train.

@@ -188,7 +188,7 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
 
 
 def _for_cpu(course: Course) -> list[Choice]:
-    few, needed = "learns fastest in a few hundred steps of few tokens", course.lesson.steps
+    few, needed = "learns fastest in a few hundred steps of few tokens", course.lesson.steps * 2 // 3
     warmup = max(MEASURED_STEPS, min(20, course.steps // 5))
     return [
         Choice("train-iters", str(CPU_MAX_STEPS), "at most: training decides by the time that its steps take"),

@@ -55,7 +55,7 @@ def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -
     course = taught(2000.0)
     assert (course.preset.value, course.steps) == ("31M", 14)
     flags = {choice.flag: choice.value for choice in choose(TWO_CORES, course, 512)}
-    assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "150", "1e-3")
+    assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "100", "1e-3")
 
 
 def test_a_model_that_the_user_names_is_taken() -> None:

@@ -32,7 +32,6 @@ class FittedLength:
     needed: int | None = None
     now: Callable[[], float] = time.monotonic
     _times: list[float] = field(default_factory=list)
-    _measured_from: int = 1
     _due: int = MEASURED_STEPS
 
     def __post_init__(self) -> None:
@@ -52,9 +51,10 @@ class FittedLength:
 
     def measured(self) -> tuple[float, float]:
         """(seconds a step takes, seconds that are left)."""
-        steps = [later - earlier for earlier, later in pairwise(self._times[self._measured_from :])]
-        # The median: an evaluation or a save between two steps is none.
-        return statistics.median(steps), 60 * self.minutes - (self._times[-1] - self._times[0])
+        last = self._times[1:][-MEASURED_STEPS - 1 :]
+        steps = sorted(later - earlier for earlier, later in pairwise(last))
+        # Without the longest: it may hold an evaluation or a save, which is no step.
+        return statistics.fmean(steps[:-1]), 60 * self.minutes - (self._times[-1] - self._times[0])
 
     def decide(self, done: int, seconds_a_step: float, seconds_left: float) -> tuple[int, str]:
         """The number of steps of the whole run, and a sentence with the numbers that it rests on.
@@ -64,8 +64,7 @@ class FittedLength:
         """
         fit = done + max(0, int(seconds_left / seconds_a_step))
         steps = min(self.most, fit)
-        self._measured_from = self._due
-        self._due += max(MEASURED_STEPS, (steps - done) // 10)
+        self._due += max(1, (steps - done) // 10)
         sentence = f"a step takes {seconds_a_step:.2f} s: {fit:,} steps fit into {self.minutes:.1f} minutes of training"
         if fit > self.most:
             sentence += f", and --train-iters {self.most:,} are wanted"

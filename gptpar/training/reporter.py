@@ -111,7 +111,7 @@ class Reporter:
         per_gpu = tokens_per_s / self.world_size
         left = max(0, self.plan.train_samples - progress.consumed_samples)
         eta, minutes = left / step.samples * elapsed, self.config.batch.train_minutes
-        if minutes is not None and progress.fitted_iters is None:  # --train-iters are not all to be taken
+        if minutes is not None:  # the steps are fitted to them
             eta = min(eta, 60 * minutes)
         return IterationRecord(
             iteration=step.iteration,

@@ -22,7 +22,7 @@ from gptpar.topology.layout import Layout
 CPU_MAX_STEPS = 2000
 """On a CPU the minutes end a run; this many steps of data are prepared."""
 WHOLE_COMMAND_MINUTES = 12.0
-CLOSING_MINUTES = 0.4
+CLOSING_MINUTES = 0.6
 """Starting the training, the evaluations, the sample and the picture, on a machine that does nothing else."""
 CLOSING_MINUTES_A_PARAMETER = 1.5 / 303e6
 """The first weights and the checkpoint: 4.2 GB for the 350M model."""

@@ -16,8 +16,9 @@ from gptpar.any_module.agreement import all_or_none, require_same_model
 from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
-from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
+from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
+from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
@@ -170,8 +171,7 @@ def _engine_of(
     if engine.gatherer.gathers_in_call_order:
         watch.start(name)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
-    if options.compile:
-        compile_scopes(stage)
+    compile_blocks(stage, options, topology.device)
     weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)
     parts = EngineParts(engine, host, weights, topology, activity, watch, failed)
     return ModuleEngine(stage, parts, groups, options, loss_fn)

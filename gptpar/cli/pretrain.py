@@ -89,7 +89,10 @@ def pretrain(
     with guarded_console(), open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
             if run.plan.finished(run.progress):
-                run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
+                run.say(
+                    f" > nothing left to train: iteration {run.progress.iteration} is the last; to train on, raise "
+                    "--train-iters, and give --override-opt-param-scheduler if the schedule is to follow"
+                )
             else:
                 if typed is not None and run.trainer.topology.is_main and config.checkpoint.save:
                     _keep_flags(Path(config.checkpoint.save), typed)

@@ -75,6 +75,25 @@ def remove_abandoned(path: str | os.PathLike[str]) -> list[str]:
     return removed
 
 
+def name_full_disk(error: OSError, path: str | os.PathLike[str]) -> None:
+    """Give the error of a full disk, a full quota or a file that grew too large the name of the file.
+
+    The system names the file that cannot be opened, but not the one that cannot be written.
+    """
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        error.filename = os.fspath(path)
+
+
+@contextmanager
+def full_disk_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A block that writes a file; see :func:`name_full_disk`."""
+    try:
+        yield
+    except OSError as error:
+        name_full_disk(error, path)
+        raise
+
+
 @contextmanager
 def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
     """A binary file that takes the name `path` when the block ends, and vanishes if the block raises.
@@ -86,7 +105,7 @@ def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or temporary_name(path)
     try:
-        with open(temporary, "wb") as file:
+        with full_disk_named(path), open(temporary, "wb") as file:
             yield file
             sync_file(file)
         os.replace(temporary, path)
@@ -103,7 +122,7 @@ def replace_synced(path: Path, text: str) -> None:
 
 def write_synced(path: Path, text: str | bytes) -> None:
     """Write a file and return when it is on the disk."""
-    with open(path, "wb") as file:
+    with full_disk_named(path), open(path, "wb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         sync_file(file)
 

@@ -18,7 +18,7 @@ from gptpar.cli import hostfile
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, program_of, read_flags
 from gptpar.cli.launch.machines import run_torchrun
-from gptpar.cli.launch.memory import folder_in_memory, keep_copies
+from gptpar.cli.launch.memory import folder_in_memory, keep_copies, owned_folder
 from gptpar.cli.launch.program import Program
 from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, tell
 from gptpar.cli.launch.supervisor import Supervisor
@@ -40,6 +40,9 @@ __all__ = [
     "start_workers",
     "workers_wanted",
 ]
+
+ACTIVITIES = "gptpar-activity-"
+"""How the names of folders begin in which workers note what they are doing."""
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:
@@ -108,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
             "out; a worker that waits too long for another ends after --distributed-timeout-minutes."
         )
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
+        folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
         memory = stack.enter_context(folder_in_memory(tell)) if words.max_restarts else None
         relay = Relay(folder, patience(), Children(), program_of(words))
         return _exit_code(relay, folder, memory, False, lambda: run_torchrun(words, folder, memory))
@@ -117,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 def run_job(job: LaunchJob) -> int:
     """Run a job's workers; returns an exit code."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
+        folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
         memory = stack.enter_context(folder_in_memory(tell)) if job.max_restarts else None
         supervisor = Supervisor(job, folder, memory)
         return _exit_code(supervisor.relay, folder, memory, True, supervisor.run)

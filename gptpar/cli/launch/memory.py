@@ -1,4 +1,4 @@
-"""Makes the folder in this machine's memory that outlives the workers, and removes it if its copies are not needed."""
+"""Makes the launcher's folders, one of them in this machine's memory, and removes them when nobody needs them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,37 @@ def folder_in_memory(say: Callable[[str], None], root: Path = SHARED_MEMORY) -> 
     stays, and is told.
     """
     given = os.environ.get(MEMORY_VARIABLE)
-    remove_abandoned(root, say, but=given)
+    remove_abandoned(root, PREFIX, say, but=given)
     try:
         folder = Path(given or tempfile.mkdtemp(prefix=PREFIX, dir=root))
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         yield None
         return
+    with _owned(folder, stays=bool(given)):
+        yield folder
+
+
+@contextlib.contextmanager
+def owned_folder(root: Path, prefix: str) -> Iterator[Path]:
+    """A new folder that only this user can open, removed at the end; those of launchers that were killed go first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    remove_abandoned(root, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    with _owned(folder):
+        yield folder
+
+
+@contextlib.contextmanager
+def _owned(folder: Path, *, stays: bool = False) -> Iterator[None]:
     (folder / OWNER).write_text(json.dumps({**Process.this().to_dict(), "started_in": os.getcwd()}))
     try:
-        yield folder
+        yield
     finally:
-        if not given and not (folder / KEPT).exists():
+        if not stays and not (folder / KEPT).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -75,13 +94,16 @@ def _go_on_from(folder: Path) -> str:
     )
 
 
-def remove_abandoned(root: Path, say: Callable[[str], None], but: str | None = None) -> None:
+def remove_abandoned(
+    root: Path, prefix: str = PREFIX, say: Callable[[str], None] = print, but: str | None = None
+) -> None:
     """Remove this user's folders whose launchers have ended, unless a copy in them is newer than the disk's.
 
     Args:
+        say: takes a sentence about each folder that stays for its copy.
         but: a folder that is about to be used again.
     """
-    for folder in set(root.glob(f"{PREFIX}*")) - {Path(but or "")}:
+    for folder in set(root.glob(f"{prefix}*")) - {Path(but or "")}:
         with contextlib.suppress(OSError):  # another launcher was quicker
             if folder.is_dir() and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
                 if (iteration := _only_copy(folder)) is None:

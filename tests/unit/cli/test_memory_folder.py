@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.cli.launch.memory import OWNER, PREFIX, UNNAMED_SECONDS, folder_in_memory, keep_copies, remove_abandoned
+from gptpar.cli.launch.memory import (
+    OWNER,
+    PREFIX,
+    UNNAMED_SECONDS,
+    folder_in_memory,
+    keep_copies,
+    owned_folder,
+    remove_abandoned,
+)
 from gptpar.system.processes import Process
 from gptpar.system.restart import MEMORY_VARIABLE
 
@@ -55,10 +63,10 @@ def test_a_copy_outlives_a_killed_launcher_until_the_disk_has_a_newer_state(tmp_
         if newest is not None:
             (save / f"iter_{newest:07d}").mkdir(parents=True)
         said: list[str] = []
-        remove_abandoned(tmp_path, said.append)
+        remove_abandoned(tmp_path, say=said.append)
         assert folder.exists() and len(said) == 1 and "copy of iteration 20 in memory" in said[0], newest
     (save / "iter_0000020").mkdir()
-    remove_abandoned(tmp_path, said.append)
+    remove_abandoned(tmp_path, say=said.append)
     assert not folder.exists() and len(said) == 1
 
 
@@ -85,6 +93,17 @@ def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / f"{PREFIX}{name}").mkdir()
     os.utime(tmp_path / f"{PREFIX}never-made", (0, (tmp_path.stat().st_mtime - UNNAMED_SECONDS - 5)))
     (tmp_path / "gptpar-else").mkdir()
-    remove_abandoned(tmp_path, print)
+    remove_abandoned(tmp_path)
     left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
     assert left == {"alive", "elsewhere", "other-container", "being-made", "gptpar-else"}
+
+
+def test_a_killed_launchers_notes_are_removed_by_the_next_launcher(tmp_path: Path) -> None:
+    dead = tmp_path / "gptpar-activity-dead"
+    dead.mkdir()
+    (dead / OWNER).write_text(json.dumps({**Process.this().to_dict(), "started": "long ago"}))
+    with owned_folder(tmp_path, "gptpar-activity-") as mine:
+        assert list(tmp_path.iterdir()) == [mine]
+        with owned_folder(tmp_path, "gptpar-activity-") as other:
+            assert set(tmp_path.iterdir()) == {mine, other}
+    assert not list(tmp_path.iterdir())

@@ -115,7 +115,9 @@ class ModuleEngine(TrainingEngine):
     ) -> torch.Tensor:
         """Add the gradient of a micro-batch's loss to the step's.
 
-        The step's gradient is the mean over its micro-batches and the data-parallel processes.
+        The step's gradient is the mean over its micro-batches and the data-parallel processes. The loss is multiplied
+        by the loss scale and divided by ``gradient_accumulation_steps`` before the backward pass, so hooks and
+        ``Function.backward`` see that. The mean over processes is formed afterwards.
 
         Args:
             loss: a scalar computed from the output of :meth:`forward`.
@@ -125,7 +127,7 @@ class ModuleEngine(TrainingEngine):
             create_graph: refused, because gradients are taken out of autograd as soon as they are formed.
 
         Returns:
-            The loss.
+            The loss, divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas``.
 
         Raises:
             GptparError: the step's gradient is final already, the loss is no scalar with a gradient, or
@@ -142,19 +144,20 @@ class ModuleEngine(TrainingEngine):
         else:
             self._begin()
         last = self._is_last()
-        factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps
+        divisor = self.options.batch.accumulation_steps if scale_wrt_gas else 1
+        incoming = None if scale_wrt_gas else self.loss_scaler.value
         try:
-            self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
+            self._work.backward(loss, last=last, incoming=incoming, retain_graph=retain_graph)
         except BaseException:
             self._note_failure("a backward pass")
             self._drop_step()  # some of its gradients are incomplete: it has to begin again
             raise
         if self._needs_losses:
-            self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
+            self._loss += loss.detach().double() / divisor
         self._is_final = last
         if not retain_graph:
             _notes_of(loss)[_SPENT] = True
-        return loss
+        return loss if divisor == 1 else loss.detach() / divisor
 
     def _result_of_calls(self) -> StepResult:
         return replace(super()._result_of_calls(), loss=self._loss)

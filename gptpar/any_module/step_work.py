@@ -35,7 +35,7 @@ class Work(Protocol):
     """The passes of a step.
 
     Attributes:
-        scale: the incoming gradient of each loss, on the device.
+        scale: the incoming gradient of each loss, on the device: the loss scale over the number of micro-batches.
     """
 
     scale: torch.Tensor
@@ -90,13 +90,15 @@ class StepWork:
         self._engine.begin_gradients(num_passes)
         self._is_first = True
 
-    def backward(self, loss: torch.Tensor, *, last: bool, factor: float = 1.0, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, last: bool, incoming: float | None = None, retain_graph: bool = False
+    ) -> None:
         """Add the gradient of a micro-batch's loss to the step's.
 
         Args:
             loss: a scalar.
             last: whether the step's gradient is final afterwards.
-            factor: weight of the loss.
+            incoming: gradient of the loss; ``None``: :attr:`scale`.
             retain_graph: whether autograd keeps the graph for another backward pass.
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
@@ -110,8 +112,8 @@ class StepWork:
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
             with self._stage.backward(collector.reads_late, last=last), self._activity.lost_ranks_explained():
-                incoming = (self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)
-                torch.autograd.backward(loss, incoming, retain_graph=retain_graph)
+                scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)
+                torch.autograd.backward(loss, scale.to(loss.dtype).expand(loss.shape), retain_graph=retain_graph)
                 gradients.end_backward()
                 if last:
                     gradients.finish()

@@ -104,13 +104,15 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self.weights.catch_up()
         self._saver.poll()
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
-        self._work.scale.fill_(self.loss_scaler.value)
+        # Divided before the backward pass, so that hooks see what they see in plain torch; the mean over processes
+        # follows the backward pass, as in DistributedDataParallel.
+        self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)
         self._has_begun = True
 
     @property
     def _divisor(self) -> float:
-        """The divisor of the sum of all gradients: the loss scale times the number of addends of the mean."""
-        return self.loss_scaler.value * self.options.batch.accumulation_steps * self.topology.layout.data
+        """The divisor of the sum over processes: the loss scale times their number."""
+        return self.loss_scaler.value * self.topology.layout.data
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to call the scopes of these passes."""

@@ -171,10 +171,17 @@ GRADIENTS = [
         (RECORDED,),
     ),
     Mutation(
+        "hooks-see-undivided-losses",
+        "gptpar/any_module/training_engine.py",
+        "self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)",
+        "self._work.scale.fill_(self.loss_scaler.value)",
+        ("tests/any_module/test_oddities.py::test_oddity[hooks_that_clamp-1 rank-ZeRO-3-CPU 0-accumulate 3-no clipping]",),
+    ),
+    Mutation(
         "loss-scale-of-the-recorded-step",
         "gptpar/any_module/step_work.py",
-        "(self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)",
-        "torch.full_like(loss, factor * float(self.scale.numpy()))",
+        "scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)",
+        "scale = torch.full_like(loss, float(self.scale.numpy()) if incoming is None else incoming)",
         (RECORDED,),
     ),
     Mutation(

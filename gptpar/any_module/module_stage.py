@@ -58,12 +58,14 @@ class ModuleStage(PlacedParameters):
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
         observes_backward: whether the coming backward passes are observed.
+        comes_back: is called when a gradient reaches an output of the module.
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
         self.passes: list[list[str]] = []
+        self.comes_back: Callable[[], None] = lambda: None
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
@@ -78,8 +80,8 @@ class ModuleStage(PlacedParameters):
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass runs, this engine's or another's; a forward pass inside is a recomputation."""
-        return BACKWARD_PASSES.is_running
+        """Whether autograd runs, for whomever; a forward pass inside is a recomputation."""
+        return BACKWARD_PASSES.is_running or torch._C._current_graph_task_id() >= 0
 
     @property
     def may_observe(self) -> bool:
@@ -142,7 +144,7 @@ class ModuleStage(PlacedParameters):
             raise
 
     @contextlib.contextmanager
-    def backward(self, reads_late: Callable[[str], bool], *, last: bool) -> Iterator[None]:
+    def backward(self, reads_late: Callable[[str], bool], *, last: bool, observed: bool = True) -> Iterator[None]:
         """A context for a backward pass.
 
         Those of the first micro-batch recompute uncompiled, as the observed forward pass ran, and are observed, too.
@@ -151,13 +153,14 @@ class ModuleStage(PlacedParameters):
             reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns
                 whether its gradient has come already.
             last: whether this is the step's last pass.
+            observed: whether the engine has begun the pass, so that it can be observed.
         """
         self._note("began a backward pass")
-        look = partial(self._read_in_backward, reads_late)
-        watch = ReadWatch(look, lambda tensor: None) if self.observes_backward else contextlib.nullcontext()
+        look, observes = partial(self._read_in_backward, reads_late), self.observes_backward and observed
+        watch = ReadWatch(look, lambda tensor: None) if observes else contextlib.nullcontext()
         succeeded = False
         try:
-            with BACKWARD_PASSES.one(), watch:
+            with BACKWARD_PASSES.one(owned=observed), watch:
                 yield
             succeeded = True
         finally:
@@ -248,6 +251,7 @@ class ModuleStage(PlacedParameters):
                     "since, so that the gradient would be wrong. The step's gradients were dropped; call the model "
                     "again."
                 )
+            self.comes_back()
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

@@ -32,7 +32,7 @@ from gptpar.config.deepspeed_reader import (
 )
 from gptpar.config.deepspeed_table import Door
 from gptpar.config.derive import Derived
-from gptpar.config.jsonc import no_number
+from gptpar.config.jsonc import infinity
 from gptpar.config.ranges import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW
@@ -192,7 +192,7 @@ def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
     source = from_args if config is None else config
     try:
         if isinstance(source, Mapping):
-            return dict(json.loads(json.dumps(dict(source)), parse_constant=no_number)), "config"
+            return dict(json.loads(json.dumps(dict(source)), parse_constant=infinity)), "config"
         if isinstance(source, str | os.PathLike):
             return read_file(os.fspath(source)), str(source)
     except (TypeError, ValueError) as error:

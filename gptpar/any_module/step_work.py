@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,24 +102,44 @@ class StepWork:
             incoming: gradient of the loss; ``None``: :attr:`scale`.
             retain_graph: whether autograd keeps the graph for another backward pass.
         """
+        collector = self._engine.gradients.collector
+        with self.backward_pass(last=last):
+            hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+            try:
+                scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)
+                torch.autograd.backward(loss, scale.to(loss.dtype).expand(loss.shape), retain_graph=retain_graph)
+            finally:
+                hook.remove()
+
+    @contextlib.contextmanager
+    def backward_pass(self, *, last: bool, unannounced: float | None = None) -> Iterator[None]:
+        """A context that takes the gradients of a backward pass, which runs inside.
+
+        Args:
+            last: whether the step's gradient is final afterwards.
+            unannounced: factor of the gradients of a pass that the user has begun, whose first gradient has come;
+                ``None``: the engine begins the pass.
+        """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         if self._is_first and self._engine.subscriber is not None:
             # Nobody else waits for units that this step does not call.
             self._engine.graph_breaks.at(self._engine.finish)
         self._is_first = False
-        gradients.begin_backward(0, last=last)
+        observed = unannounced is None
+        # Autograd's threads do not take part in an observation that begins within a pass.
+        blind = not observed and self._stage.may_observe
+        gradients.begin_backward(0, last=last, factor=unannounced or 1.0, ends_together=blind)
         if self._tied_weight is not None:
-            self._tied_weight.begin_backward(last=last)
-        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+            self._tied_weight.begin_backward(last=last and observed)
         try:
-            with self._stage.backward(collector.reads_late, last=last), self._activity.lost_ranks_explained():
-                scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)
-                torch.autograd.backward(loss, scale.to(loss.dtype).expand(loss.shape), retain_graph=retain_graph)
+            backward = self._stage.backward(collector.reads_late, last=last, observed=observed)
+            with backward, self._activity.lost_ranks_explained():
+                yield
                 gradients.end_backward()
                 if last:
                     gradients.finish()
         finally:
-            hook.remove()
+            collector.leave_backward()
             if self._tied_weight is not None:
                 self._tied_weight.end_backward()
             self._engine.gatherer.let_all_go()

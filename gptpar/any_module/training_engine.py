@@ -24,6 +24,7 @@ from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.step_settings import StepSettings
 from gptpar.any_module.step_work import StepResult, Work
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
@@ -38,10 +39,10 @@ _UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver")
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
+class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Module):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
-    Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
+    Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
 
     Args:
         module: which is trained.
@@ -93,6 +94,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._monitor = make_monitor(options.monitor, warn, self._end_monitor) if self.topology.is_main else None
         self._point = Point(0, 0, 0.0, 0.0)
         self._result: StepResult | None = None
+        self._lr_kwargs: dict[str, Any] = {}
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
 
@@ -149,7 +151,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         if self.loss_scaler.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._skipped == NOT_FINITE):
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**self._lr_kwargs)
 
     def _result_of_calls(self) -> StepResult:
         """The result of passes that the user has called."""
@@ -264,31 +266,6 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches of the next steps; their size stays.
-
-        Args:
-            train_batch_size: samples of a step, on all processes.
-
-        Raises:
-            GptparError: it is no multiple of a micro-batch on each process, a step has begun, or sums of gradients
-                have no memory.
-        """
-        self._require_open()
-        self._require_no_step()
-        batch = self.options.batch.resized(train_batch_size, self.topology.layout.data)
-        if batch.accumulation_steps > 1:
-            self._require_sums("set_train_batch_size()")
-        self.options, self.data.number = replace(self.options, batch=batch), batch.accumulation_steps
-
-    def _require_sums(self, verb: str) -> None:
-        settings = self.engine.settings
-        if not settings.adds_gradients and settings.dtype != settings.wide:
-            raise GptparError(
-                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the sums get memory."
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step, which begins again with its first micro-batch."""

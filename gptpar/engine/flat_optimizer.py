@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -64,11 +64,17 @@ class FlatOptimizer:
 
     def lay_out(self, ranges: Sequence[ContiguousRange]) -> None:
         """Set the ranges to update. Inside a range, group ranges begin at multiples of ``ALIGNMENT``."""
+        self._ranges = list(ranges)
         self._calls = [[] for _ in self._families]
         for start, stop, parameters in _joined(ranges):
             for number, low, high in self._parts(start, stop):
                 part = None if parameters is None else parameters[low - start : high - start]
                 self._calls[number].append(self._call(self._families[number], low, high, part))
+
+    def read_gradients(self, grad: torch.Tensor) -> None:
+        """Read the coming steps' gradients from other memory, maybe in another number format."""
+        self._state = replace(self._state, grad=grad)
+        self.lay_out(self._ranges)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(family's number, start, stop) of each launch that a range takes; gaps are padding."""

@@ -1,8 +1,8 @@
 """Training in plain torch: what an engine has to give, number by number.
 
 Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Master
-weights and gradient sums have the widest dtype of all trained parameters, at least fp32. Losses are divided by the number
-of micro-batches before the backward pass, as in torch's own loops, and sums by the number of processes afterwards.
+weights and gradient sums have the widest dtype of all trained parameters, at least fp32. Losses are divided by the
+number of micro-batches before the backward pass, as in torch's own loops, and sums by that of processes afterwards.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ GRADIENTS = [
         "gptpar/any_module/training_engine.py",
         "self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)",
         "self._work.scale.fill_(self.loss_scaler.value)",
-        ("tests/any_module/test_oddities.py::test_oddity[hooks_that_clamp-1 rank-ZeRO-3-CPU 0-accumulate 3-no clipping]",),
+        ("tests/any_module/test_plain_backward.py::test_gradients_are_in_grad_without_zero",),
     ),
     Mutation(
         "loss-scale-of-the-recorded-step",

@@ -114,7 +114,9 @@ def clamped() -> nn.Module:
     model = Mlp()
     model.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-2e-3, 2e-3))
     model.blocks[1].register_forward_hook(lambda module, inputs, output: Thresholded.apply(output))
-    model.blocks[2].register_full_backward_hook(lambda module, to_inputs, to_outputs: (to_inputs[0].clamp(-3e-3, 3e-3),))
+    model.blocks[2].register_full_backward_hook(
+        lambda module, to_inputs, to_outputs: (to_inputs[0].clamp(-3e-3, 3e-3),)
+    )
     return model
 
 

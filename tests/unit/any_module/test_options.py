@@ -68,7 +68,7 @@ def test_a_path_a_dictionary_and_a_scripts_arguments_say_the_same() -> None:
         ),
         (3, None, "config is of type int: a path or a dictionary is needed."),
         ("no.json", None, "no.json: cannot be read (No such file or directory): name a file."),
-        ({**BATCH, "gradient_clipping": float("inf")}, None, "config: Infinity is not a number"),
+        ({**BATCH, "gradient_clipping": float("inf")}, None, "config: gradient_clipping is Infinity: a number is needed."),
         ({"a": torch.float32}, None, "config: Object of type dtype is not JSON serializable"),
     ],
 )

@@ -190,11 +190,11 @@ class ModuleEngine(TrainingEngine):
 
     def _comes_back(self) -> None:
         """A gradient has reached an output of the module, in some backward pass."""
-        if BACKWARD_PASSES.belongs_to_engine:
-            return
-        if self._grads is not None:
+        if self._grads is not None and self._grads.are_shown:
             self._grads.hide()
-        self._plain.comes_back()
+            BACKWARD_PASSES.at_end(self._grads.show_again)  # it may be another engine's
+        if not BACKWARD_PASSES.belongs_to_engine:
+            self._plain.comes_back()
 
     def _take_plain(self) -> contextlib.AbstractContextManager[None]:
         self._require_no_final()

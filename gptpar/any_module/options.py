@@ -9,13 +9,14 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptpar.any_module import torch_optimizers
 from gptpar.any_module.monitor import MonitorOptions, monitor_problems
 from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config import Flags, PrecisionConfig
@@ -114,7 +115,9 @@ class EngineOptions:
         max_norm: the gradient's global norm is clipped to this (0: never).
         reduce_in_bf16: whether gradients are reduced in bf16; else in the format of the master weights.
         optimizer: default hyperparameters of a group; ``None``: the configuration names no optimizer.
-        update: how elements are updated, if the client passes no optimizer.
+        update: how elements are updated.
+        torch_optimizer: makes the optimizer of torch that the configuration names, of parameters; ``None``: it names
+            none, and ``optimizer`` counts.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
         compile: whether each unit's module is compiled.
@@ -150,6 +153,7 @@ class EngineOptions:
     async_save: bool = False
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
+    torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
     monitor: MonitorOptions = MonitorOptions()
 
     @property
@@ -205,10 +209,11 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     """(the options, if nothing is wrong; all problems)"""
     reader = read_values(raw, Door.ENGINE, Flags(), micro_is_known=False)
     said, contradictions = one_each(reader.said)
-    values = _Values(said)
+    values, (torch_optimizer, torch_problems) = _Values(said), torch_optimizers.of_configuration(raw)
     stages = values.get("pipeline.stages", 1)
     problems = [
-        *optimizer_problems(raw, OTHER_OPTIMIZER),
+        *optimizer_problems(raw, OTHER_OPTIMIZER, others=torch_optimizers.TYPES),
+        *torch_problems,
         *schedule_problems(raw),
         *reader.problems,
         *contradictions,
@@ -229,7 +234,11 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     if problems or batch is None:
         return None, problems
     notes = [*reader.without_effect, *_pipeline_notes(values, model)]
-    return _assembled(values, batch, without_auto(raw), notes), []
+    options = _assembled(values, batch, without_auto(raw), notes)
+    if torch_optimizer is not None:
+        update = torch_optimizers.update_of(torch_optimizer([torch.zeros(0)]))
+        options = replace(options, update=update, torch_optimizer=torch_optimizer)
+    return options, []
 
 
 class _Values:

@@ -58,10 +58,11 @@ class ParameterGradients:
         return becomes_mean
 
     def show_again(self) -> None:
-        """After :meth:`hide`: the same gradients as before."""
-        self._shown, self._hidden = self._hidden, []
-        for parameter, view in self._shown:
+        """After :meth:`hide`, if nothing has come since: the same gradients as before."""
+        hidden, self._hidden = self._hidden, []
+        for parameter, view in hidden:
             parameter.grad = view
+        self._shown += hidden
 
     @torch.no_grad()
     def hide(self) -> None:

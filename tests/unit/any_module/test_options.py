@@ -68,7 +68,11 @@ def test_a_path_a_dictionary_and_a_scripts_arguments_say_the_same() -> None:
         ),
         (3, None, "config is of type int: a path or a dictionary is needed."),
         ("no.json", None, "no.json: cannot be read (No such file or directory): name a file."),
-        ({**BATCH, "gradient_clipping": float("inf")}, None, "config: gradient_clipping is Infinity: a number is needed."),
+        (
+            {**BATCH, "gradient_clipping": float("inf")},
+            None,
+            "config: gradient_clipping is Infinity: a number is needed.",
+        ),
         ({"a": torch.float32}, None, "config: Object of type dtype is not JSON serializable"),
     ],
 )
@@ -230,7 +234,8 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert problems(config, world=2) == [
         f"config: {sentence}"
         for sentence in (
-            'optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or "Lion", or '
+            "optimizer.type is \"Lamb\", and gptpar's optimizers are AdamW and Lion (and torch's sgd, adagrad, "
+            'rmsprop): set it to "AdamW" or "Lion", or '
             f"leave optimizer out and {OTHER_OPTIMIZER}.",
             'scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest can be '
             "made from a configuration; pass gptpar.initialize an lr_scheduler, for example a function from the "

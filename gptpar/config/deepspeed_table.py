@@ -156,7 +156,7 @@ _OPTIMIZER = (
     Key("optimizer.params.set_grad_none", NoEffect("gradients have one place in memory")),
     Key("optimizer.params.adam_w_mode", Sets(truth), of=ADAM),
     Key("optimizer.params.torch_adam", NoEffect("the fused kernels are chosen here"), of=ADAM),
-    Key("optimizer.params.amsgrad", Only(_FALSE, "AMSGrad is for any module alone: leave it out"), Sets(truth), of=ADAM),
+    Key("optimizer.params.amsgrad", Only(_FALSE, "a GPT has no AMSGrad: leave it out"), Sets(truth), of=ADAM),
     Key("optimizer.params.bias_correction", Sets(truth, "optimizer.adam_bias_correction"), of=ADAM),
     Key("optimizer.params.fp32_optimizer_states", Only((True,), _FP32_STATE)),
 )

@@ -267,8 +267,6 @@ def test_contradictions_within_the_optimizer_and_the_schedule() -> None:
     assert problems({**BATCH, "optimizer": optimizer, "scheduler": scheduler, "gradient_clipping": -1}) == [
         f"config: {sentence}"
         for sentence in (
-            "optimizer.params.adam_w_mode is false: Adam would add the weight decay 0.1 to the gradient, and gptpar "
-            "takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0.",
             "scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
             "optimizer.params.lr 0.002: give it.",
             "scheduler.params.total_num_steps is missing: the number of steps until the lowest rate.",

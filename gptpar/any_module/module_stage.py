@@ -74,7 +74,9 @@ class ModuleStage(PlacedParameters):
         self._open_forwards = 0  # uncompiled ones whose backward pass has not come
         self._called: list[str] = []
         self._changed_at: dict[str, int] = {}
-        self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        self._untrained = {
+            name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad
+        }
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
@@ -223,7 +225,7 @@ class ModuleStage(PlacedParameters):
     def _begin(self) -> None:
         """Begin a call of the whole module, which may be inside of another one."""
         if torch.is_grad_enabled():
-            self._require_same_trained()
+            self._require_laid_out()
         self._depth += 1
         if self._depth > 1 or self._gatherer is None:
             return
@@ -257,14 +259,15 @@ class ModuleStage(PlacedParameters):
             if tensor.grad_fn is not None:
                 tensor.register_hook(check)
 
-    def _require_same_trained(self) -> None:
+    def _require_laid_out(self) -> None:
+        """Refuse to train parameters that were frozen from the beginning; the others may be frozen for a while."""
         with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
-            requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
-        changed = [name for name, value in requires.items() if value != self._requires[name]]
-        if changed:
+            new = [name for name, parameter in self._untrained.items() if parameter.requires_grad]
+        if new:
             raise GptparError(
-                f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
-                "for what is trained: set it before, or build the model anew."
+                f"{some_of(new)} frozen at gptpar.initialize, which has laid out memory for what is trained, and now "
+                "requires a gradient: freeze parameters that are trained later after gptpar.initialize, in a group of "
+                "their own."
             )
 
     def _leave(self, *, succeeded: bool) -> None:

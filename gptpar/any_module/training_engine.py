@@ -19,6 +19,7 @@ from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
+from gptpar.any_module.frozen_groups import FrozenGroups
 from gptpar.any_module.getters import Getters
 from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
@@ -35,7 +36,7 @@ from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outli
 TIMEOUT_MINUTES = 30.0
 """The longest time that a process waits for the others, at the start and for a step's numbers."""
 
-_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver")
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver", "_frozen_groups")
 """Attributes that a closed engine no longer has."""
 
 
@@ -82,6 +83,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
         self.optimizer = EngineOptimizer(
             self.engine.optimizer.optimizer, groups, self._update, self._drop_for_user, self.loss_scaler
         )
+        trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
+        self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
@@ -105,7 +108,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
         self._saver.poll()
-        self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
+        self._frozen_groups.begin_step()
+        self.engine.optimizer.expect_step(self._frozen_groups.hyperparameters(), self._divisor)
         # Divided before the backward pass, so that hooks see what they see in plain torch; the mean over processes
         # follows the backward pass, as in DistributedDataParallel.
         self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)
@@ -126,6 +130,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
         self.weights.require_unchanged()
+        self._frozen_groups.require_unchanged()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         self._watch.note("came to the optimizer's step")
         result = self._result or self._result_of_calls()
@@ -135,7 +140,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
         sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
-        numbers = self.optimizer.hyperparameters(), self._divisor
+        numbers = self._frozen_groups.hyperparameters(), self._divisor
         skipped = step_unless_outlier(self.skip_step, sums[-1], norm, lambda judged: self.engine.step(judged, *numbers))
         self._mean_loss = sums[-1]
         numbers_read = [norm, skipped, verdict, self._mean_loss]
@@ -259,6 +264,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
             return
         if (monitor := monitor or self._monitor) is not None:
             monitor.write(replace(self._point, lm_loss=loss))
+        if not self._skipped:
+            self._frozen_groups.count_step()
         self.skipped_steps += self._skipped == NOT_FINITE
         self.loss_scaler.update(self._skipped == NOT_FINITE)
         every = self.options.steps_per_print

@@ -115,6 +115,10 @@ class GradientCollector:
         for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
             forgotten.clear()
 
+    def expect(self, unit: str, count: int) -> None:
+        """Expect gradients of this many of a unit's parameters in the coming passes."""
+        self._expected[unit] = count
+
     def begin_backward(
         self, virtual_stage: int, *, last: bool, factor: float = 1.0, ends_together: bool = False
     ) -> None:

@@ -83,6 +83,12 @@ class MasterOptimizer:
         self.grad = grad
         self._flat.read_gradients(grad)
 
+    def miss(self, steps: tuple[int, ...]) -> None:
+        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        self._flat.miss(steps)
+        if self.host is not None:
+            self.host.miss(steps)
+
     @property
     def bytes_an_element(self) -> int:
         """Bytes of device memory that one element takes: master weight, state and gradient."""

@@ -44,6 +44,9 @@ CLIP_EPS = 1e-6
 MAX_STEP_BITS = 31
 """Binary digits of the largest step's number."""
 
+_AVERAGES_AND_EPS = ("beta1", "beta2", "alpha", "momentum", "eps")
+"""Hyperparameters that are 1 where a state stays what it is."""
+
 _BLOCK = 1 << 20
 """Elements that :func:`update` updates at a time, which bounds the memory of its intermediate results."""
 
@@ -119,6 +122,13 @@ class ElementwiseOptimizer:
             itemsize: bytes of one number.
         """
         return len(self.vectors) * itemsize
+
+    @cached_property
+    def unchanging(self) -> Hyperparameters:
+        """Hyperparameters with which a gradient of zero changes neither the weight nor a state, in any bit."""
+        values = {name: 1.0 for name in _AVERAGES_AND_EPS if name in self.hyperparameters._fields}
+        found: Hyperparameters = self.hyperparameters(**dict.fromkeys(self.hyperparameters._fields, 0.0) | values)
+        return found
 
     def configured(self, flags: Any, lr: float, weight_decay: float) -> Hyperparameters:
         """A step's hyperparameters.

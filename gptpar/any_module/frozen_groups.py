@@ -52,6 +52,11 @@ class FrozenGroups:
             self._missed = missed
             self._engine.optimizer.miss(missed if any(missed) else ())
 
+    @property
+    def trained(self) -> set[str]:
+        """Names of the parameters that are not frozen in this step."""
+        return set(self._parameters) - self._frozen_names
+
     def _find_groups(self) -> None:
         self._frozen = []
         for place, group in enumerate(self._optimizer.param_groups):

@@ -265,9 +265,8 @@ class ModuleStage(PlacedParameters):
             new = [name for name, parameter in self._untrained.items() if parameter.requires_grad]
         if new:
             raise GptparError(
-                f"{some_of(new)} frozen at gptpar.initialize, which has laid out memory for what is trained, and now "
-                "requires a gradient: freeze parameters that are trained later after gptpar.initialize, in a group of "
-                "their own."
+                f"requires_grad of {some_of(new)} was set after gptpar.initialize, which has laid out memory for what "
+                "is trained: freeze parameters that are trained later after gptpar.initialize, in a group of their own."
             )
 
     def _leave(self, *, succeeded: bool) -> None:

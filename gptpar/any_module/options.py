@@ -129,6 +129,7 @@ class EngineOptions:
         pipeline: of a list of layers.
         async_save: whether ``save_checkpoint`` returns while training goes on and the files are written.
         monitor: where DeepSpeed's curves are written.
+        ignore_unused: whether a step may leave parameters without a gradient.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
     """
 
@@ -151,6 +152,7 @@ class EngineOptions:
     without_effect: tuple[str, ...]
     pipeline: PipelineOptions = PipelineOptions()
     async_save: bool = False
+    ignore_unused: bool = True
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
@@ -218,7 +220,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
         *reader.problems,
         *contradictions,
         *values.out_of_range(),
-        *_precision_problems(values.flags.precision),
+        *_precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
         *_zero_problems(values),
         *_offload_problems(values, raw),
         *_pipeline_problems(values, world, model),
@@ -272,7 +274,10 @@ class _Values:
 _BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
-def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+def _precision_problems(precision: PrecisionConfig, wanted: str | None) -> Iterator[str]:
+    found = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+    if wanted not in (None, found):
+        yield f"data_types.param_dtype is {json.dumps(wanted)}, and fp16 and bf16 say {found}: make them agree."
     if precision.fp16 and precision.bf16:
         yield "fp16 and bf16 are both enabled: choose one number format."
     if precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale < precision.min_loss_scale:
@@ -382,6 +387,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         derived=tuple(values.derived()),
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),
+        ignore_unused=values.get("module.ignore_unused_parameters", True),
         async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
         monitor=MonitorOptions.of(flags.logging, with_loss_scale=flags.precision.fp16),

@@ -21,6 +21,7 @@ from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.frozen_groups import FrozenGroups
 from gptpar.any_module.getters import Getters
+from gptpar.any_module.memory_watch import some_of
 from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
@@ -131,6 +132,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
             )
         self.weights.require_unchanged()
         self._frozen_groups.require_unchanged()
+        if not self.options.ignore_unused:
+            self._require_all_used()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         self._watch.note("came to the optimizer's step")
         result = self._result or self._result_of_calls()
@@ -157,6 +160,17 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._skipped == NOT_FINITE):
             self.lr_scheduler.step(**self._lr_kwargs)
+
+    def _require_all_used(self) -> None:
+        collector = self.engine.gradients.collector
+        unused = sorted(self._frozen_groups.trained - collector.arrived)
+        count = torch.tensor(float(len(unused)), device=self.device)
+        if self._sum_over_all(count) > 0:
+            raise GptparError(
+                f"{len(unused)} parameters had no gradient in this step on this process ({some_of(unused)}), "
+                f"{int(count)} on all together, and zero_optimization.ignore_unused_parameters is false: nothing was "
+                "updated."
+            )
 
     def _result_of_calls(self) -> StepResult:
         """The result of passes that the user has called."""

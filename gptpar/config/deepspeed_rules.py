@@ -194,6 +194,13 @@ def switch(value: Any) -> str:
     return str(value)
 
 
+def tag_validation(value: Any) -> object:
+    """What DeepSpeed does about a tag that differs between processes, in any case of letters."""
+    if not isinstance(value, str) or value.lower() not in ("ignore", "warn", "fail"):
+        raise ValueError("Ignore, Warn or Fail is needed")
+    return OFF
+
+
 def class_names(value: Any) -> tuple[str, ...]:
     """Names of modules' classes."""
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):

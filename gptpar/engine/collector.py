@@ -75,6 +75,7 @@ class GradientCollector:
         self._factor = 1.0
         self.late: set[str] = set()
         self._arrived: set[str] = set()
+        self._arrived_before: set[str] = set()  # in earlier passes, under ZeRO-2 and 3
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: dict[str, tuple[Unit, bool]] = {}
@@ -112,7 +113,8 @@ class GradientCollector:
     def begin(self) -> None:
         """A step begins; a backward pass that ended in an error is forgotten."""
         self._in_pass = False
-        for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
+        arrived = self._arrived, self._arrived_before, self.late
+        for forgotten in (*arrived, self._fresh, self._missing, self._waiting, self._handed_on):
             forgotten.clear()
 
     def expect(self, unit: str, count: int) -> None:
@@ -156,8 +158,8 @@ class GradientCollector:
 
     @property
     def arrived(self) -> set[str]:
-        """Parameters that have got a gradient in this step, or, under ZeRO-2 and 3, in this pass."""
-        return self._arrived
+        """Parameters that have got a gradient in this step."""
+        return self._arrived | self._arrived_before
 
     @property
     def late_units(self) -> list[bool]:
@@ -205,6 +207,11 @@ class GradientCollector:
                 raise GptparError(
                     f"{name} got a gradient outside of engine.train_batch(), which has to begin every backward pass: "
                     "processes would not sum it. It was dropped."
+                )
+            if grad.requires_grad:
+                raise GptparError(
+                    "loss.backward(create_graph=True): gradients are taken out of autograd as they come, so that no "
+                    "graph of them can be kept. Gradients with respect to inputs (torch.autograd.grad) can have one."
                 )
             self.begin_unannounced()
         self._missing[unit.name] -= 1
@@ -261,6 +268,7 @@ class GradientCollector:
             if name not in self._arrived:
                 total[param.start : param.stop].zero_()
         if not self._memory.keeps_all:
+            self._arrived_before |= self._arrived & unit.params.keys()
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)
         if last:

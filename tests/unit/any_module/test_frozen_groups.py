@@ -103,7 +103,7 @@ def test_what_cannot_be_frozen_or_trained() -> None:
     engine: Any = gptpar.initialize(model=model, config=config, model_parameters=model.parameters())[0]
     before = [p.detach().clone() for p in model.parameters()]
     model[2].bias.requires_grad_(True)
-    with pytest.raises(GptparError, match=r"2.bias frozen at gptpar.initialize.*in a group of their own"):
+    with pytest.raises(GptparError, match=r"requires_grad of 2.bias was set after gptpar.*in a group of their own"):
         engine(torch.zeros(4, 5, dtype=torch.float64))
     model[2].bias.requires_grad_(False)
     model[0].requires_grad_(False)
@@ -119,4 +119,35 @@ def test_what_cannot_be_frozen_or_trained() -> None:
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     engine.step()
     assert engine.global_steps == 1 and not torch.equal(model[0].weight, before[0])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_unused_parameters_are_told_if_they_may_not_be(stage: int) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)}).double()
+    model.forward = lambda x, name: model[name](x)  # type: ignore[method-assign]
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage, "ignore_unused_parameters": False},
+    }
+    groups = [{"params": list(model[name].parameters())} for name in "ab"]
+    engine: Any = gptpar.initialize(model=model, config=config, model_parameters=groups)[0]
+    x = torch.ones(4, 5, dtype=torch.float64)
+    for names in ("ab", "aa"):
+        for name in names:
+            engine.backward(engine(x, name).square().mean())
+            if names == "aa" and engine.is_gradient_accumulation_boundary():
+                with pytest.raises(GptparError, match=r"2 parameters had no gradient .*\(b.bias, b.weight\), 2 on all"):
+                    engine.step()
+                engine.zero_grad()
+            else:
+                engine.step()
+    assert engine.global_steps == 1
+    model["b"].requires_grad_(False)
+    for _ in range(2):
+        engine.backward(engine(x, "a").square().mean())
+        engine.step()
+    assert engine.global_steps == 2
     engine.close()

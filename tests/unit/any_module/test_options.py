@@ -199,7 +199,7 @@ def test_bf16_may_cast_inputs_and_messages() -> None:
     assert found.dtype is torch.bfloat16 and found.cast_inputs and found.reduce_in_bf16
     assert options(bf16={"enabled": False, "auto_cast": True}).cast_inputs is False
     assert "data_types.grad_accum_dtype: gradients are always summed in fp32" in (
-        options(data_types={"grad_accum_dtype": "bf16"}).without_effect
+        options(data_types={"grad_accum_dtype": "bf16", "param_dtype": "fp32"}).without_effect
     )
 
 
@@ -326,3 +326,21 @@ def test_no_reason_names_a_flag_of_the_command_line() -> None:
     told = reasons(keys_for({"scheduler": {"type": "WarmupLR"}}, Door.ENGINE))
     assert not [why for why in told if "--" in why or "GPT" in why]
     assert len(told) > 100
+
+
+def test_number_formats_tags_and_unused_parameters() -> None:
+    wrong = {
+        "data_types": {"grad_accum_dtype": "fp8", "param_dtype": "bf16", "buffer_dtype": "fp32"},
+        "checkpoint": {"tag_validation": "maybe"},
+        "zero_optimization": {"stage": 1, "ignore_unused_parameters": 3},
+    }
+    assert problems({**BATCH, **wrong}) == [
+        'config: data_types.grad_accum_dtype is "fp8": one of fp32, fp16, bf16 is needed.',
+        "config: data_types.buffer_dtype: another number format of buffers is not part of gptpar; leave it out.",
+        'config: checkpoint.tag_validation is "maybe": Ignore, Warn or Fail is needed.',
+        "config: zero_optimization.ignore_unused_parameters is 3: true or false is needed.",
+        'config: data_types.param_dtype is "bf16", and fp16 and bf16 say fp32: make them agree.',
+    ]
+    assert not options(zero_optimization={"stage": 1, "ignore_unused_parameters": False}).ignore_unused
+    told = options(checkpoint={"tag_validation": "WARN"}).without_effect
+    assert "checkpoint.tag_validation: a tag that differs between processes is refused" in told

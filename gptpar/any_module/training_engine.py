@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_settings import StepSettings
 from gptpar.any_module.step_work import StepResult, Work
+from gptpar.any_module.whole_tensors import WholeTensors
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
 from gptpar.engine.readings import Readings
@@ -41,7 +41,7 @@ _UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver", "_frozen_groups
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Module):
+class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs, nn.Module):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
@@ -304,35 +304,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, CheckpointVerbs, nn.Modul
     def _forget_step(self) -> None:
         self._count, self._has_begun, self._is_final, self._result = 0, False, False, None
 
-    # Whole tensors.
-
-    def full_gradient(self, name: str) -> torch.Tensor:
-        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
-
-        It is the mean over micro-batches and processes, not clipped.
-
-        Args:
-            name: of the parameter, as the module names it.
-
-        Raises:
-            GptparError: the step's gradient is not final, or no such parameter is trained.
-        """
-        if not self._is_final:
-            raise GptparError("full_gradient() works only between the step's last backward pass and the step.")
-        return self.weights.whole(name, "grad") / self._divisor
-
-    @contextlib.contextmanager
-    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
-        """A context in which all parameters are gathered, with the last step's values; all processes enter it.
-
-        Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
-
-        Args:
-            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its position on
-                the data axis); ``None``: all processes have made the same changes, to all copies of tied layers.
-        """
-        with self.weights.gathered(modifier_rank):
-            yield
+    # The end.
 
     def close(self) -> None:
         """End the engine and return the module with whole weights and without hooks; all processes call it.

@@ -71,8 +71,7 @@ def initialize(
         model: the module, whose parameters stay the same objects; a
             :class:`~gptpar.pipeline.module.PipelineModule`; or its layers, which the configuration's ``pipeline``
             divides. The engine of the latter two is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
-        optimizer: instead of the configuration's: one of torch's AdamW, Adam, SGD, Adagrad and RMSprop before its first
-            step, or a function from parameters to one.
+        optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
         lr_scheduler: instead of the configuration's: one over ``optimizer``, or a function of the returned optimizer.

@@ -20,8 +20,8 @@ GRADIENTS = [
     Mutation(
         "gradient-overwritten-in-place-of-added",
         COLLECTOR,
-        "torch._foreach_add_([views[name] for name in known]",
-        "torch._foreach_copy_([views[name] for name in known]",
+        "torch._foreach_add_(added, [fresh[name] for name in known], alpha=self._factor)",
+        "torch._foreach_copy_(added, [fresh[name] for name in known])",
         (PLAIN_LOOP,),
     ),
     Mutation(
@@ -119,8 +119,8 @@ GRADIENTS = [
         "norm-before-the-sum-over-the-tensor-axis",
         ROUTER,
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
-        "        norms = self._norm.measured({unit.name: shard})\n",
-        "        norms = self._norm.measured({unit.name: shard})\n"
+        "        self._give_out(unit, shard)\n",
+        "        self._give_out(unit, shard)\n"
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
         (RATIOS_ON_RANKS,),
     ),

@@ -27,7 +27,6 @@ from gptpar.engine.units import GroupOf, Unit
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.pipeline.stage import ParameterInfo
-from gptpar.system.compile_cache import refuse_others_compile_cache
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
@@ -182,18 +181,6 @@ def move_buffers(model: nn.Module, device: torch.device, recording: Recording | 
                 if buffer not in moved:
                     moved[buffer] = buffer.to(device) if recording is None else recording.make(buffer, device, name)
                 module._buffers[name] = moved[buffer]
-
-
-def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
-    """Compile each block by itself, without its hooks; if there are no blocks, compile the whole model."""
-    refuse_others_compile_cache()
-    for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
-        module = stage.scope_module(path)
-        if "forward" in vars(module):
-            stage.undo.callback(setattr, module, "forward", module.forward)
-        else:
-            stage.undo.callback(delattr, module, "forward")
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 
 
 def _host_optimizer(

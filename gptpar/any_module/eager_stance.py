@@ -29,6 +29,11 @@ class EagerStance:
                 self._stance.__enter__()
             self._count += 1
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether code runs uncompiled now."""
+        return self._count > 0
+
     def restore(self) -> None:
         """Undo one :meth:`force`."""
         with self._lock:

@@ -16,8 +16,9 @@ from gptpar.any_module.agreement import all_or_none, require_same_model
 from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
-from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
+from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
@@ -156,9 +157,10 @@ def _engine_of(
     require_same_model(model, topology)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
-    def note(what: str) -> None:
-        activity.note(what)
-        watch.note(what)
+    def note(place: str, alike: bool) -> None:
+        activity.note(place)
+        if alike or watch.notes_units:
+            watch.note(place)
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
@@ -166,11 +168,9 @@ def _engine_of(
         stage, [group["params"] for group in groups], options, topology, recording, watch.wait_for
     )
     name = name_of_engine(topology)
-    if engine.gatherer.gathers_in_call_order:
-        watch.start(name)
+    watch.start(name, notes_units=engine.gatherer.gathers_in_call_order)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
-    if options.compile:
-        compile_scopes(stage)
+    compile_blocks(stage, options, topology.device)
     weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)
     parts = EngineParts(engine, host, weights, topology, activity, watch, failed)
     return ModuleEngine(stage, parts, groups, options, loss_fn)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.agreement import all_or_none
-from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
+from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
@@ -104,10 +105,11 @@ def engine_of_pipeline(
         _follow_first(layers[layer], group, topology.device)
     move_buffers(pipeline, topology.device, None)
     engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
-    if options.compile:
-        compile_scopes(stages)
+    compile_blocks(stages, options, topology.device)
     weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
-    failed = FailedPasses(topology, name_of_engine(topology), watch)
+    name = name_of_engine(topology)
+    watch.start(name, notes_units=False)
+    failed = FailedPasses(topology, name, watch)
     parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), watch, failed)
     return PipelineEngine(pipeline, stages, parts, groups, options)
 

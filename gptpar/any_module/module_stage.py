@@ -35,6 +35,10 @@ UNDER_FUNC = (
 )
 
 
+UNIT = "unit "
+"""How the place of a unit's call begins."""
+
+
 @dataclass(frozen=True)
 class _Saved:
     """A parameter that autograd saves for the backward pass; its memory may be released until then."""
@@ -53,7 +57,8 @@ class ModuleStage(PlacedParameters):
     Args:
         module: whose buffers, but not yet its parameters, are on the engine's device.
         plan: its units.
-        note: takes a sentence about what begins now.
+        note: takes the place to which this process has come, and whether all processes come there in the same order
+            even where parameters are not gathered.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
@@ -61,9 +66,10 @@ class ModuleStage(PlacedParameters):
         comes_back: is called when a gradient reaches an output of the module.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
+    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str, bool], None] = lambda *place: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
+        self.roots = {"": module}
         self.passes: list[list[str]] = []
         self.comes_back: Callable[[], None] = lambda: None
         self._gatherer: ParameterGatherer | None = None
@@ -146,7 +152,9 @@ class ModuleStage(PlacedParameters):
             raise
 
     @contextlib.contextmanager
-    def backward(self, reads_late: Callable[[str], bool], *, last: bool, observed: bool = True) -> Iterator[None]:
+    def backward(
+        self, reads_late: Callable[[str], bool], *, last: bool, exchanges: bool, observed: bool = True
+    ) -> Iterator[None]:
         """A context for a backward pass.
 
         Those of the first micro-batch recompute uncompiled, as the observed forward pass ran, and are observed, too.
@@ -155,9 +163,10 @@ class ModuleStage(PlacedParameters):
             reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns
                 whether its gradient has come already.
             last: whether this is the step's last pass.
+            exchanges: whether gradients are summed over processes in it.
             observed: whether the engine has begun the pass, so that it can be observed.
         """
-        self._note("began a backward pass")
+        self._note("a backward pass", exchanges)
         look, observes = partial(self._read_in_backward, reads_late), self.observes_backward and observed
         watch = ReadWatch(look, lambda tensor: None) if observes else contextlib.nullcontext()
         succeeded = False
@@ -189,7 +198,7 @@ class ModuleStage(PlacedParameters):
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
-        self._note(f"called {scope.path or 'the model'}")
+        self._note(UNIT + (scope.path or "(the whole model)"), False)
         if self.in_backward:
             if self._gatherer.transient:
                 self._gatherer.before_backward(scope.path)

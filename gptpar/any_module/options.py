@@ -120,7 +120,7 @@ class EngineOptions:
             none, and ``optimizer`` counts.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
-        compile: whether each unit's module is compiled.
+        compile: ``auto``, ``on`` or ``off``: whether blocks are compiled.
         units: names of the classes whose modules are units; empty: the module's structure decides.
         step_graph: ``auto``, ``on`` or ``off``: whether ``train_batch`` records steps as graphs.
         seed: of the order of ``training_data``, and of the initial values of layers that are built from specifications.
@@ -144,7 +144,7 @@ class EngineOptions:
     optimizer: Hyperparameters | None
     scheduler: SchedulerOptions | None
     steps_per_print: int
-    compile: bool
+    compile: str
     units: tuple[str, ...]
     step_graph: str
     seed: int
@@ -380,7 +380,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         update=update,
         scheduler=None if kind is None else SchedulerOptions(kind, schedule),
         steps_per_print=values.get("logging.log_interval", 0),
-        compile=values.get("module.compile", False),
+        compile=values.get("module.compile", "auto"),
         units=values.get("module.units", ()),
         step_graph=flags.precision.cuda_graph,
         seed=flags.data.seed,

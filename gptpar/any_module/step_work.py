@@ -132,7 +132,8 @@ class StepWork:
         if self._tied_weight is not None:
             self._tied_weight.begin_backward(last=last and observed)
         try:
-            backward = self._stage.backward(collector.reads_late, last=last, observed=observed)
+            exchanges = last or not gradients.memory.keeps_all
+            backward = self._stage.backward(collector.reads_late, last=last, exchanges=exchanges, observed=observed)
             with backward, self._activity.lost_ranks_explained():
                 yield
                 gradients.end_backward()

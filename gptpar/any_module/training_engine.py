@@ -135,7 +135,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         if not self.options.ignore_unused:
             self._require_all_used()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
-        self._watch.note("came to the optimizer's step")
+        self._watch.note("the optimizer's step")
         result = self._result or self._result_of_calls()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
@@ -206,6 +206,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._require_usable()
         self._require_no_step()
         batches = self.data.take(data_iter)
+        self._watch.note("engine.train_batch()")
         try:
             self._prepare()
             self._result = result = self._try_passes(batches)
@@ -253,7 +254,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         """
         self._require_usable()
         batches = self.data.take(data_iter)
-        with evaluating(self):
+        with self._watch.together("eval_batch"), evaluating(self):
             mean = self._work.evaluate(batches)
         return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 

@@ -154,6 +154,16 @@ class Weights(NotCopied):
         return found
 
     @property
+    def roots(self) -> Mapping[str, nn.Module]:
+        """Path -> module, of the modules that together have all weights of this process."""
+        return self._stage.roots
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Parameter -> its first name, the same in every layout."""
+        return {parameter: name for name, parameter in self._stage.parameters.items()}
+
+    @property
     def aliases(self) -> dict[str, str]:
         """Each further name of a parameter or buffer -> its first one."""
         return {name: first for name, first in self._stage.plan.aliases.items() if name != first}

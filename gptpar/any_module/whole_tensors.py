@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.weights import Weights
 from gptpar.errors import GptparError
 
@@ -16,6 +17,7 @@ class WholeTensors:
 
     weights: Weights
     _is_final: bool
+    _watch: OrderWatch
 
     @property
     def _divisor(self) -> float:
@@ -33,7 +35,8 @@ class WholeTensors:
             GptparError: the step's gradient is not final, or no such parameter is trained.
         """
         self._require_gradient("full_gradient()")
-        return self.weights.whole(name, "grad") / self._divisor
+        with self._watch.together("full_gradient"):
+            return self.weights.whole(name, "grad") / self._divisor
 
     def set_full_gradient(self, name: str, value: torch.Tensor) -> None:
         """Replace the whole gradient of a parameter; all processes call it with the same value.

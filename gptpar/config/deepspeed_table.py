@@ -339,7 +339,7 @@ _REST = (
 )
 
 _GPTPAR = (
-    Key("gptpar.compile", None, Sets(truth, "module.compile")),
+    Key("gptpar.compile", None, Sets(switch, "module.compile")),
     Key("gptpar.units", None, Sets(class_names, "module.units")),
     Key("gptpar.step_graph", None, Sets(switch, "precision.cuda_graph")),
     Key("gptpar.speculation", None, Sets(switch, "offload.offload_speculation")),

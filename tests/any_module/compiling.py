@@ -1,4 +1,4 @@
-"""Engines whose blocks are compiled, in three ways, by backends that need no compiler."""
+"""Engines whose blocks are compiled, in four ways, by backends that need no compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gptpar
-from gptpar.any_module import initialize
+from gptpar.any_module import compiled_blocks, initialize
 from gptpar.any_module.units import find_units
 from tests.any_module.harness import Training
 from tests.any_module.reference import Trace
@@ -23,8 +23,15 @@ Initialize = Callable[..., Any]
 def by_key(backend: str, **given: Any) -> Any:
     """The configuration says so."""
     config = {**given.pop("config"), "gptpar": {"compile": True}}
-    with patch.object(initialize, "compile_scopes", partial(initialize.compile_scopes, backend=backend)):
+    with patch.object(compiled_blocks, "compile_scopes", partial(compiled_blocks.compile_scopes, backend=backend)):
         return gptpar.initialize(config=config, **given)
+
+
+def by_default(backend: str, **given: Any) -> Any:
+    """The configuration says nothing, and blocks are compiled as on a GPU."""
+    compiles = lambda stage, options, device: compiled_blocks.compile_shared(stage, backend)  # noqa: E731
+    with patch.object(initialize, "compile_blocks", compiles):
+        return gptpar.initialize(**given)
 
 
 def by_user(backend: str, *, before: bool, **given: Any) -> Any:
@@ -60,5 +67,6 @@ class CompiledTraining(Training):
 
 key_eager: Initialize = partial(by_key, "eager")
 key_aot: Initialize = partial(by_key, "aot_eager")
+default_aot: Initialize = partial(by_default, "aot_eager")
 before_aot: Initialize = partial(by_user, "aot_eager", before=True)
 after_aot: Initialize = partial(by_user, "aot_eager", before=False)

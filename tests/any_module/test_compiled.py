@@ -19,7 +19,7 @@ def compiled() -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("way", ["key_eager", "key_aot", "before_aot", "after_aot"])
+@pytest.mark.parametrize("way", ["key_eager", "key_aot", "default_aot", "before_aot", "after_aot"])
 @pytest.mark.parametrize(
     ("name", "setup"),
     [

@@ -37,8 +37,15 @@ OPTIONS = [
     Mutation(
         "every-process-reads-the-same-samples",
         "gptpar/any_module/dataset.py",
-        "DistributedSampler(dataset, world, rank, seed",
-        "DistributedSampler(dataset, world, 0, seed",
+        "EpochSampler(dataset, world, rank, seed",
+        "EpochSampler(dataset, world, 0, seed",
+        ("tests/unit/any_module/test_dataset.py",),
+    ),
+    Mutation(
+        "every-epoch-has-the-same-order",
+        "gptpar/any_module/dataset.py",
+        "self.epoch += 1\n        return order",
+        "return order",
         ("tests/unit/any_module/test_dataset.py",),
     ),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from gptpar.cli.fit.choose import Choice
 from gptpar.cli.fit.text import Text
 from gptpar.errors import GptparError
-from gptpar.system.files import atomic_output
+from gptpar.system.files import MAX_SMALL_BYTES, atomic_output, read_regular
 
 FILE_NAME = "made_with.json"
 
@@ -51,7 +51,7 @@ class MadeWith:
         path = run / FILE_NAME
         if path.exists():
             try:
-                return _from_dict(json.loads(path.read_text()))
+                return _from_dict(json.loads(read_regular(path, MAX_SMALL_BYTES)))
             except (ValueError, KeyError, TypeError) as error:
                 raise GptparError(f"{path} cannot be read ({error!r}): {_remedy(run)}") from error
         if run.exists() and any(run.iterdir()):

@@ -113,10 +113,10 @@ class Owner:
             FolderTakenError: the folder is another run's now.
         """
         claim = current_claim(self._root)
-        if claim is None and self._find_checkpoints() <= self._checkpoints:
+        if claim is None and not self._is_mine() and self._find_checkpoints() <= self._checkpoints:
             self._path = self._take()
             self._say(f" > the owner file of {self._root} had been removed, and no other run came: written again")
-        elif claim is None or claim.token != self._token:
+        elif not self._is_mine() or (claim is not None and claim.number > self._number):
             by = "other checkpoints than this run's are in it" if claim is None else claim.describe()
             raise FolderTakenError(
                 f"{self._root} was taken by another run while this one trained ({by}): this run stops and "
@@ -192,7 +192,14 @@ class Owner:
     def _find_checkpoints(self) -> frozenset[str]:
         return frozenset(path.name for _, path in find_checkpoints(self._root))
 
+    @property
+    def _number(self) -> int:
+        match = _CLAIM.fullmatch(self._path.name)
+        assert match is not None
+        return int(match[1])
+
     def _is_mine(self) -> bool:
+        """Whether this run's claim is there; network file systems list new entries late, but find them by name."""
         try:
             return _read(self._path, 0).token == self._token
         except OSError:

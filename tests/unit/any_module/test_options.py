@@ -101,7 +101,7 @@ def test_the_smallest_configuration_is_complete() -> None:
         optimizer=None,
         scheduler=None,
         steps_per_print=0,
-        compile=False,
+        compile="auto",
         units=(),
         step_graph="auto",
         seed=1234,
@@ -120,7 +120,7 @@ def test_our_own_section() -> None:
     section = {"compile": True, "units": ["GPT2Block"], "step_graph": False, "speculation": "off", "threads": 3}
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     found = options(gptpar={**section, "seed": 7}, zero_optimization=offload)
-    assert (found.compile, found.units, found.step_graph, found.seed) == (True, ("GPT2Block",), "off", 7)
+    assert (found.compile, found.units, found.step_graph, found.seed) == ("on", ("GPT2Block",), "off", 7)
     assert found.offload == OffloadOptions(1.0, None, parameters=True, speculation="off", threads=3)
     assert options(gptpar={"step_graph": True}).step_graph == "on"
     assert options(gptpar={"step_graph": "auto"}).step_graph == "auto"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, FolderTakenError
 from gptpar.system.processes import Process
 from gptpar.training.run_folder import owner
 from gptpar.training.run_folder.owner import Owner, current_claim
@@ -207,6 +207,20 @@ def test_an_owner_file_that_was_removed_is_written_again_if_nobody_came(tmp_path
     assert [number for number, _ in find_checkpoints(tmp_path)] == [20]
     with pytest.raises(CheckpointError, match="is in use"):
         Owner(tmp_path, silent)
+
+
+def test_an_owner_file_that_is_listed_late_is_still_this_runs(
+    tmp_path: Path, owned: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems list new entries seconds later, and find them by name at once."""
+    listed = os.listdir
+    monkeypatch.setattr(owner.os, "listdir", lambda folder: [])
+    owned.require()
+    assert sorted(listed(tmp_path)) == ["owner-1.json"]
+    (tmp_path / "owner-2.json").write_text((tmp_path / "owner-1.json").read_text())
+    monkeypatch.setattr(owner.os, "listdir", listed)
+    with pytest.raises(FolderTakenError, match="was taken by another run while this one trained"):
+        owned.require()
 
 
 def test_a_folder_that_was_removed_is_made_again_by_the_next_save(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
@@ -73,7 +73,7 @@ def initialize(
         model: the module, whose parameters stay the same objects; a
             :class:`~gptpar.pipeline.module.PipelineModule`; or its layers, which the configuration's ``pipeline``
             divides. The engine of the latter two is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
-        optimizer: instead of the configuration's: an AdamW before its first step, or a function from parameters to one.
+        optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
         lr_scheduler: instead of the configuration's: one over ``optimizer``, or a function of the returned optimizer.
@@ -147,13 +147,12 @@ def _engine_of(
     recording: Recording | None,
     loss_fn: LossFunction | None,
 ) -> ModuleEngine:
-    options = options_beside(optimizer, options)
     with all_or_none(topology.layout.world_size):
         if recording is not None:
             recording.check(model)
         else:
             _require_values(model)
-        groups = groups_of(optimizer, model_parameters, model, options)
+        groups, options = groups_of(optimizer, model_parameters, model, options)
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
     require_same_model(model, groups)

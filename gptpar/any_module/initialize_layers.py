@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.build import build_engine, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.failed_passes import FailedPasses
@@ -92,11 +92,11 @@ def engine_of_pipeline(
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
-    options = options_beside(optimizer, options)
     with all_or_none(topology.layout.world_size):
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)
-        groups = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=topology.layout.pipeline > 1)
+        may_be_empty = topology.layout.pipeline > 1
+        groups, options = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=may_be_empty)
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = plan_layers(layers, dtype=options.dtype, trained=trained)
     with all_or_none(topology.layout.world_size):  # of the processes of a stage all fail, or none

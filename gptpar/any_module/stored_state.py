@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from gptpar.any_module.frozen_groups import MISSED
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.errors import CheckpointError
 from gptpar.optim.skip_step import NO_STEPS, is_window
@@ -139,6 +140,7 @@ def group_differences(stored: Sequence[Mapping[str, Any]], members: Sequence[Seq
 def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Load the groups' hyperparameters; a tensor remains the same object, because others may hold it."""
     for group, saved in zip(groups, stored, strict=True):
+        group.pop(MISSED, None)
         for name, value in saved.items():
             if name == "params":
                 continue

@@ -15,8 +15,8 @@ OPTIONS = [
     Mutation(
         "clients-groups-are-copied",
         "gptpar/any_module/client_optimizer.py",
-        "client.param_groups, list(_client_problems(client))",
-        "[dict(g) for g in client.param_groups], list(_client_problems(client))",
+        "client.param_groups, list(torch_optimizers.problems(client))",
+        "[dict(g) for g in client.param_groups], list(torch_optimizers.problems(client))",
         ("tests/unit/any_module/test_optimizer.py",),
     ),
     Mutation(

@@ -97,7 +97,7 @@ def take_arguments(args: Any, mpu: Any, mesh_param: Any, *, world: int, is_pipel
     here, given = local_rank(os.environ), getattr(args, "local_rank", None)
     if given is not None and not is_whole(given):
         problems.append(f"args.local_rank is of type {type(given).__name__}: a whole number is needed (type=int).")
-    elif given is not None and given >= 0 and here not in (None, given):
+    elif given and given >= 0 and here not in (None, given):  # 0 is the usual default of a program's own flag
         problems.append(
             f"args.local_rank is {given}, and the environment says that this process is number {here} of its machine "
             "(LOCAL_RANK): leave --local_rank to the launcher, or out."

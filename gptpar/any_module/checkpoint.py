@@ -29,7 +29,7 @@ from gptpar.any_module.stored_state import (
     scheduler_problems,
     scheduler_to_json,
 )
-from gptpar.any_module.tags import LATEST, agreed_tag, candidates, place_for
+from gptpar.any_module.tags import LATEST, agreed_tag, candidates, link_tag, place_for
 from gptpar.any_module.units import own, walk
 from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint import load_checkpoint as load_tensors
@@ -119,7 +119,7 @@ def save(
         tensors |= _buffers(engine)
     parts = {name: as_parts(tensor) for name, tensor in tensors.items()}
     in_reach = {id(part) for name, one in parts.items() if _is_in_reach(engine, name) for _, part in one.parts}
-    write = partial(_write, folder, number, meta=meta, replaces=replaced, latest=tag if save_latest else None)
+    write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=save_latest)
     saver.begin(
         Save(folder, number, parts, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
     )
@@ -145,14 +145,16 @@ def _write(
     tensors: Mapping[str, TensorParts],
     meta: dict[str, Any],
     *,
-    latest: str | None,
+    tag: str,
+    latest: bool,
     process_group: dist.ProcessGroup | None,
     **more: Any,
 ) -> Path:
     """Save, and name the checkpoint as the latest one."""
     path = save_tensors(folder, number, tensors, meta, process_group=process_group, **more)
-    if latest is not None:
-        Ranks(process_group).lead(lambda: replace_synced(folder / LATEST, latest))
+    Ranks(process_group).lead(lambda: link_tag(folder, tag, path))
+    if latest:
+        Ranks(process_group).lead(lambda: replace_synced(folder / LATEST, tag))
     return path
 
 

@@ -55,10 +55,12 @@ class Recording:
     be called from several threads.
 
     Args:
-        seed: of all random values. A generator that the constructor passes to an operator is not used.
+        seed: of all random values. A generator that the constructor passes to an operator is not used. ``None``: they
+            are those of a construction on the CPU, bit for bit; torch's default generator draws each of them once
+            while the model is recorded, and is afterwards where that construction would leave it.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int | None):
         self._tape = Tape(seed)
         self._registered: list[torch.Tensor] = []  # no weak references: torch.utils.swap_tensors refuses them
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
@@ -145,6 +147,7 @@ class Recording:
         """
         on_meta, on_cpu = ({"device": torch.device(name)} if makes else {} for name in ("meta", "cpu"))
         operation = self._before(function, args, kwargs | on_cpu)
+        self._tape.advance(operation)
         try:
             if torch.Tag.data_dependent_output in function.tags:
                 return self._compute(operation, args, kwargs | on_cpu)
@@ -174,9 +177,7 @@ class Recording:
 
     def _before(self, function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Operation:
         """The part of an operation that is known before the call, which may move its arguments to other storages."""
-        draw = None
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            draw, self._tape.num_draws = self._tape.num_draws, self._tape.num_draws + 1
+        draw = self._tape.next_draw() if torch.Tag.nondeterministic_seeded in function.tags else None
         args, kwargs = tree_map_only(torch.Tensor, self._region, (args, kwargs))
         return Operation(function, args, kwargs, draw)
 
@@ -240,7 +241,7 @@ class _AsOnCpu(TorchFunctionMode):
 
 
 @contextmanager
-def deferred_init(seed: int = 0) -> Iterator[Recording]:
+def deferred_init(seed: int | None = 0) -> Iterator[Recording]:
     """Build a model without memory: every tensor that is made in the context is on the meta device.
 
     All changes of values have to happen in the context: initialisation, casts, ``.to``, deep copies. Values that a
@@ -248,7 +249,8 @@ def deferred_init(seed: int = 0) -> Iterator[Recording]:
     the model has memory.
 
     Args:
-        seed: of all random values, the same on every process.
+        seed: of all random values, the same on every process. ``None``: they are those of torch's default generator,
+            as if the model were built on the CPU; the generator draws them once for that.
 
     Yields:
         the recording that makes the values.

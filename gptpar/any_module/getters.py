@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gptpar.any_module.deepspeed_getters import DeepSpeedGetters
 from gptpar.any_module.weights import copy_to_host
 from gptpar.system.host import local_rank
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from gptpar.topology.groups import Topology
 
 
-class Getters:
+class Getters(DeepSpeedGetters):
     """DeepSpeed's getters. As in DeepSpeed, those of the configuration are methods, those of the process attributes."""
 
     module: nn.Module

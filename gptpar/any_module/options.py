@@ -131,6 +131,7 @@ class EngineOptions:
         monitor: where DeepSpeed's curves are written.
         ignore_unused: whether a step may leave parameters without a gradient.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
+        config: the configuration as it was given, without ``"auto"`` values.
     """
 
     batch: StepBatch
@@ -150,6 +151,7 @@ class EngineOptions:
     seed: int
     derived: tuple[Derived, ...]
     without_effect: tuple[str, ...]
+    config: Mapping[str, Any]
     pipeline: PipelineOptions = PipelineOptions()
     async_save: bool = False
     ignore_unused: bool = True
@@ -400,4 +402,5 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
         monitor=MonitorOptions.of(flags.logging, with_loss_scale=flags.precision.fp16),
+        config=plain,
     )

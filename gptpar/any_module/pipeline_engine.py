@@ -59,6 +59,14 @@ class PipelineEngine(TrainingEngine):
 
     backward = step = forward
 
+    def is_first_stage(self) -> bool:
+        """Whether this process has the first layer."""
+        return self.topology.stage == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this process has the last layer, and computes the loss."""
+        return self.topology.stage == self.topology.layout.pipeline - 1
+
 
 class PipelineWork:
     """Runs the passes of a step by the pipeline's schedule.

@@ -2,6 +2,7 @@
 
     save_dir/iter_0000100/               a checkpoint (gptpar.checkpoint), which contains its tag
     save_dir/latest                      the tag that is loaded by default, as DeepSpeed writes it
+    save_dir/TAG                         a link to the checkpoint, by which programs look for DeepSpeed's
 
 A checkpoint's number is ``global_steps``; if that is not above the newest's number, it is the newest's plus one. So the
 checkpoint that was saved last is the newest. Saving under an existing tag replaces that checkpoint, as in DeepSpeed,
@@ -10,12 +11,13 @@ but only after the new one has been verified.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from gptpar.any_module.stored_state import tag_of
 from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
-from gptpar.checkpoint.foreign import foreign_checkpoint
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.errors import CheckpointError
@@ -53,9 +55,20 @@ def _tagged(folder: Path) -> list[Tagged]:
     return found
 
 
+def link_tag(folder: Path, tag: str, checkpoint: Path) -> None:
+    """Let ``folder/TAG`` lead to a checkpoint, unless something else has that name or the disk has no links."""
+    link = folder / tag
+    if link.parent != folder or tag == LATEST:
+        return
+    with contextlib.suppress(OSError):
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(checkpoint.name, target_is_directory=True)
+
+
 def place_for(folder: Path, tag: str, step: int) -> tuple[int, list[Path]]:
     """(number of a new checkpoint, paths of the checkpoints that it replaces)"""
-    _require_own(folder, "nothing is written into it; choose another folder.")
+    _require_own(folder, "nothing is written into it; choose another folder.", beside_a_model=True)
     found = _tagged(folder)
     for _, path, other in found:
         if other is None and _is_run(path):
@@ -71,10 +84,11 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _require_own(folder: Path, remedy: str) -> None:
+def _require_own(folder: Path, remedy: str, *, beside_a_model: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: give the folder of an engine's checkpoints.")
-    if folder.is_dir() and (found := foreign_checkpoint(folder)):
+    found = foreign_checkpoint(folder) if folder.is_dir() else None
+    if found and not (beside_a_model and found.reader is ForeignReader.HUGGING_FACE):
         raise CheckpointError(f"{folder} holds {found}: {remedy}")
     if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):
         raise CheckpointError(f"{folder} is itself a checkpoint: give {folder.parent}, the folder that it is in.")

@@ -3,7 +3,8 @@
 Every storage on the meta device has a history: the operators that wrote it. A tensor is a region of a storage, so that
 views, ties, ``.data`` and in-place operations need no special treatment. A replay runs on the CPU, and skips operators
 whose results are overwritten before they are read. The n-th random operator draws from a generator seeded with
-(seed, n), so that its values depend neither on the device nor on which other operators are replayed.
+(seed, n), or with the state that torch's own generator had, so that its values depend neither on the device nor on
+which other operators are replayed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Operation:
     """One recorded call of an operator; tensors among its arguments are regions, or real constants.
 
     Attributes:
-        draw: its number among the random operators; ``None``: it is not random.
+        draw: the state of the generator from which it draws; ``None``: it is not random.
         default_dtype: torch's at the call, if the dtype of the result depends on it.
         reads: storages whose earlier values it reads.
         replaces: storages that it overwrites completely.
@@ -75,7 +76,7 @@ class Operation:
     function: torch._ops.OpOverload
     args: tuple
     kwargs: dict[str, Any]
-    draw: int | None = None
+    draw: torch.Tensor | None = None
     default_dtype: torch.dtype | None = None
     reads: frozenset[int] = frozenset()
     replaces: frozenset[int] = frozenset()
@@ -92,12 +93,12 @@ class Tape:
     """Operators in the order of their calls, and the operators that wrote each storage on meta.
 
     Args:
-        seed: of all random values.
+        seed: of all random values; ``None``: they are those that torch's default generator would draw.
     """
 
-    def __init__(self, seed: int):
-        self.seed = seed
-        self.num_draws = 0
+    def __init__(self, seed: int | None):
+        self._seed = seed
+        self._num_draws = 0
         self._operations: list[Operation] = []
         self._writers: dict[int, list[int]] = {}  # storage -> indices of operations that write it, ascending
         self._storages: dict[int, torch.UntypedStorage] = {}  # keeps them, so that no key is used twice
@@ -160,11 +161,31 @@ class Tape:
             lazy = region.conjugate or region.negative
             return made if region.fills(made.untyped_storage().nbytes()) and not lazy else made.clone()
 
+    def next_draw(self) -> torch.Tensor:
+        """The state of the generator from which the next random operator draws."""
+        if self._seed is None:
+            return torch.default_generator.get_state()
+        number, self._num_draws = self._num_draws, self._num_draws + 1
+        return torch.Generator().manual_seed(seed_of(self._seed, "deferred", number)).get_state()
+
+    def advance(self, operation: Operation) -> None:
+        """Let torch's default generator draw what a recorded operator would have drawn from it."""
+        if self._seed is not None or operation.draw is None:
+            return
+
+        def empty(region: Region) -> torch.Tensor:
+            return region.of(torch.zeros(self._storages[region.storage].nbytes(), dtype=torch.uint8).untyped_storage())
+
+        with _disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map_only(Region, empty, (operation.args, operation.kwargs))
+            operation.function(*args, **kwargs)
+
     def call(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call an operator on real tensors, with its own random generator and the default dtype of its recording."""
         generator = None
         if operation.draw is not None:
-            generator = torch.Generator().manual_seed(seed_of(self.seed, "deferred", operation.draw))
+            generator = torch.Generator()
+            generator.set_state(operation.draw)
         if generator is not None and "generator" in keywords(operation.function):
             kwargs, generator = kwargs | {"generator": generator}, None
         with self._ambience(generator, operation.default_dtype):

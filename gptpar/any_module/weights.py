@@ -225,6 +225,24 @@ class Weights(NotCopied):
             self._take(changed)
             self._engine.publish()
 
+    @torch.no_grad()
+    def set_whole(self, name: str, kind: str, value: torch.Tensor) -> None:
+        """Change a parameter's ``weights`` or one of the optimizer's states; all processes call it with equal values.
+
+        Raises:
+            GptparError: this process trains no parameter of that name, or the value has another shape.
+        """
+        self._engine.finish()
+        held = self._engine.optimizer.parts(kind).get(self._stage.plan.aliases.get(name, name))
+        if held is None:
+            raise GptparError(f"{name} is no parameter that is trained on this process.")
+        if held.shape != value.shape:
+            raise GptparError(f"{name} has the shape {tuple(held.shape)}, and its new value {tuple(value.shape)}.")
+        self._engine.optimizer.guard.before_write(part for _, part in held.parts)
+        held.fill(value)
+        if kind == "weights":
+            self._engine.publish()
+
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """A parameter's ``weights``, one of the optimizer's states, or ``grad``; all processes call it.
 

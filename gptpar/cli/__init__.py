@@ -14,7 +14,8 @@ from gptpar.system.command_line import run
 VERBS = {
     "pretrain": "train a GPT",
     "benchmark": "time training steps on synthetic tokens, of one configuration or many",
-    "launch": "start workers as torchrun does; they get the time they need to save, and may be restarted",
+    "launch": "start workers as torchrun or DeepSpeed does; they get the time they need to save, and may be restarted",
+    "as-deepspeed": "run a command whose programs import deepspeed: they get gptpar in its place",
     "plan": "predict memory and speed of a run on any number of GPUs, or search the best layout",
     "check-layouts": "prove that every layout computes the same on this machine",
     "evaluate": "score a checkpoint on questions with choices, or on texts",

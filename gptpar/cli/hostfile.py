@@ -1,7 +1,7 @@
-"""``gptpar launch --hostfile``: DeepSpeed's hostfile and its selections, started through ssh.
+"""``gptpar launch`` with DeepSpeed's flags: its hostfile and selections, started through ssh, or on this machine.
 
-A line is ``HOST slots=N``; ``#`` begins a comment. A selection is ``HOST@HOST:0,2``: whole hosts, or some of their
-slots. Source of the format: deepspeed/launcher/runner.py.
+A line of a hostfile is ``HOST slots=N``; ``#`` begins a comment. A selection is ``HOST@HOST:0,2``: whole hosts, or some
+of their slots. Source of the format: deepspeed/launcher/runner.py.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gptpar.cli.ssh import remote_command, run_on_hosts, ssh_words
 from gptpar.errors import ConfigError
 
-_FLAGS = (
-    *("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus"),
-    *("--master-addr", "--master-port", "--ssh-port", "--dry-run"),
-)
-_SWITCH = "--dry-run"
-_SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}
+_CHOOSING = ("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus")
+_PROGRAM = ("--module", "--no-python")
+_WITHOUT_EFFECT = ("--force-multi", "--no-ssh-check", "--bind-cores-to-rank", "--save-pid", "--quiet")
+_SWITCHES = ("--dry-run", "--no-local-rank", *_PROGRAM, *_WITHOUT_EFFECT)
+_FLAGS = (*_CHOOSING, "--master-addr", "--master-port", "--ssh-port", "--log-level", *_SWITCHES)
+_SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-m": "--module", "-q": "--quiet"}
+_HERE = "localhost"
+"""DeepSpeed's name of this machine, where there is no hostfile."""
+
 _LINE = re.compile(r"\s*([A-Za-z0-9_][A-Za-z0-9_.:@-]*)\s+slots=([1-9]\d*)\s*")
 
 
@@ -154,8 +157,8 @@ def commands(
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether ``gptpar launch`` was called with a hostfile."""
-    return any(_name(word) == "--hostfile" for word in argv[:14])
+    """Whether ``gptpar launch`` was called as DeepSpeed's launcher is."""
+    return bool({*_CHOOSING, "--no-local-rank"} & _flags_first(argv)[0].keys())
 
 
 def _name(word: str) -> str:
@@ -164,32 +167,59 @@ def _name(word: str) -> str:
     return _SHORT.get(name, name.replace("_", "-"))
 
 
-def main(argv: Sequence[str]) -> int:
-    """``gptpar launch --hostfile FILE ...``: start the program on each host; with ``--dry-run``, only show how.
+def main(argv: Sequence[str], run_here: Callable[[Sequence[str]], int]) -> int:
+    """``gptpar launch`` with DeepSpeed's flags: start the program on each host of a hostfile, or on this machine.
+
+    The program gets ``--local_rank=N`` as its first word, unless there is ``--no_local_rank``.
+
+    Args:
+        argv: DeepSpeed's flags, and the program with its words.
+        run_here: runs ``gptpar launch`` on this machine.
 
     Raises:
         ConfigError: with all problems.
         GptparError: ssh cannot be started.
     """
     values, words = _flags_first(argv)
-    if "--hostfile" not in values or not words:
-        missing = "a program, for example -m gptpar pretrain FLAGS" if "--hostfile" in values else "--hostfile FILE"
-        raise ConfigError([f"gptpar launch needs {missing}, behind DeepSpeed's flags ({', '.join(_FLAGS)})."])
+    if not words:
+        raise ConfigError(
+            [f"gptpar launch needs a program, for example train.py, behind DeepSpeed's flags ({', '.join(_FLAGS)})."]
+        )
+    words = [flag for flag in _PROGRAM if flag in values] + words
+    words = words if "--no-local-rank" in values else ["--pass-local-rank", *words]
+    num_gpus = _count(values, "--num-gpus")
     hosts = selected(
-        read_hostfile(Path(values["--hostfile"])),
+        read_hostfile(Path(values["--hostfile"])) if "--hostfile" in values else {_HERE: _slots_here(num_gpus)},
         include=values.get("--include", ""),
         exclude=values.get("--exclude", ""),
         num_nodes=_count(values, "--num-nodes"),
-        num_gpus=_count(values, "--num-gpus"),
+        num_gpus=num_gpus,
     )
-    port = _count(values, "--master-port") or 29500
-    found = commands(hosts, words, os.environ, address=values.get("--master-addr", ""), port=port)
+    port = _count(values, "--master-port")
+    if "--hostfile" not in values:
+        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(hosts[_HERE], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        chosen = [] if port is None else ["--master-port", str(port)]
+        return run_here([*chosen, "--nproc-per-node", str(len(hosts[_HERE])), *words])
+    found = commands(hosts, words, os.environ, address=values.get("--master-addr", ""), port=port or 29500)
     ssh = ssh_words(os.environ, _count(values, "--ssh-port"))
-    if _SWITCH not in values:
+    if "--dry-run" not in values:
         return run_on_hosts(ssh, found)
     for host, command in found.items():
         print(shlex.join([*ssh, host, command]))
     return 0
+
+
+def _slots_here(num_gpus: int | None) -> list[int]:
+    """This machine's GPUs; without any, as many slots as are asked for."""
+    import torch  # a second, which a hostfile's machine should not pay for
+
+    return list(range(torch.cuda.device_count() or num_gpus or 1))
+
+
+def _visible(slots: Sequence[int], before: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for some of the devices that were visible before."""
+    devices = [] if before is None else [word for word in before.split(",") if word]
+    return ",".join(devices[slot] if slot < len(devices) else str(slot) for slot in slots)
 
 
 def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -197,9 +227,10 @@ def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     values, words = {}, list(argv)
     while words and (name := _name(words[0])) in _FLAGS:
         typed, glued, value = words.pop(0).partition("=")
-        if name != _SWITCH and not glued and not words:
+        is_switch = name in _SWITCHES
+        if not is_switch and not glued and not words:
             raise ConfigError([f"{typed} needs a value."])
-        values[name] = value if glued or name == _SWITCH else words.pop(0)
+        values[name] = value if glued or is_switch else words.pop(0)
     return values, words
 
 

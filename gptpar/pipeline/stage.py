@@ -284,7 +284,9 @@ def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     Autograd does not see later writes to the memory as in-place changes of the parameter.
     """
     if parameter.is_meta:
+        attributes = dict(vars(parameter))  # the user's, which would be swapped, too
         torch.utils.swap_tensors(parameter, nn.Parameter(memory.data, requires_grad=parameter.requires_grad))
+        vars(parameter).update(attributes)
     else:
         parameter.data = memory.data
 

@@ -16,8 +16,8 @@ DEFERRED = [
     Mutation(
         "all-random-operators-draw-alike",
         TAPE,
-        'seed_of(self.seed, "deferred", operation.draw)',
-        'seed_of(self.seed, "deferred")',
+        'seed_of(self._seed, "deferred", number)',
+        'seed_of(self._seed, "deferred")',
         (f"{VALUES_TESTS}::test_two_layers_draw_different_values",),
     ),
     Mutation(

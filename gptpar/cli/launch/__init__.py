@@ -92,13 +92,13 @@ _IMPORTED_LATER = ("torch.utils.tensorboard",)
 
 
 def main(argv: Sequence[str]) -> int:
-    """``gptpar launch``: takes torchrun's flags; the workers get the time they need to save.
+    """``gptpar launch``: takes torchrun's flags, or DeepSpeed's; the workers get the time they need to save.
 
     Raises:
         GptparError: the workers did not find each other.
     """
     if hostfile.is_asked_for(argv):
-        return hostfile.main(argv)
+        return hostfile.main(argv, main)
     words = read_flags(argv)
     job = job_of(words)
     if job is not None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gptpar.cli.launch.program import Kind, Program
+from gptpar.cli.launch.program import LOCAL_RANK, Kind, Program
 from gptpar.cli.launch.rendezvous import LOOPBACK
 from gptpar.system.command_line import describe_if_asked, positive_float
 
@@ -19,7 +19,7 @@ IMPORTED_BY_ENGINES = ("gptpar.any_module.initialize", "gptpar.checkpoint")
 _OURS = {
     *("nnodes", "nproc_per_node", "standalone", "max_restarts", "monitor_interval", "module", "no_python"),
     *("training_script", "training_script_args", "master_addr", "master_port", "node_rank", "signals_to_handle"),
-    "hang_seconds",
+    *("hang_seconds", "pass_local_rank"),
 }
 """Flags that a job honours itself, or that mean nothing on one machine."""
 
@@ -71,8 +71,16 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         help="on one machine, with --max-restarts: seconds without a sign of life after which workers are started "
         f"again, as after a death (default: {HANG_SECONDS:g})",
     )
+    parser.add_argument(
+        "--pass-local-rank",
+        action="store_true",
+        help="give the program --local_rank=N as its first argument, as DeepSpeed's launcher does",
+    )
     describe_if_asked(parser, argv)
-    return parser.parse_args(list(argv))
+    words = parser.parse_args(list(argv))
+    if words.pass_local_rank:
+        words.training_script_args.insert(0, f"--local_rank={LOCAL_RANK}")
+    return words
 
 
 def program_of(words: argparse.Namespace) -> Program:

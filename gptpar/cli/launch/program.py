@@ -6,8 +6,12 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+LOCAL_RANK = "${local_rank}"
+"""torchrun's text for a worker's number on its machine, in the program's arguments."""
 
 Kind = Literal["module", "script", "executable"]
 
@@ -31,20 +35,26 @@ class Program:
         """Whether the workers are gptpar's own, which note what they do as soon as there is something to save."""
         return self.kind == "module" and self.name == "gptpar"
 
-    def command(self) -> list[str]:
-        """The command line of a process of its own. Output is unbuffered, as torchrun has it."""
+    def command(self, environment: Mapping[str, str]) -> list[str]:
+        """The command line of a process of its own. Output is unbuffered, as torchrun has it.
+
+        Args:
+            environment: of the process, with its LOCAL_RANK.
+        """
         if self.kind == "executable":
-            return [self.name, *self.words]
+            return [self.name, *self._words_of(environment)]
         module = ["-m"] if self.kind == "module" else []
-        return [*interpreter(), *module, self.name, *self.words]
+        return [*interpreter(), *module, self.name, *self._words_of(environment)]
+
+    def _words_of(self, environment: Mapping[str, str]) -> list[str]:
+        return [word.replace(LOCAL_RANK, environment["LOCAL_RANK"]) for word in self.words]
 
     def run_here(self) -> None:
         """Run it as ``__main__`` of this process, which has only imported modules so far."""
+        sys.argv = [self.name, *self._words_of(os.environ)]
         if self.kind == "module":
-            sys.argv = [self.name, *self.words]
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            sys.argv = [self.name, *self.words]
             sys.path[0] = os.path.dirname(os.path.abspath(self.name))
             runpy.run_path(self.name, run_name="__main__")
 

@@ -150,7 +150,7 @@ class Supervisor:
         return self._start_fresh(environment)
 
     def _start_fresh(self, environment: dict[str, str]) -> int:
-        process = subprocess.Popen(self._job.program.command(), env=environment, start_new_session=True)
+        process = subprocess.Popen(self._job.program.command(environment), env=environment, start_new_session=True)
         process.returncode = 0  # this class waits for it, as it does for a template's forks
         return process.pid
 

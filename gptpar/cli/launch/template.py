@@ -111,7 +111,8 @@ def serve(file: int, launcher: int) -> Program:
             else:
                 _become_worker(json.loads(line), connection, launcher)
                 if not alone or _has_asked_cuda():
-                    os.execvp(program.command()[0], program.command())
+                    command = program.command(os.environ)
+                    os.execvp(command[0], command)
                 return program
     os._exit(0)
 

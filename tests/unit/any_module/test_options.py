@@ -88,7 +88,7 @@ def test_a_dictionary_may_have_what_json_writes_otherwise() -> None:
 
 def test_the_smallest_configuration_is_complete() -> None:
     found = options(world=2)
-    told = {"derived": (), "without_effect": ()}
+    told = {"derived": (), "without_effect": (), "config": {}}
     assert dataclasses.replace(found, **told) == EngineOptions(
         batch=StepBatch(4, 2, 1),
         dtype=None,

@@ -6,12 +6,14 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gptpar.cli import hostfile, without_local_rank
+from gptpar.cli.launch.job import program_of, read_flags
 from gptpar.cli.ssh import PASSED_ON
 from gptpar.errors import ConfigError, GptparError
 
@@ -67,6 +69,47 @@ def test_selections_that_cannot_be(how: dict[str, Any], expected: str) -> None:
     assert caught.value.problems[0].startswith(expected)
 
 
+def not_here(words: Sequence[str]) -> int:
+    raise AssertionError(f"{words} was run on this machine")
+
+
+@pytest.mark.parametrize(
+    "words, expected, visible",
+    [
+        (["--num_gpus", "2", "train.py"], ["--nproc-per-node", "2", "--pass-local-rank", "train.py"], "0,1"),
+        (["--num_gpus=-1", "--module", "m"], ["--nproc-per-node", "1", "--pass-local-rank", "--module", "m"], "0"),
+        (["--no_local_rank", "--master_port", "4", "t"], ["--master-port", "4", "--nproc-per-node", "1", "t"], "0"),
+        (
+            ["--num_nodes", "1", "t", "--num_gpus"],
+            ["--nproc-per-node", "1", "--pass-local-rank", "t", "--num_gpus"],
+            "0",
+        ),
+    ],
+)
+def test_flags_of_deepspeeds_launcher_without_a_hostfile_start_workers_here(
+    words: list[str], expected: list[str], visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    seen: list[Sequence[str]] = []
+    assert hostfile.is_asked_for(words)
+    hostfile.main(words, lambda found: seen.append(found) or 0)
+    assert seen == [expected] and os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_a_selection_of_this_machines_gpus_counts_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    hostfile.main(["--include", "localhost:0,2", "train.py"], lambda found: 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    with pytest.raises(ConfigError, match="a host has fewer slots"):
+        hostfile.main(["--num_gpus", "4", "train.py"], not_here)
+
+
+def test_the_program_gets_its_local_rank_as_the_first_word() -> None:
+    words = read_flags(["--nproc-per-node", "2", "--pass-local-rank", "train.py", "--lr", "1"])
+    assert program_of(words).command({"LOCAL_RANK": "3"})[-4:] == ["train.py", "--local_rank=3", "--lr", "1"]
+
+
 def test_the_command_of_each_host_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +124,7 @@ def test_the_command_of_each_host_is_printed(
     words = ["-H", str(path), "--include", "a:0,1@b:2,3", "--master_port=4000", "--ssh_port", "23", "--dry-run"]
     words += ["train.py", "--name", "two words"]
     assert hostfile.is_asked_for(words) and not hostfile.is_asked_for(["--nnodes", "2", "train.py"])
-    assert hostfile.main(words) == 0
+    assert hostfile.main(words, not_here) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:6] for line in lines] == [["ssh", "-o", "BatchMode=yes", "-p", "23", host] for host in "ab"]
     for rank, (gpus, line) in enumerate(zip(("0,1", "2,3"), lines, strict=True)):
@@ -89,7 +132,7 @@ def test_the_command_of_each_host_is_printed(
         assert (bash, option) == ("bash", "-c")
         launch = f"--nnodes 2 --master-addr a --master-port 4000 --nproc-per-node 2 --node-rank {rank}"
         expected = f"cd {tmp_path} && export PYTHON=/opt/python NCCL_DEBUG='it'\"'\"'s on' && {{ "
-        expected += f'CUDA_VISIBLE_DEVICES={gpus} "$PYTHON" -m gptpar launch {launch} train.py'
+        expected += f'CUDA_VISIBLE_DEVICES={gpus} "$PYTHON" -m gptpar launch {launch} --pass-local-rank train.py'
         assert script.startswith(f"{expected} --name 'two words' </dev/null & child=$!")
 
 
@@ -122,7 +165,7 @@ def test_a_host_that_fails_ends_the_others(
     monkeypatch.setenv("PYTHON", str(tmp_path / "python"))
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     began = time.monotonic()
-    assert hostfile.main(["--hostfile", str(tmp_path / "hosts"), "--num_gpus", "1", "train.py"]) == 7
+    assert hostfile.main(["--hostfile", str(tmp_path / "hosts"), "--num_gpus", "1", "train.py"], not_here) == 7
     assert time.monotonic() - began < 30
     told, error = capfd.readouterr()
     assert {"a: to a", "b: to b", "a: gpus 0 INFO --nnodes 2", "b: gpus 0 INFO --nnodes 2"} <= set(told.splitlines())
@@ -133,7 +176,7 @@ def test_an_ssh_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "hosts").write_text("a slots=2\n")
     monkeypatch.setenv("SSH", str(tmp_path / "none"))
     with pytest.raises(GptparError, match="none cannot be started .No such file or directory.: install it, or set SSH"):
-        hostfile.main(["--hostfile", str(tmp_path / "hosts"), "train.py"])
+        hostfile.main(["--hostfile", str(tmp_path / "hosts"), "train.py"], not_here)
 
 
 @pytest.mark.parametrize("rank", [["--local_rank=3"], ["--local-rank", "3"]])

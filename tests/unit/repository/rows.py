@@ -17,6 +17,7 @@ ROWS = [
     ["offload"],
     ["any_module"],
     ["plan"],
+    ["deepspeed"],
     ["training"],
     ["cli"],
     ["__init__", "__main__"],

@@ -1,0 +1,198 @@
+"""DeepSpeed's names: where each is in gptpar, in which of DeepSpeed's modules it is found, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose names and meanings these are."""
+
+_HERE = "gptpar.deepspeed"
+_SCHEDULES = "gptpar.any_module.schedulers"
+_ESTIMATES = "gptpar.plan.deepspeed_estimates"
+
+HOMES: Mapping[str, str] = {
+    "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.start:DEEPSPEED_ENVIRONMENT_NAME",
+    "DeepSpeedConfig": f"{_HERE}.settings:DeepSpeedConfig",
+    "DeepSpeedConfigError": "gptpar.errors:ConfigError",
+    "DeepSpeedCPUAdam": f"{_HERE}.optimizers:DeepSpeedCPUAdam",
+    "DeepSpeedDataLoader": "torch.utils.data:DataLoader",
+    "DeepSpeedEngine": "gptpar.any_module.training_engine:TrainingEngine",
+    "DeepSpeedOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
+    "DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3": "gptpar.any_module.optimizer:EngineOptimizer",
+    "FP16_DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
+    "FusedAdam": f"{_HERE}.optimizers:FusedAdam",
+    "GatheredParameters": f"{_HERE}.zero_parameters:GatheredParameters",
+    "HAS_TRITON": f"{_HERE}.start:HAS_TRITON",
+    "Init": f"{_HERE}.zero_parameters:Init",
+    "LRRangeTest": f"{_SCHEDULES}:LRRangeTest",
+    "LayerSpec": f"{_HERE}.pipeline:PipeLayerSpec",
+    "OnDevice": f"{_HERE}.zero_parameters:OnDevice",
+    "OneCycle": f"{_SCHEDULES}:OneCycle",
+    "PipeDataParallelTopology": f"{_HERE}.grid:PipeDataParallelTopology",
+    "PipeModelDataParallelTopology": f"{_HERE}.grid:PipeModelDataParallelTopology",
+    "PipelineEngine": "gptpar.any_module.pipeline_engine:PipelineEngine",
+    "PipelineModule": f"{_HERE}.pipeline:PipeModule",
+    "ProcessTopology": f"{_HERE}.grid:ProcessTopology",
+    "RepeatingLoader": "gptpar.any_module.dataset:RepeatingLoader",
+    "TiedLayerSpec": f"{_HERE}.pipeline:PipeTiedLayerSpec",
+    "VALID_LR_SCHEDULES": f"{_HERE}.start:VALID_LR_SCHEDULES",
+    "WarmupCosineLR": f"{_SCHEDULES}:WarmupCosineLR",
+    "WarmupDecayLR": f"{_SCHEDULES}:WarmupDecayLR",
+    "WarmupLR": f"{_SCHEDULES}:WarmupLR",
+    "ZeroParamStatus": f"{_HERE}.zero_parameters:ZeroParamStatus",
+    "__version__": f"{_HERE}.names:VERSION",
+    "add_config_arguments": "gptpar.any_module.arguments:add_config_arguments",
+    "checkpoint": f"{_HERE}.recomputation:checkpoint",
+    "checkpointing": f"{_HERE}.recomputation",
+    "clip_grad_norm_": "torch.nn.utils:clip_grad_norm_",
+    "clone_tensors_for_torch_save": f"{_HERE}.whole_tensors:clone_tensors_for_torch_save",
+    "configure": f"{_HERE}.recomputation:configure",
+    "estimate_zero2_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_live",
+    "get_accelerator": f"{_HERE}.accelerators:get_accelerator",
+    "get_z3_leaf_modules": f"{_HERE}.zero_parameters:get_z3_leaf_modules",
+    "init_distributed": f"{_HERE}.start:init_distributed",
+    "initialize": f"{_HERE}.start:initialize",
+    "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
+    "is_configured": f"{_HERE}.recomputation:is_configured",
+    "log_dist": f"{_HERE}.start:log_dist",
+    "logger": f"{_HERE}.start:logger",
+    "move_to_device": f"{_HERE}.start:move_to_device",
+    "partition_balanced": f"{_HERE}.pipeline:partition_balanced",
+    "partition_uniform": f"{_HERE}.pipeline:partition_uniform",
+    "register_external_parameter": f"{_HERE}.zero_parameters:register_external_parameter",
+    "reset": f"{_HERE}.recomputation:reset",
+    "safe_get_full_fp32_param": f"{_HERE}.whole_tensors:safe_get_full_fp32_param",
+    "safe_get_full_grad": f"{_HERE}.whole_tensors:safe_get_full_grad",
+    "safe_get_full_optimizer_state": f"{_HERE}.whole_tensors:safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param": f"{_HERE}.whole_tensors:safe_set_full_fp32_param",
+    "safe_set_full_grad": f"{_HERE}.whole_tensors:safe_set_full_grad",
+    "safe_set_full_optimizer_state": f"{_HERE}.whole_tensors:safe_set_full_optimizer_state",
+    "see_memory_usage": f"{_HERE}.start:see_memory_usage",
+    "set_random_seed": f"{_HERE}.start:set_random_seed",
+    "set_z3_leaf_modules": f"{_HERE}.zero_parameters:set_z3_leaf_modules",
+    "split_params_into_different_moe_groups_for_optimizer": (
+        f"{_HERE}.start:split_params_into_different_moe_groups_for_optimizer"
+    ),
+    "torch_info": f"{_HERE}.start:torch_info",
+    "unset_z3_leaf_modules": f"{_HERE}.zero_parameters:unset_z3_leaf_modules",
+    "unwrap_model_for_generation": f"{_HERE}.zero_parameters:unwrap_model_for_generation",
+    "version": f"{_HERE}.names:VERSION",
+    "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}.zero_parameters:zero_wrapper_for_fp_tensor_constructor",
+}
+"""Name -> the module of gptpar or torch, and the attribute there, which is that name."""
+
+_SAFE = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+    "safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
+    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+)
+_LEAVES = "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules"
+_ZERO = (
+    "Init GatheredParameters ZeroParamStatus register_external_parameter unwrap_model_for_generation "
+    "TiledLinear TiledLinearReturnBias MiCS_Init"
+)
+_PIPE = "PipelineModule LayerSpec TiedLayerSpec"
+_SCHEDULERS = "VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"
+_CHECKPOINTING = "checkpoint configure is_configured reset"
+_GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
+_ZERO2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
+_ZERO3 = "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
+
+PLACES: Mapping[str, str] = {
+    "": "initialize init_distributed add_config_arguments DeepSpeedEngine PipelineEngine PipelineModule "
+    "DeepSpeedOptimizer DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader get_accelerator log_dist logger "
+    "OnDevice checkpointing HAS_TRITON __version__ version init_inference InferenceEngine DeepSpeedInferenceConfig "
+    "default_inference_config tp_model_init set_autotp_mode DeepSpeedHybridEngine DeepSpeedTransformerLayer "
+    "DeepSpeedTransformerConfig",
+    "accelerator": "get_accelerator",
+    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "comm": "init_distributed",
+    "comm.comm": "init_distributed",
+    "git_version_info": "version torch_info",
+    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
+    "moe.layer": "MoE",
+    "moe.utils": "split_params_into_different_moe_groups_for_optimizer",
+    "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "ops.adam.cpu_adam": "DeepSpeedCPUAdam",
+    "ops.adam.fused_adam": "FusedAdam",
+    "ops.lamb": "FusedLamb",
+    "ops.lion": "DeepSpeedCPULion FusedLion",
+    "ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+    "pipe": _PIPE,
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.base_optimizer": "DeepSpeedOptimizer",
+    "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+    "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
+    "runtime.engine": "DeepSpeedEngine",
+    "runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
+    "runtime.lr_schedules": _SCHEDULERS,
+    "runtime.pipe": _PIPE,
+    "runtime.pipe.engine": "PipelineEngine",
+    "runtime.pipe.module": _PIPE,
+    "runtime.pipe.topology": _GRID,
+    "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "runtime.utils": "clip_grad_norm_ see_memory_usage partition_uniform partition_balanced move_to_device "
+    "set_random_seed",
+    "runtime.zero": _ZERO,
+    "runtime.zero.mics": "MiCS_Init",
+    "runtime.zero.partition_parameters": f"{_ZERO} zero_wrapper_for_fp_tensor_constructor get_accelerator",
+    "runtime.zero.stage3": f"DeepSpeedZeroOptimizer_Stage3 unwrap_model_for_generation {_ZERO3}",
+    "runtime.zero.stage_1_and_2": f"DeepSpeedZeroOptimizer FP16_DeepSpeedZeroOptimizer {_ZERO2}",
+    "runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
+    "sequence.layer": "_SeqAllToAll DistributedAttention",
+    "utils": f"logger log_dist OnDevice RepeatingLoader instrument_w_nvtx {_LEAVES} {_SAFE}",
+    "utils.groups": "",
+    "utils.logging": "logger log_dist",
+    "utils.nvtx": "instrument_w_nvtx",
+    "utils.tensor_fragment": _SAFE,
+    "utils.z3_leaf_module": _LEAVES,
+    "zero": _ZERO,
+}
+"""Module of DeepSpeed -> its names here."""
+
+EVERYTHING_OF: Mapping[str, str] = {
+    "comm": "torch.distributed",
+    "comm.comm": "torch.distributed",
+    "utils.groups": f"{_HERE}.groups",
+}
+"""Module of DeepSpeed -> a module that has its other names."""
+
+REFUSED: Mapping[str, str] = {
+    "the engine has AdamW, Lion and elementwise optimizers of torch: configure one of these.": (
+        "FusedLamb OnebitAdam OnebitLamb ZeroOneAdam"
+    ),
+    'leave it out and configure {"optimizer": {"type": "Lion"}}, which the engine updates on GPU and CPU.': (
+        "DeepSpeedCPULion FusedLion"
+    ),
+    "leave it out and configure an optimizer of the engine, or pass optimizer=torch.optim.Adagrad(...).": (
+        "DeepSpeedCPUAdagrad"
+    ),
+    "ZeRO-3 divides each layer over all processes, so that a large one need not be cut: use torch.nn.Linear.": (
+        "TiledLinear TiledLinearReturnBias"
+    ),
+    "parameters are divided over all processes: use zero.Init.": "MiCS_Init",
+    "gptpar trains; for inference use the module itself, or export it (engine.save_16bit_model) to a server.": (
+        "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config DeepSpeedHybridEngine"
+    ),
+    "a module is whole on each process: use ZeRO-3, or `gptpar pretrain` for a GPT with tensor parallelism.": (
+        "tp_model_init set_autotp_mode"
+    ),
+    "use the module's own layers, with torch.compile or the key gptpar.compile.": (
+        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
+    ),
+    "there are no experts with processes of their own: a module's own experts train like its other layers.": ("MoE"),
+    "sequences are not divided over processes: lower the micro-batch size, and recompute activations.": (
+        "_SeqAllToAll DistributedAttention UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
+    ),
+    "with ZeRO a process has a part of a unit, not of one parameter: use safe_get_full_... or safe_set_full_...": (
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
+        "safe_set_local_grad safe_set_local_optimizer_state"
+    ),
+}
+"""What a program can do instead -> the names that are refused with it."""

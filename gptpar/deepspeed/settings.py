@@ -1,0 +1,61 @@
+"""``DeepSpeedConfig``: a configuration that was read, with the batch's three numbers filled in."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from gptpar.any_module.options import read_options
+from gptpar.config.deepspeed_reader import read_file
+from gptpar.errors import ConfigError
+
+
+class DeepSpeedConfig:
+    """Reads a configuration as ``initialize`` does.
+
+    Args:
+        config: a path, a dictionary, or JSON in base 64.
+        mpu: has ``get_data_parallel_world_size()``; default: the number of processes.
+
+    Attributes:
+        raw: the configuration as a dictionary.
+
+    Raises:
+        ConfigError: something is wrong; it names all problems.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None):
+        self.raw = _raw(config)
+        world = mpu.get_data_parallel_world_size() if mpu is not None else None
+        self._world = world or (dist.get_world_size() if dist.is_initialized() else 1)
+
+    def __getattr__(self, name: str) -> Any:
+        """``train_batch_size`` and the others of the batch; else the key of that name in the configuration."""
+        if name.startswith("__") or name in ("raw", "_world"):
+            raise AttributeError(name)
+        batch = {
+            "train_batch_size": "train_batch_size",
+            "train_micro_batch_size_per_gpu": "micro_batch_size",
+            "gradient_accumulation_steps": "accumulation_steps",
+        }
+        if name in batch:
+            return getattr(read_options(self.raw, world=self._world).batch, batch[name])
+        if name in self.raw:
+            return self.raw[name]
+        raise AttributeError(f"the configuration has no {name!r}; engine.train_batch_size() and the like read it")
+
+
+def _raw(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, str) and not os.path.exists(config):
+        try:
+            return json.loads(base64.urlsafe_b64decode(config))
+        except ValueError:
+            raise ConfigError([f"{config} is neither a file nor a configuration in base 64."]) from None
+    return read_file(os.fspath(config))

@@ -1,0 +1,175 @@
+"""DeepSpeed's first calls: ``init_distributed`` and ``initialize``; and its small helpers."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from gptpar.any_module.initialize import Initialized
+from gptpar.any_module.initialize import initialize as initialize_engine
+from gptpar.any_module.schedulers import SCHEDULERS
+from gptpar.deepspeed.zero_parameters import mark_trained, take_recording
+from gptpar.errors import ConfigError
+from gptpar.system.host import peak_process_memory
+from gptpar.topology.world import join_world
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+HAS_TRITON = False
+"""Whether DeepSpeed's inference kernels are there."""
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+"""DeepSpeed's file of variables for all machines, which accelerate writes."""
+
+torch_info = {"version": torch.__version__, "cuda_version": torch.version.cuda or "0.0", "bf16_support": True}
+"""What DeepSpeed was built with; gptpar is not built for a version of torch."""
+
+PORT = 29500
+"""DeepSpeed's default port of the first process."""
+
+VALID_LR_SCHEDULES = [*SCHEDULERS]
+
+logger = logging.getLogger("DeepSpeed")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = PORT,
+    verbose: bool = True,
+    timeout: datetime.timedelta = dist.default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Let ``torch.distributed`` meet the other processes, unless it has; a process alone makes a group of one.
+
+    A process that no launcher has started is a group of one, and gets a launcher's variables (RANK, LOCAL_RANK,
+    WORLD_SIZE), which programs read.
+
+    Args:
+        dist_backend: default: NCCL for tensors on GPUs, gloo for others.
+        auto_mpi_discovery, verbose, config: without effect: mpirun's ranks need RANK and WORLD_SIZE.
+        distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
+        timeout: how long collectives wait for other processes.
+        init_method, rank, world_size: as ``torch.distributed.init_process_group`` has them.
+        dist_init_required: ``False``: the program has initialised it already.
+
+    Raises:
+        ConfigError: it has not.
+        GptparError: the environment is wrong, or the processes did not meet.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError(
+            [
+                "dist_init_required is False, and torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group first, or leave dist_init_required out."
+            ]
+        )
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if init_method is not None:
+        dist.init_process_group(backend, init_method, timeout, world_size, rank)
+        return
+    if rank >= 0 and world_size > 0:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if os.environ["WORLD_SIZE"] == "1":
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        join_world(timeout.total_seconds() / 60)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | Sequence[Any] | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Initialized:
+    """``deepspeed.initialize``: :func:`gptpar.initialize` after :func:`init_distributed`.
+
+    A model that was built under ``zero.Init`` gets its values here. With ZeRO-3 its parameters have DeepSpeed's
+    attributes ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``.
+    """
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    recording = take_recording(model) if isinstance(model, nn.Module) else None
+    found = initialize_engine(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        config_params=config_params,
+        recording=recording,
+    )
+    mark_trained(found[0])
+    return found
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on some ranks: all of them if -1 is among them, by default the first."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank in (ranks or [0]) or -1 in (ranks or ()):
+        logger.log(level, f"[Rank {rank}] {message}")
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print the memory that this process has taken, on the first rank, if ``force``."""
+    if force and (not dist.is_initialized() or dist.get_rank() == 0):
+        here = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        print(
+            f"{message}: {here:.2f} GiB on the GPU, at most {(peak_process_memory() or 0) / 2**30:.2f} GiB on the host"
+        )
+
+
+def instrument_w_nvtx(function: Called) -> Called:
+    """The function itself: `gptpar benchmark --trace` and torch.profiler show calls by name."""
+    return function
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Nested tensors on a device; with ``criterion_func`` those alone for which it is true."""
+    chosen = criterion_func or (lambda tensor: True)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device) if chosen(tensor) else tensor, item)
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """The groups as a list: a model without ``MoE`` has no experts that need groups of their own."""
+    return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's random numbers."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,259 @@
+"""``deepspeed.zero``: models that are built without memory, and access to whole parameters.
+
+Under ``zero.Init`` a model's parameters are on the meta device, and a recording makes their values later
+(:func:`gptpar.deferred_init`): in ``GatheredParameters``, or when ``initialize`` lays them out. They are those of a
+construction without ``zero.Init``, bit for bit. Buffers have their values at once, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from gptpar.any_module.deferred import Recording, _OnMeta, deferred_init
+from gptpar.any_module.training_engine import TrainingEngine
+from gptpar.errors import GptparError
+from gptpar.pipeline.stage import place_parameter
+
+_IDS = itertools.count()
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter can be read: outside of ``GatheredParameters`` a ZeRO-3 parameter may be elsewhere."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ValueOwner:
+    """Who has a parameter's value. Copies and pickles of the parameter have none.
+
+    Attributes:
+        recording: makes it, until an engine has it.
+        engine: has it, once it is trained.
+        name: of the parameter in the engine's module.
+    """
+
+    def __init__(self, recording: Recording | None = None, engine: TrainingEngine | None = None, name: str = ""):
+        self.recording, self.name = recording, name
+        self._engine = None if engine is None else weakref.ref(engine)
+
+    @property
+    def engine(self) -> TrainingEngine | None:
+        engine = None if self._engine is None else self._engine()
+        return None if engine is None or engine.is_closed else engine
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ValueOwner, ()
+
+
+def owner_of(parameter: torch.Tensor) -> ValueOwner:
+    """Who has a parameter's value; an empty one for a parameter that has it itself."""
+    return getattr(parameter, "ds_owner", None) or ValueOwner()
+
+
+def _mark(parameter: Any, owner: ValueOwner, *, divided: bool) -> None:
+    parameter.ds_owner = owner
+    if divided:
+        if not hasattr(parameter, "ds_id"):
+            parameter.ds_id = next(_IDS)
+        parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+class Init:
+    """A context in which models are built without memory for their parameters.
+
+    Args:
+        module: a model that exists already: its parameters get DeepSpeed's attributes and keep their values.
+        enabled: whether the context does anything.
+
+    The other arguments choose memory and messages, which ``initialize`` chooses here; parameters get the
+    configuration's number format there, too.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any):
+        self._enabled, self._stack = enabled, contextlib.ExitStack()
+        self._recording: Recording | None = None
+        self._modules: list[nn.Module] = []
+        for parameter in module.parameters() if module is not None else ():
+            if enabled and not hasattr(parameter, "ds_id"):
+                _mark(parameter, ValueOwner(), divided=True)
+
+    def __enter__(self) -> Init:
+        is_inner = any(isinstance(mode, _OnMeta) for mode in _get_current_dispatch_mode_stack())
+        if self._enabled and not is_inner:
+            self._recording = self._stack.enter_context(deferred_init(seed=None))
+            for register in (
+                torch_module.register_module_parameter_registration_hook,
+                torch_module.register_module_buffer_registration_hook,
+                torch_module.register_module_module_registration_hook,
+            ):
+                hook = register(lambda module, name, value: self._modules.extend(_modules_of(module, value)))
+                self._stack.callback(hook.remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        if self._recording is not None and exception[0] is None:
+            _finish(self._recording, dict.fromkeys(self._modules))
+
+
+def _modules_of(module: nn.Module, value: object) -> list[nn.Module]:
+    return [module, value] if isinstance(value, nn.Module) else [module]
+
+
+def _finish(recording: Recording, modules: Iterable[nn.Module]) -> None:
+    """Mark the parameters of modules that were built, and give their other tensors values."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta and not hasattr(parameter, "ds_id"):
+                _mark(parameter, ValueOwner(recording), divided=True)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = recording.make(buffer, "cpu", name)
+        recording.make_attributes(module)
+
+
+class OnDevice:
+    """A context in which models are built on a device; on ``"meta"`` without memory and without values.
+
+    Args:
+        dtype: of floating-point tensors whose dtype is not given.
+        device: of tensors whose device is not given.
+        enabled: whether the context does anything.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True):
+        self._dtype, self._device, self._enabled = dtype, device, enabled
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            self._stack.enter_context(torch.device(self._device))
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+def give_value(parameter: Any) -> None:
+    """Give a parameter of ``zero.Init`` its value, in host memory."""
+    recording = owner_of(parameter).recording
+    if recording is not None and parameter.is_meta:
+        place_parameter(parameter, recording.make(parameter))
+        parameter.ds_owner = ValueOwner()
+
+
+def take_recording(model: nn.Module) -> Recording | None:
+    """The recording of the parameters that still have no values, for ``gptpar.initialize``.
+
+    Where parts of a model were built in several contexts, only one part can wait: the others get their values here.
+    """
+    waiting = [parameter for parameter in model.parameters() if parameter.is_meta]
+    recordings = [owner_of(parameter).recording for parameter in waiting]
+    first = next((recording for recording in recordings if recording is not None), None)
+    for parameter, recording in zip(waiting, recordings, strict=True):
+        if recording is not first:
+            give_value(parameter)
+    return first
+
+
+def mark_trained(engine: TrainingEngine) -> None:
+    """Give an engine's parameters DeepSpeed's attributes, by which they are found."""
+    for name, parameter in engine.module.named_parameters():
+        _mark(parameter, ValueOwner(None, engine, name), divided=engine.zero_optimization_stage() == 3)
+
+
+class GatheredParameters:
+    """A context in which parameters are whole; all processes enter it.
+
+    Args:
+        params: a parameter, or several, or none.
+        modifier_rank: the process whose changes count, for all; ``None``: parameters are only read.
+        fwd_module: without effect: a module's own forward has its parameters.
+        enabled: whether the context does anything.
+    """
+
+    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True):
+        listed = [params] if isinstance(params, torch.Tensor) else list(params or ())
+        self._params = list({id(one): one for one in listed if isinstance(one, torch.Tensor)}.values())
+        self._rank, self._enabled, self._stack = modifier_rank, enabled, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if not self._enabled:
+            return
+        engines = {id(engine): engine for one in self._params if (engine := owner_of(one).engine) is not None}
+        own = [one for one in self._params if owner_of(one).engine is None]
+        for parameter in own:
+            give_value(parameter)
+        self._stack.callback(self._share, own)
+        for engine in engines.values():
+            self._stack.enter_context(engine.gathered(self._rank))
+        divided = [one for one in self._params if hasattr(one, "ds_status")]
+        self._stack.callback(_set_status, divided, ZeroParamStatus.NOT_AVAILABLE)
+        _set_status(divided, ZeroParamStatus.AVAILABLE)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    @torch.no_grad()
+    def _share(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give all processes the values of one, of parameters that no engine has."""
+        if self._rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            for parameter in parameters:
+                if hasattr(parameter, "ds_id"):
+                    dist.broadcast(parameter.data, self._rank)
+
+
+def _set_status(parameters: Iterable[Any], status: ZeroParamStatus) -> None:
+    for parameter in parameters:
+        parameter.ds_status = status
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: TrainingEngine) -> Iterator[nn.Module]:
+    """The module of an engine with whole parameters, to generate texts with it; all processes enter it."""
+    with model.gathered():
+        yield model.module
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: a parameter that another module reads is found when it is read.
+
+    Raises:
+        GptparError: this is no parameter.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise GptparError(f"register_external_parameter takes a torch.nn.Parameter, not a {type(parameter).__name__}.")
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any], *args: Any) -> list[nn.Module]:
+    """The modules of these classes (or names). A unit's module is gathered as a whole: nothing has to be set."""
+    wanted = tuple(leaf_module_classes)
+    return [one for one in model.modules() if type(one) in wanted or type(one).__name__ in wanted]
+
+
+unset_z3_leaf_modules = set_z3_leaf_modules
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """None: see :func:`set_z3_leaf_modules`."""
+    return []
+
+
+def zero_wrapper_for_fp_tensor_constructor(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function itself: ``zero.Init`` keeps the number format of the tensors that a constructor makes."""
+    return function

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pretrains a GPT of 350M parameters from raw text on whatever this machine has, and sets everything up first.
+# Pretrains a GPT of 350M parameters from raw text on whatever this machine has, and sets everything up first. A CPU that
+# is too slow, or too busy, to teach that model anything in the time gets the largest model that it can teach.
 #
 #   bash examples/pretrain_gpt_350M.sh                        text found on this machine (Python's library), no download
 #   DATA=my.jsonl RUN=mine bash examples/pretrain_gpt_350M.sh     your text (.jsonl with a "text" key, .jsonl.gz, .txt, a folder)
@@ -14,9 +15,8 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)"
 trap 'echo "interrupted; run the same command again to go on" >&2; exit 130' INT
 source "$root/tools/setup_env.sh" run
 
-PRESET="${PRESET:-350M}"
 if [[ -z "${RUN:-}" ]]; then
-    RUN="runs/gpt-$PRESET"
+    RUN="runs/gpt-${PRESET:-350M}"
     [[ "$PWD" -ef "$root" ]] || RUN="$root/$RUN"
 fi
 work="$RUN/data"
@@ -25,12 +25,14 @@ compgen -G "/dev/nvidia[0-9]*" >/dev/null || export GOMP_SPINCOUNT="${GOMP_SPINC
 export PYTHONSAFEPATH=1 # the folder you are in may hold a random.py
 gptpar() { "$PYTHON" -m gptpar "$@"; }
 
+echo "run folder: $RUN; looking at this machine ..." >&2
 # What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule; another
 # text, model or length in the same folder is refused.
-chosen="$(gptpar fit --run "$RUN" --preset "$PRESET" --seconds-used "$SECONDS" \
+# A finished run gets no flags: nothing is left to train.
+chosen="$(gptpar fit --run "$RUN" ${PRESET:+--preset "$PRESET"} --began "$(($(date +%s) - SECONDS))" \
     ${MINUTES:+--minutes "$MINUTES"} ${DATA:+--data "$DATA"} -- "$@")"
 mapfile -t fitted <<<"$chosen"
-vocab_size="${fitted[1]}"
+vocab_size="${fitted[1]:-}"
 fitted=("${fitted[@]:2}")
 
 # Each file takes its name when it is whole, and what was made from an older one goes first.
@@ -57,19 +59,20 @@ case " $* " in
     ;;
 esac
 
-gptpar pretrain \
-    --preset "$PRESET" --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine \
+[[ -z "$chosen" ]] || gptpar pretrain \
+    --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine \
     --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval 100 --eval-iters 4 --keep-checkpoints 2 \
-    --log-throughput --log-timers-to-tensorboard \
+    --log-lines short --log-timers-to-tensorboard \
     "${data_flags[@]}" "${fitted[@]}" --save "$RUN" --load "$RUN" "$@"
 
 echo
 reference=()
 if [[ ${#data_flags[@]} -gt 0 ]]; then
-    entropy="$(gptpar summary "$RUN" --data-path "${data_flags[1]}" --entropy-only)"
+    learnt="$(gptpar summary "$RUN" --data-path "${data_flags[1]}")"
+    echo "$learnt"
+    entropy="$(sed -n 's/.*alone would give \([0-9.]*\).*/\1/p' <<<"$learnt")"
     reference=(--reference-loss "$entropy" --reference-label "unigram entropy")
-    gptpar summary "$RUN" --data-path "${data_flags[1]}"
     echo "--- a sample -------------------------------------------------------------------------------"
     gptpar generate --load "$RUN" --prompt "def" --num-tokens 60
     echo "--------------------------------------------------------------------------------------------"
@@ -77,5 +80,5 @@ else
     gptpar summary "$RUN"
 fi
 gptpar plot "$RUN" --output "$RUN/loss.png" "${reference[@]}"
-printf 'TensorBoard:  %q -m tensorboard.main --logdir %q\n' "$PYTHON" "$RUN/tensorboard"
+printf 'TensorBoard:  %q -m tensorboard.main --logdir_spec %q\n' "$PYTHON" "$(basename "$RUN"):$RUN/tensorboard"
 printf "Generate:     PYTHONPATH=%q %q -m gptpar generate --load %q --prompt '...'\n" "$root" "$PYTHON" "$RUN"

@@ -55,6 +55,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """Names for completion and ``help(gptpar)``, the lazy ones too."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are used: preprocessing's workers, for one, need no torch."""
     if name not in _HOMES:

@@ -93,6 +93,11 @@ class NativeBuildError(GptparError):
     """The C++ helper could not be compiled; holds the compiler's own message."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its class if there is no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def printable(text: str) -> str:
     """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)

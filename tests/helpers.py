@@ -25,9 +25,9 @@ TINY = (
 
 
 def tiny_config(flags: str = "", world_size: int = 1) -> Config:
-    """The tiny model with further flags, resolved, its vocabulary padded to 64."""
+    """The tiny model with further flags, resolved, its vocabulary padded to 64 unless they say another number."""
     config, _ = resolve(parse_flags(f"{TINY} {flags}".split()), world_size)
-    return config.update("model", padded_vocab_size=64)
+    return config.update("model", padded_vocab_size=config.model.pad_vocab_size_to or 64)
 
 
 def make_trainer(config: Config, rank: int = 0, layout: Layout = Layout()) -> Trainer:  # noqa: B008

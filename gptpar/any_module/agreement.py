@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import zip_longest
-from typing import Any, cast
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from gptpar.errors import ConfigError, GptparError, ModelError
+from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
 
 MODULUS = 2**20
@@ -82,70 +78,6 @@ class Agreement:
             f"step {step} was not taken: processes ran different units, so that they gathered each other's parameters "
             f"in another order. {_first_difference([passes for passes, _ in everyone])} {REMEDY}"
         )
-
-
-@contextmanager
-def all_or_none(world: int) -> Iterator[None]:
-    """If one process raises inside the block, all raise, with its rank, since they would wait for it.
-
-    There must be no collectives inside.
-    """
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        mine = error
-    everyone = [_plain(mine)]
-    if world > 1:
-        everyone = [None] * world
-        dist.all_gather_object(everyone, _plain(mine))
-    first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
-    if first is None:
-        return
-    if mine is not None and all(error == everyone[first] for error in everyone):
-        raise mine
-    kind, texts = cast(Any, everyone[first])
-    told = [f"rank {first}: {text}" for text in texts]
-    raise kind(told if kind in (ConfigError, ModelError) else told[0]) from mine
-
-
-def _plain(error: Exception | None) -> tuple[type[GptparError], list[str]] | None:
-    """An error in a form that can be sent: the nearest of our own classes, and its sentences."""
-    if isinstance(error, ConfigError | ModelError):
-        return type(error), error.problems
-    if error is None or isinstance(error, GptparError):
-        return None if error is None else (GptparError, [str(error)])
-    return GptparError, [f"{type(error).__name__}: {error}"]
-
-
-def require_same_model(model: nn.Module, topology: Topology) -> None:
-    """Check that all processes have the same model.
-
-    Raises:
-        ModelError: on every process: parameters differ in name, shape, dtype or ``requires_grad``.
-    """
-    if topology.layout.world_size == 1:
-        return
-    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    everyone: list[Any] = [None] * topology.layout.world_size
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            pairs = zip_longest(everyone[0], other)
-            first, its = next((a, b) for a, b in pairs if a != b)
-            raise ModelError(
-                [
-                    f"rank {rank} has another model than rank 0: {_told(its)} in place of {_told(first)}; all "
-                    "processes have to build the same one"
-                ]
-            )
-
-
-def _told(parameter: Any) -> str:
-    if parameter is None:
-        return "no further parameter"
-    name, shape, dtype, is_trained = parameter
-    return f"{name} ({list(shape)}, {dtype.removeprefix('torch.')}, {'trained' if is_trained else 'frozen'})"
 
 
 def _first_difference(passes: Sequence[Passes]) -> str:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
@@ -28,6 +27,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel import ALONE
+from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
 

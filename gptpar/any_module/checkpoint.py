@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,15 +112,16 @@ def save(
     tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
-    meta = ranks.lead(lambda: _state_of(engine, tag, client_state).to_meta())
+    held = _named_on_all_stages(ranks, engine, partial(_named, engine, with_extra=True))
+    meta = ranks.lead(lambda: _state_of(engine, tag, held, client_state).to_meta())
     tensors = _tensors(engine, with_moments=True)
-    if ranks.rank == 0:
-        tensors |= _buffers(engine.module)
-    held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    in_reach = {id(part) for name, one in held.items() if _is_in_reach(engine, name) for _, part in one.parts}
+    if engine.topology.data_rank == 0:
+        tensors |= _buffers(engine)
+    parts = {name: as_parts(tensor) for name, tensor in tensors.items()}
+    in_reach = {id(part) for name, one in parts.items() if _is_in_reach(engine, name) for _, part in one.parts}
     write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=save_latest)
     saver.begin(
-        Save(folder, number, held, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
+        Save(folder, number, parts, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
     )
     return str(checkpoint_path(folder, number))
 
@@ -201,21 +203,61 @@ def load(
 # The contents of a checkpoint.
 
 
-def _state_of(engine: TrainingEngine, tag: str, client_state: Any) -> StoredState:
-    """All numbers of the engine's present state that are not tensors."""
+@dataclass(frozen=True)
+class _Named:
+    """What an engine has by name: of one process, or of all stages of a pipeline together.
+
+    Attributes:
+        members: names of the parameters of each group.
+        aliases: each further name of a parameter or buffer -> its first one.
+        extra: path of a module with extra state -> that state as JSON, or ``None`` where it is not asked for.
+        problems: values of extra states that JSON cannot hold.
+    """
+
+    members: list[list[str]]
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+    problems: list[str]
+
+
+def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
+    """Of this process."""
+    names = engine.weights.names
     problems: list[str] = []
+    extra = {
+        path: to_json(module.get_extra_state(), f"the extra state of {path or 'the model'}", problems)
+        if with_extra
+        else None
+        for path, module in _with_extra_state(engine)
+    }
+    members = [[names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
+    return _Named(members, engine.weights.aliases, extra, problems)
+
+
+def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Callable[[], _Named]) -> _Named:
+    """What all processes have; one stands for all where each has the whole model."""
+    each = [of_process()] if engine.topology.layout.pipeline == 1 else ranks.each(of_process)
+    members = [list(dict.fromkeys(chain(*group))) for group in zip(*(one.members for one in each), strict=True)]
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    for one in reversed(each):  # the first process counts
+        aliases |= one.aliases
+        extra |= one.extra
+    return _Named(members, aliases, extra, [problem for one in each for problem in one.problems])
+
+
+def _state_of(engine: TrainingEngine, tag: str, held: _Named, client_state: Any) -> StoredState:
+    """All numbers of the engine's present state that are not tensors."""
+    problems = list(held.problems)
     counts = {name: getattr(engine, name) for name in ENGINE_COUNTS}
     state = StoredState(
         tag=tag,
         counts=counts | {"optimizer_steps": engine.engine.optimizer.steps_taken},
         loss_scale=engine.loss_scaler.state(),
-        groups=groups_to_json(engine.optimizer.param_groups, _names(engine.module), problems),
+        groups=groups_to_json(engine.optimizer.param_groups, held.members, problems),
         scheduler=scheduler_to_json(engine.lr_scheduler, problems),
-        aliases=engine.weights.aliases,
-        extra={
-            path: to_json(module.get_extra_state(), f"the extra state of {path or 'the model'}", problems)
-            for path, module in _with_extra_state(engine.module)
-        },
+        aliases=held.aliases,
+        extra=held.extra,
         skip_step=None if engine.skip_step is None else engine.skip_step.state(),
         client=to_json({} if client_state is None else client_state, "client_state", problems),
     )
@@ -227,14 +269,11 @@ def _state_of(engine: TrainingEngine, tag: str, client_state: Any) -> StoredStat
     return state
 
 
-def _names(module: nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: name for name, parameter in module.named_parameters()}
-
-
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _with_extra_state(engine: TrainingEngine) -> Iterator[tuple[str, nn.Module]]:
     return (
         (path, one)
-        for path, one in module.named_modules()
+        for prefix, root in engine.weights.roots.items()
+        for path, one in root.named_modules(prefix=prefix)
         if type(one).get_extra_state is not nn.Module.get_extra_state
     )
 
@@ -251,10 +290,10 @@ def _states(engine: TrainingEngine) -> tuple[str, ...]:
     return engine.engine.optimizer.optimizer.states
 
 
-def _buffers(module: nn.Module) -> Tensors:
+def _buffers(engine: TrainingEngine) -> Tensors:
     """Persistent buffers, each under its first name; views, not copies; complex ones as pairs of numbers."""
     found: dict[torch.Tensor, str] = {}
-    for path, one, _ in walk(module):
+    for path, one, _ in chain.from_iterable(walk(root, prefix) for prefix, root in engine.weights.roots.items()):
         kept = {name: value for name, value in one._buffers.items() if name not in one._non_persistent_buffers_set}
         for name, buffer in own(path, kept):
             found.setdefault(buffer, name)
@@ -269,15 +308,16 @@ def _buffers(module: nn.Module) -> Tensors:
 
 def _require_fit(ranks: Ranks, engine: TrainingEngine, path: Path, state: StoredState, chosen: Chosen) -> None:
     """Check, before any tensor is read, that names and groups of the checkpoint are those of the engine."""
-    groups = engine.optimizer.param_groups
-    differences = list(alias_problems(state.aliases, engine.weights.aliases))
-    extra = state.extra.keys() ^ {name for name, _ in _with_extra_state(engine.module)}
+    held = _named_on_all_stages(ranks, engine, partial(_named, engine))
+    differences = list(alias_problems(state.aliases, held.aliases))
+    extra = state.extra.keys() ^ held.extra.keys()
     differences += [f"the module {name or '(root)'} has extra state on one side only" for name in sorted(extra)]
     problems = list(scheduler_problems(state.scheduler, engine.lr_scheduler)) if chosen.schedule else []
-    if chosen.moments and len(state.groups) != len(groups):
-        problems.append(f"the checkpoint has {len(state.groups)} parameter group(s), and the engine has {len(groups)}")
+    before, now = len(state.groups), len(held.members)
+    if chosen.moments and before != now:
+        problems.append(f"the checkpoint has {before} parameter group(s), and the engine has {now}")
     elif chosen.moments:
-        differences += group_differences(state.groups, groups, _names(engine.module))
+        differences += group_differences(state.groups, held.members)
     if chosen.strict:
         problems += differences
     else:
@@ -295,7 +335,7 @@ _REMEDY = (
 
 def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen) -> None:
     """Read all tensors, after they have been verified."""
-    targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine.module)
+    targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine)
     rounded = {
         name: _like(target, entry.dtype)
         for name, target in targets.items()
@@ -327,7 +367,7 @@ def _like(target: torch.Tensor | TensorParts, dtype: torch.dtype) -> TensorParts
 def _take_over(engine: TrainingEngine, state: StoredState, chosen: Chosen) -> None:
     """Load everything but the tensors, which are loaded already."""
     engine.engine.publish()
-    for path, module in _with_extra_state(engine.module):
+    for path, module in _with_extra_state(engine):
         if path in state.extra:
             module.set_extra_state(from_json(state.extra[path]))
     if chosen.moments:

@@ -39,8 +39,9 @@ class CheckpointVerbs:
         if engine._has_begun or engine._count:
             steps = engine.options.batch.accumulation_steps
             raise CheckpointError(checkpoint.AMID_A_STEP.format(engine._count, steps))
-        engine._take_note_of_last_step()
-        return checkpoint.save(engine, self._saver, save_dir, tag, client_state, save_latest)
+        with engine._watch.together("save_checkpoint"):
+            engine._take_note_of_last_step()
+            return checkpoint.save(engine, self._saver, save_dir, tag, client_state, save_latest)
 
     def load_checkpoint(
         self,
@@ -58,11 +59,12 @@ class CheckpointVerbs:
         engine = cast("TrainingEngine", self)
         engine._require_open()
         _require_path("engine.load_checkpoint: load_dir", load_dir)
-        self._saver.finish()
-        engine._take_note_of_last_step()
-        engine._drop_step()
         what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return checkpoint.load(engine, load_dir, tag, checkpoint.Chosen(*what))
+        with engine._watch.together("load_checkpoint"):
+            self._saver.finish()
+            engine._take_note_of_last_step()
+            engine._drop_step()
+            return checkpoint.load(engine, load_dir, tag, checkpoint.Chosen(*what))
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last :meth:`save_checkpoint` is on the disk; all processes call it.
@@ -70,7 +72,8 @@ class CheckpointVerbs:
         Raises:
             CheckpointError: on every process: it failed. Older checkpoints are whole.
         """
-        self._saver.finish(required=True)
+        with cast("TrainingEngine", self)._watch.together("wait_for_checkpoint"):
+            self._saver.finish(required=True)
 
     def _finish_save(self, *, alone: bool) -> None:
         """The last of it; ``alone``: other processes may not come.

@@ -1,7 +1,7 @@
 """Takes the parameters to train, their groups and hyperparameters from the user's optimizer or the configuration.
 
 A client's optimizer has precedence over the configuration's. The engine takes over its parameter groups, and updates
-them itself with AdamW. So the client's optimizer has to be AdamW, or Adam without weight decay, which is the same.
+them itself, by the update of the client's optimizer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from gptpar.any_module import torch_optimizers
 from gptpar.any_module.options import EngineOptions
 from gptpar.errors import ConfigError
 from gptpar.offload.local_parameters import problems_of_hyperparameters, tensors_of
-from gptpar.optim.adamw import ADAMW
 
 Group: TypeAlias = dict[str, Any]
 ClientOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None
 
 MAX_NAMED = 4
 """A sentence names at most this many parameters, and gives the number of the others."""
-
-_OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
-"""Arguments of torch's AdamW that change its update; the engine supports none of them."""
 
 
 def groups_of(
@@ -36,15 +33,16 @@ def groups_of(
     options: EngineOptions,
     *,
     may_be_empty: bool = False,
-) -> list[Group]:
-    """The parameter groups: ``params`` (a list), the optimizer's hyperparameters, and further keys that users add.
+) -> tuple[list[Group], EngineOptions]:
+    """(the parameter groups, the options with the update of their elements).
 
-    A client optimizer's groups are its own dictionaries, so that a scheduler that the client has built over it changes
-    their learning rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are
-    not trained, as in DeepSpeed, and a warning names them.
+    A group has ``params`` (a list), the optimizer's hyperparameters, and further keys that users add. A client
+    optimizer's groups are its own dictionaries, so that a scheduler that the client has built over it changes their
+    learning rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not
+    trained, as in DeepSpeed, and a warning names them.
 
     Args:
-        optimizer: the client's: an AdamW that has not stepped, or a function (or class) that makes one of parameters.
+        optimizer: the client's, which has not stepped, or a function (or class) that makes one of parameters.
         model_parameters: parameters, (name, parameter) pairs or groups; default: all trainable ones of the model. An
             existing optimizer has its own parameters.
         model: the module.
@@ -54,34 +52,28 @@ def groups_of(
     Raises:
         ConfigError: something does not fit; it names everything.
     """
-    client, given = optimizer, _listed(model_parameters, model)
+    given = _listed(model_parameters, model)
+    client = options.torch_optimizer if optimizer is None else optimizer
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         if not callable(client):
-            raise ConfigError([f"optimizer is of type {type(client).__name__}: {_USE_ADAMW}."])
+            raise ConfigError([f"optimizer is of type {type(client).__name__}: {_USE_TORCHS}."])
         client = client(given or [{"params": []}])
     if client is None:
         groups, problems = _grouped(given, options)
     elif isinstance(client, torch.optim.Optimizer):
-        groups, problems = client.param_groups, list(_client_problems(client))
+        groups, problems = client.param_groups, list(torch_optimizers.problems(client))
+        if not problems:
+            options = replace(options, update=torch_optimizers.update_of(client))
     else:
-        raise ConfigError([f"the function optimizer returns what is of type {type(client).__name__}: {_USE_ADAMW}."])
+        raise ConfigError([f"the function optimizer returns what is of type {type(client).__name__}: {_USE_TORCHS}."])
     problems += [*_parameter_problems(groups, model, may_be_empty), *problems_of_hyperparameters(groups)]
     if problems:
         raise ConfigError(problems)
     _warn_of_others(groups, model)
-    return groups
+    return groups, options
 
 
-def options_beside(optimizer: ClientOptimizer, options: EngineOptions) -> EngineOptions:
-    """The options; if the client passes an optimizer, with AdamW as the update, whatever the configuration says."""
-    return options if optimizer is None else replace(options, update=ADAMW)
-
-
-_USE_ADAMW = (
-    "gptpar's optimizer is AdamW, updated by the engine; pass a torch.optim.AdamW, whose groups it takes over, or none "
-    "and the configuration's optimizer"
-)
-
+_USE_TORCHS = f"pass an optimizer of torch ({torch_optimizers.NAMES}), or none and the configuration's optimizer"
 
 _NO_OPTIMIZER = 'there is no optimizer: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
 
@@ -107,28 +99,6 @@ def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], lis
         return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
     defaults = options.update.group_of(options.optimizer)
     return [{**defaults, **group} for group in groups or [{"params": given}]], []
-
-
-def _client_problems(client: torch.optim.Optimizer) -> Iterator[str]:
-    kind = type(client)
-    if kind not in (torch.optim.AdamW, torch.optim.Adam):
-        yield f"optimizer is of type {kind.__name__}: {_USE_ADAMW}."
-        return
-    for place, group in enumerate(client.param_groups):
-        coupled = kind is torch.optim.Adam and not group.get("decoupled_weight_decay")
-        if coupled and group["weight_decay"] != 0:
-            yield (
-                f"optimizer is an Adam whose group {place} has the weight decay {group['weight_decay']:g}: Adam adds "
-                "it to the gradient, and gptpar takes it off the weights; pass AdamW, or weight_decay=0."
-            )
-        for name in _OTHER_UPDATES:
-            if group.get(name):
-                yield f"optimizer has {name}=True in group {place}, which gptpar's AdamW does not have: leave it out."
-    if client.state:
-        yield (
-            f"optimizer has taken steps: it has moments of {len(client.state)} parameters, which the engine would not "
-            "take over; pass it before its first step, and resume by engine.load_checkpoint."
-        )
 
 
 def _parameter_problems(groups: Sequence[Group], model: nn.Module, may_be_empty: bool) -> Iterator[str]:

@@ -15,6 +15,15 @@ from gptpar.errors import GptparError
 Batch = TypeVar("Batch")
 
 
+class EpochSampler(DistributedSampler[Any]):
+    """A new order whenever it is iterated, as torch's loaders have it; ``set_epoch`` chooses that of the next epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.epoch += 1
+        return order
+
+
 def make_loader(
     dataset: Dataset[Any],
     options: EngineOptions,
@@ -25,7 +34,7 @@ def make_loader(
     """A loader of this process's micro-batches, in a new order in each epoch that depends on ``options.seed``.
 
     For one ``train_batch_size``, a step consists of the same samples on any number of processes. Samples at the end
-    that do not fill a micro-batch on every process are left out.
+    that do not fill a micro-batch on every process are left out; they are others in each epoch.
 
     Args:
         rank, world: of the data-parallel processes.
@@ -49,7 +58,7 @@ def make_loader(
             f"training_data has {samples} samples, fewer than one micro-batch of {size} on each of {world} "
             "process(es): use more data, or lower train_micro_batch_size_per_gpu."
         )
-    order: DistributedSampler[Any] = DistributedSampler(dataset, world, rank, seed=options.seed, drop_last=True)
+    order = EpochSampler(dataset, world, rank, seed=options.seed, drop_last=True)
     return DataLoader(dataset, size, sampler=order, drop_last=True, collate_fn=collate_fn, pin_memory=pinned)
 
 

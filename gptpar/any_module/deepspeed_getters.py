@@ -200,16 +200,6 @@ class DeepSpeedGetters:
 
     # The batch and the rate.
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all parameter groups."""
-        for group in cast("TrainingEngine", self).optimizer.param_groups:
-            group["lr"] = lr
-
-    def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Change the number of micro-batches of the next steps; see ``set_train_batch_size``."""
-        engine = cast("TrainingEngine", self)
-        engine.set_train_batch_size(steps * engine.options.batch.micro_batch_size * engine.topology.layout.data)
-
     # The model's file.
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,9 +15,12 @@ from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.parameter_gradients import ParameterGradients
+from gptpar.any_module.plain_backward import PlainBackward
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.tied_weight import TiedWeight
 from gptpar.any_module.training_engine import TrainingEngine
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.errors import GptparError
 
 _SPENT = "gptpar: its graph is gone"
@@ -54,6 +57,12 @@ class ModuleEngine(TrainingEngine):
         self._recorded: RecordedWork | None = None
         if wants_graph(options, self.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, self.engine)
+        self._plain = PlainBackward(self._take_plain, self._end_plain)
+        stage.comes_back, self.engine.gradients.collector.begin_unannounced = self._comes_back, self._plain.begin
+        self._grads: ParameterGradients | None = None
+        if options.zero_stage == 0 and parts.host is None:
+            self._grads = ParameterGradients(self.engine, stage.global_parameters(), self.dp_world_size)
+        self._are_means = self._is_scaled = self._ends_step = False
         self._no_sync = self._knows_late_units = False
         self._boundary: bool | None = None
         self._drops = 0  # steps in a row that zero_grad() has dropped
@@ -82,9 +91,10 @@ class ModuleEngine(TrainingEngine):
         """Set whether the next micro-batches end a step, instead of counting them.
 
         Raises:
-            GptparError: sums of gradients have no memory, because ``gradient_accumulation_steps`` is 1.
+            GptparError: the CPU optimizer has no memory for sums of gradients.
         """
-        self._require_sums("set_gradient_accumulation_boundary()")
+        if not is_boundary:
+            self._require_sums("set_gradient_accumulation_boundary(False)")
         self._boundary = is_boundary
 
     def _is_last(self) -> bool:
@@ -115,7 +125,9 @@ class ModuleEngine(TrainingEngine):
     ) -> torch.Tensor:
         """Add the gradient of a micro-batch's loss to the step's.
 
-        The step's gradient is the mean over its micro-batches and the data-parallel processes.
+        The step's gradient is the mean over its micro-batches and the data-parallel processes. The loss is multiplied
+        by the loss scale and divided by ``gradient_accumulation_steps`` before the backward pass, so hooks and
+        ``Function.backward`` see that. The mean over processes is formed afterwards.
 
         Args:
             loss: a scalar computed from the output of :meth:`forward`.
@@ -125,7 +137,7 @@ class ModuleEngine(TrainingEngine):
             create_graph: refused, because gradients are taken out of autograd as soon as they are formed.
 
         Returns:
-            The loss.
+            The loss, divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas``.
 
         Raises:
             GptparError: the step's gradient is final already, the loss is no scalar with a gradient, or
@@ -137,38 +149,108 @@ class ModuleEngine(TrainingEngine):
                 "engine.backward(create_graph=True): gradients are taken out of autograd as they come, so that no "
                 "graph of them can be kept. Gradients with respect to inputs (torch.autograd.grad) can have one."
             )
-        if self._has_begun:
-            self.weights.catch_up()
-        else:
-            self._begin()
+        self._begin_pass()
         last = self._is_last()
-        factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps
+        divisor = self.options.batch.accumulation_steps if scale_wrt_gas else 1
+        incoming = None if scale_wrt_gas else self.loss_scaler.value
         try:
-            self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
+            self._work.backward(loss, last=last, incoming=incoming, retain_graph=retain_graph)
         except BaseException:
             self._note_failure("a backward pass")
             self._drop_step()  # some of its gradients are incomplete: it has to begin again
             raise
         if self._needs_losses:
-            self._loss += loss.detach().double() * (factor / self.options.batch.accumulation_steps)
-        self._is_final = last
+            self._loss += loss.detach().double() / divisor
+        self._end_pass(last)
         if not retain_graph:
             _notes_of(loss)[_SPENT] = True
-        return loss
+        return loss if divisor == 1 else loss.detach() / divisor
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, whose ``backward()`` may be called without the engine."""
+        self._require_loss(loss)
+        self._take_note_of_last_step()
+        self._is_scaled = True
+        return loss * self.loss_scaler.value
+
+    def _begin_pass(self) -> None:
+        if self._grads is not None:
+            self._grads.hide()
+        if self._has_begun:
+            self.weights.catch_up()
+        else:
+            self._begin()
+
+    def _end_pass(self, last: bool) -> None:
+        self._is_final = last
+        if self._grads is not None:
+            self._are_means = self._grads.show(final=last)
+
+    # A backward pass that the user begins.
+
+    def _comes_back(self) -> None:
+        """A gradient has reached an output of the module, in some backward pass."""
+        if self._grads is not None and self._grads.are_shown:
+            self._grads.hide()
+            BACKWARD_PASSES.at_end(self._grads.show_again)  # it may be another engine's
+        if not BACKWARD_PASSES.belongs_to_engine:
+            self._plain.comes_back()
+
+    def _take_plain(self) -> contextlib.AbstractContextManager[None]:
+        self._require_no_final()
+        problem = None
+        if self._needs_losses:
+            problem = "does not tell the engine the loss, which monitors and skip_step_sigma need: call"
+        elif self.options.dtype == torch.float16 and not self._is_scaled:
+            problem = "of a loss without the loss scale, which fp16 needs: call engine.scale(loss).backward() or"
+        elif self._grads is not None and self._grads.are_shown:
+            problem = "of a loss that does not depend on the model's outputs, after another backward pass: call"
+        if problem is not None:
+            raise GptparError(f"loss.backward() {problem} engine.backward(loss).")
+        self._begin_pass()
+        self._ends_step = self._is_last()
+        return self._work.backward_pass(last=self._ends_step, unannounced=1 / self.options.batch.accumulation_steps)
+
+    def _end_plain(self, had_begun: bool) -> None:
+        if had_begun:
+            self._is_scaled = False
+            self._end_pass(self._ends_step)
+        elif self._grads is not None:
+            self._grads.show_again()
+
+    def _require_usable(self) -> None:
+        if self._plain.abandon():
+            self._note_failure("a backward pass")
+            self._drop_step()
+        super()._require_usable()
+
+    # The step's end.
+
+    @property
+    def _divisor(self) -> float:
+        return self.loss_scaler.value if self._are_means else super()._divisor
 
     def _result_of_calls(self) -> StepResult:
+        if self._grads is not None:
+            self._grads.hide()
         return replace(super()._result_of_calls(), loss=self._loss)
 
     def _begin(self) -> None:
         self._take_note_of_last_step()
         self._prepare()
         self._loss.zero_()
-        passes = self.options.batch.accumulation_steps
+        self._are_means = False
         counted = not self._no_sync and self._boundary is None
-        self._work.begin(passes if counted else max(passes, 2))
+        passes = self.options.batch.accumulation_steps if counted else 2 - self._is_last()
+        if passes > 1:
+            self._add_gradients()
+        self._work.begin(passes)
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after the step's last one, update the parameters.
+
+        Args:
+            lr_kwargs: keyword arguments of the schedule's ``step()``.
 
         Raises:
             GptparError: no gradient of the micro-batch is final, though it is the step's last.
@@ -185,6 +267,7 @@ class ModuleEngine(TrainingEngine):
         self._stage.end_micro_batch()
         self._ended_step = False
         if ends_step:
+            self._lr_kwargs = dict(lr_kwargs or {})
             self.optimizer.step()
             self._drops = 0
 
@@ -201,6 +284,8 @@ class ModuleEngine(TrainingEngine):
         super()._drop_for_user()
 
     def _drop_step(self) -> None:
+        if self._grads is not None:
+            self._grads.hide()
         if self._has_begun:
             self._stage.end_micro_batch()  # a pass of the step was observed, and the last one may never come
         super()._drop_step()
@@ -237,14 +322,22 @@ class ModuleEngine(TrainingEngine):
             late = torch.tensor(collector.late_units, dtype=torch.float64, device=self.device)
             collector.hand_on_last([bool(count) for count in self._sum_over_all(late).tolist()])
 
-    def _require_loss(self, loss: torch.Tensor) -> None:
-        self._require_usable()
+    def _add_gradients(self) -> None:
+        if self._recorded is not None and not self.engine.can_add_gradients:
+            self._recorded.release()  # it refers to the sums' present memory
+        super()._add_gradients()
+
+    def _require_no_final(self) -> None:
         if self._is_final:
             raise GptparError(
-                "engine.backward(loss) after the step's gradient became final: call engine.step() first. If a "
+                "a backward pass after the step's gradient became final: call engine.step() first. If a "
                 'micro-batch has several backward passes, do all but the last "with engine.no_sync():", or add up the '
                 "losses and call backward once."
             )
+
+    def _require_loss(self, loss: torch.Tensor) -> None:
+        self._require_usable()
+        self._require_no_final()
         require_loss(loss)
         if _SPENT in _notes_of(loss):
             raise GptparError(

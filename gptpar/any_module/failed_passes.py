@@ -28,7 +28,7 @@ class FailedPasses:
     Args:
         topology: the processes.
         name: of the engine: the same on all processes, and different from those of other engines.
-        watch: knows earlier that processes have called different units.
+        watch: knows earlier that processes have made different calls.
     """
 
     def __init__(self, topology: Topology, name: str, watch: OrderWatch):
@@ -42,7 +42,7 @@ class FailedPasses:
         if self._topology.layout.world_size > 1 and not self._place:
             calls = self._watch.num_notes
             self._count, self._place = self._count + 1, f"{place}, after {calls} calls" if calls else place
-            self._watch.note(f"ended {place} by an error")
+            self._watch.note(f"the error that ended {place}")
 
     def settle(self) -> None:
         """Return when all processes are known to have met an error in the same pass, if this one has.

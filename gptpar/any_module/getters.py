@@ -85,9 +85,9 @@ class Getters(DeepSpeedGetters):
         """The learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def get_mom(self) -> list[tuple[float, float]]:
-        """The two betas of each parameter group."""
-        return [tuple(group["betas"]) for group in self.optimizer.param_groups]
+    def get_mom(self) -> list[Any]:
+        """The two betas of each parameter group, or its momentum; 0 where it has neither."""
+        return [tuple(group.get("betas", ())) or group.get("momentum", 0) for group in self.optimizer.param_groups]
 
     # Number formats.
 

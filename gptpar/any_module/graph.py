@@ -14,7 +14,7 @@ from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.engine.engine import Engine
 from gptpar.engine.step_graph import Recorder, StepGraph
-from gptpar.errors import ConfigError
+from gptpar.errors import ConfigError, first_line
 
 LAUNCHED_STEPS = 3
 """Number of equal steps of a user's module before one is recorded."""
@@ -59,8 +59,9 @@ class RecordedWork:
 
     A replay repeats the recorded step with new values of tensors: micro-batches, parameters, buffers, the loss scale,
     the state of torch's default generator. It does not repeat decisions of the module in Python, such as its numbers
-    and random choices, or which blocks it calls. Before each step, the micro-batches' shapes and plain values and the
-    modules' modes are compared with the recorded ones; other values that the module reads cannot be compared.
+    and random choices, or which blocks it calls. Before each step, the micro-batches' shapes and plain values, the
+    modules' modes and the frozen parameters are compared with the recorded ones; other values that the module reads
+    cannot be compared.
 
     Args:
         module: the model.
@@ -84,7 +85,8 @@ class RecordedWork:
 
     def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step; the loss is overwritten by the next call."""
-        return self._graph((batches, [module.training for module in self._module.modules()]))
+        modes = [module.training for module in self._module.modules()]
+        return self._graph((batches, modes + [parameter.requires_grad for parameter in self._module.parameters()]))
 
     def release(self) -> None:
         """Drop the recording."""
@@ -92,7 +94,7 @@ class RecordedWork:
 
 
 def _warn(reason: Exception) -> None:
-    said = (str(reason) or type(reason).__name__).splitlines()[0]
+    said = first_line(reason)
     frames = [frame for frame in traceback.extract_tb(reason.__traceback__) if "/torch/" not in frame.filename]
     warnings.warn(
         f"train_batch launches each step kernel by kernel, because recording it as a graph failed: {said} "

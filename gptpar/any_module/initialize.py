@@ -12,12 +12,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from gptpar.any_module.agreement import all_or_none, require_same_model
 from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
@@ -30,6 +29,7 @@ from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, ModelKind, read_options
 from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.same_model import require_same_model
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
@@ -37,9 +37,10 @@ from gptpar.any_module.weights import Weights, are_held
 from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
+from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from gptpar.topology.world import join_world
+from gptpar.topology.world import join_world, require_same_start
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
@@ -72,7 +73,7 @@ def initialize(
         model: the module, whose parameters stay the same objects; a
             :class:`~gptpar.pipeline.module.PipelineModule`; or its layers, which the configuration's ``pipeline``
             divides. The engine of the latter two is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
-        optimizer: instead of the configuration's: an AdamW before its first step, or a function from parameters to one.
+        optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
         lr_scheduler: instead of the configuration's: one over ``optimizer``, or a function of the returned optimizer.
@@ -101,14 +102,14 @@ def initialize(
     with all_or_none(world):
         _check_model(model, recording)
         require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
-        pipeline = model if isinstance(model, PipelineModule) else None
-        if pipeline is not None:
+        if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
             check_pipeline(pipeline, loss_fn, world)
         kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.layout.data
         take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
         options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
         if kind is ModelKind.MODULE:
             check_graph(options, world)
+    require_same_start(options.facts())
     engine: ModuleEngine | PipelineEngine
     if kind is ModelKind.MODULE:
         topology = make_topology(Layout(data=world), rank, device)
@@ -146,21 +147,21 @@ def _engine_of(
     recording: Recording | None,
     loss_fn: LossFunction | None,
 ) -> ModuleEngine:
-    options = options_beside(optimizer, options)
     with all_or_none(topology.layout.world_size):
         if recording is not None:
             recording.check(model)
         else:
             _require_values(model)
-        groups = groups_of(optimizer, model_parameters, model, options)
+        groups, options = groups_of(optimizer, model_parameters, model, options)
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
-    require_same_model(model, topology)
+    require_same_model(model, groups)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
-    def note(what: str) -> None:
-        activity.note(what)
-        watch.note(what)
+    def note(place: str, alike: bool) -> None:
+        activity.note(place)
+        if alike or watch.notes_units:
+            watch.note(place)
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
@@ -168,8 +169,7 @@ def _engine_of(
         stage, [group["params"] for group in groups], options, topology, recording, watch.wait_for
     )
     name = name_of_engine(topology)
-    if engine.gatherer.gathers_in_call_order:
-        watch.start(name)
+    watch.start(name, notes_units=engine.gatherer.gathers_in_call_order)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     compile_blocks(stage, options, topology.device)
     weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)

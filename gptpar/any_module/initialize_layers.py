@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.build import build_engine, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.failed_passes import FailedPasses
@@ -19,11 +18,13 @@ from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, 
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.same_model import require_same_model
 from gptpar.any_module.weights import Weights
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.module import PipelineModule, seeded
 from gptpar.system.activity import Activity
+from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import make_topology
 from gptpar.topology.layout import Layout
 
@@ -91,13 +92,16 @@ def engine_of_pipeline(
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
-    options = options_beside(optimizer, options)
     with all_or_none(topology.layout.world_size):
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)
-        groups = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=topology.layout.pipeline > 1)
+        may_be_empty = topology.layout.pipeline > 1
+        groups, options = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=may_be_empty)
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = plan_layers(layers, dtype=options.dtype, trained=trained)
+    with all_or_none(topology.layout.world_size):  # of the processes of a stage all fail, or none
+        if topology.data_group is not None:
+            require_same_model(pipeline, groups, topology.data_group)
     stages = LayerStages(pipeline, plan)
     if options.dtype is not None:
         pipeline.expect_dtype(options.dtype)
@@ -107,7 +111,9 @@ def engine_of_pipeline(
     engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
     compile_blocks(stages, options, topology.device)
     weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
-    failed = FailedPasses(topology, name_of_engine(topology), watch)
+    name = name_of_engine(topology)
+    watch.start(name, notes_units=False)
+    failed = FailedPasses(topology, name, watch)
     parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), watch, failed)
     return PipelineEngine(pipeline, stages, parts, groups, options)
 

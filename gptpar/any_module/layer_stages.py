@@ -28,8 +28,9 @@ class LayerStages(PlacedParameters):
     """
 
     def __init__(self, pipeline: PipelineModule, plan: UnitPlan):
-        self._layers = layers_of(pipeline)
-        super().__init__(plan, _parameters_of(self._layers))
+        layers = layers_of(pipeline)
+        super().__init__(plan, _parameters_of(layers))
+        self.roots = layers
         self.stages = [_LayerStage(stage, self) for stage in pipeline.stages_here]
         trained = {unit.name for unit in plan.units if unit.trainable}
         units_of = {scope.path: scope.units for scope in plan.scopes}
@@ -42,7 +43,7 @@ class LayerStages(PlacedParameters):
 
     def scope_module(self, path: str) -> nn.Module:
         """See :meth:`PlacedParameters.scope_module`."""
-        return self._layers[path]
+        return self.roots[path]
 
 
 class _LayerStage:

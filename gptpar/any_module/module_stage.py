@@ -35,6 +35,10 @@ UNDER_FUNC = (
 )
 
 
+UNIT = "unit "
+"""How the place of a unit's call begins."""
+
+
 @dataclass(frozen=True)
 class _Saved:
     """A parameter that autograd saves for the backward pass; its memory may be released until then."""
@@ -53,17 +57,21 @@ class ModuleStage(PlacedParameters):
     Args:
         module: whose buffers, but not yet its parameters, are on the engine's device.
         plan: its units.
-        note: takes a sentence about what begins now.
+        note: takes the place to which this process has come, and whether all processes come there in the same order
+            even where parameters are not gathered.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
         observes_backward: whether the coming backward passes are observed.
+        comes_back: is called when a gradient reaches an output of the module.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
+    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str, bool], None] = lambda *place: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
+        self.roots = {"": module}
         self.passes: list[list[str]] = []
+        self.comes_back: Callable[[], None] = lambda: None
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
@@ -72,14 +80,16 @@ class ModuleStage(PlacedParameters):
         self._open_forwards = 0  # uncompiled ones whose backward pass has not come
         self._called: list[str] = []
         self._changed_at: dict[str, int] = {}
-        self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        self._untrained = {
+            name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad
+        }
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass runs, this engine's or another's; a forward pass inside is a recomputation."""
-        return BACKWARD_PASSES.is_running
+        """Whether autograd runs, for whomever; a forward pass inside is a recomputation."""
+        return BACKWARD_PASSES.is_running or torch._C._current_graph_task_id() >= 0
 
     @property
     def may_observe(self) -> bool:
@@ -142,7 +152,9 @@ class ModuleStage(PlacedParameters):
             raise
 
     @contextlib.contextmanager
-    def backward(self, reads_late: Callable[[str], bool], *, last: bool) -> Iterator[None]:
+    def backward(
+        self, reads_late: Callable[[str], bool], *, last: bool, exchanges: bool, observed: bool = True
+    ) -> Iterator[None]:
         """A context for a backward pass.
 
         Those of the first micro-batch recompute uncompiled, as the observed forward pass ran, and are observed, too.
@@ -151,13 +163,15 @@ class ModuleStage(PlacedParameters):
             reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns
                 whether its gradient has come already.
             last: whether this is the step's last pass.
+            exchanges: whether gradients are summed over processes in it.
+            observed: whether the engine has begun the pass, so that it can be observed.
         """
-        self._note("began a backward pass")
-        look = partial(self._read_in_backward, reads_late)
-        watch = ReadWatch(look, lambda tensor: None) if self.observes_backward else contextlib.nullcontext()
+        self._note("a backward pass", exchanges)
+        look, observes = partial(self._read_in_backward, reads_late), self.observes_backward and observed
+        watch = ReadWatch(look, lambda tensor: None) if observes else contextlib.nullcontext()
         succeeded = False
         try:
-            with BACKWARD_PASSES.one(), watch:
+            with BACKWARD_PASSES.one(owned=observed), watch:
                 yield
             succeeded = True
         finally:
@@ -184,7 +198,7 @@ class ModuleStage(PlacedParameters):
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
-        self._note(f"called {scope.path or 'the model'}")
+        self._note(UNIT + (scope.path or "(the whole model)"), False)
         if self.in_backward:
             if self._gatherer.transient:
                 self._gatherer.before_backward(scope.path)
@@ -220,7 +234,7 @@ class ModuleStage(PlacedParameters):
     def _begin(self) -> None:
         """Begin a call of the whole module, which may be inside of another one."""
         if torch.is_grad_enabled():
-            self._require_same_trained()
+            self._require_laid_out()
         self._depth += 1
         if self._depth > 1 or self._gatherer is None:
             return
@@ -248,19 +262,20 @@ class ModuleStage(PlacedParameters):
                     "since, so that the gradient would be wrong. The step's gradients were dropped; call the model "
                     "again."
                 )
+            self.comes_back()
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(check)
 
-    def _require_same_trained(self) -> None:
+    def _require_laid_out(self) -> None:
+        """Refuse to train parameters that were frozen from the beginning; the others may be frozen for a while."""
         with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
-            requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
-        changed = [name for name, value in requires.items() if value != self._requires[name]]
-        if changed:
+            new = [name for name, parameter in self._untrained.items() if parameter.requires_grad]
+        if new:
             raise GptparError(
-                f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
-                "for what is trained: set it before, or build the model anew."
+                f"requires_grad of {some_of(new)} was set after gptpar.initialize, which has laid out memory for what "
+                "is trained: freeze parameters that are trained later after gptpar.initialize, in a group of their own."
             )
 
     def _leave(self, *, succeeded: bool) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptpar.any_module import torch_optimizers
 from gptpar.any_module.monitor import MonitorOptions, monitor_problems
 from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config import Flags, PrecisionConfig
@@ -32,7 +33,7 @@ from gptpar.config.deepspeed_reader import (
 )
 from gptpar.config.deepspeed_table import Door
 from gptpar.config.derive import Derived
-from gptpar.config.jsonc import no_number
+from gptpar.config.jsonc import infinity
 from gptpar.config.ranges import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW
@@ -114,7 +115,9 @@ class EngineOptions:
         max_norm: the gradient's global norm is clipped to this (0: never).
         reduce_in_bf16: whether gradients are reduced in bf16; else in the format of the master weights.
         optimizer: default hyperparameters of a group; ``None``: the configuration names no optimizer.
-        update: how elements are updated, if the client passes no optimizer.
+        update: how elements are updated.
+        torch_optimizer: makes the optimizer of torch that the configuration names, of parameters; ``None``: it names
+            none, and ``optimizer`` counts.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
         compile: ``auto``, ``on`` or ``off``: whether blocks are compiled.
@@ -126,6 +129,7 @@ class EngineOptions:
         pipeline: of a list of layers.
         async_save: whether ``save_checkpoint`` returns while training goes on and the files are written.
         monitor: where DeepSpeed's curves are written.
+        ignore_unused: whether a step may leave parameters without a gradient.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
         config: the configuration as it was given, without ``"auto"`` values.
     """
@@ -150,9 +154,20 @@ class EngineOptions:
     config: Mapping[str, Any]
     pipeline: PipelineOptions = PipelineOptions()
     async_save: bool = False
+    ignore_unused: bool = True
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
+    torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
     monitor: MonitorOptions = MonitorOptions()
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all processes: option -> value, in words."""
+        offload = replace(self.offload, folder=None, threads=None)
+        mine = replace(
+            self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=MonitorOptions()
+        )
+        found = {field.name: str(getattr(mine, field.name)) for field in fields(mine)}
+        return {**found, "update": self.update.name}
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -194,7 +209,7 @@ def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
     source = from_args if config is None else config
     try:
         if isinstance(source, Mapping):
-            return dict(json.loads(json.dumps(dict(source)), parse_constant=no_number)), "config"
+            return dict(json.loads(json.dumps(dict(source)), parse_constant=infinity)), "config"
         if isinstance(source, str | os.PathLike):
             return read_file(os.fspath(source)), str(source)
     except (TypeError, ValueError) as error:
@@ -207,15 +222,16 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     """(the options, if nothing is wrong; all problems)"""
     reader = read_values(raw, Door.ENGINE, Flags(), micro_is_known=False)
     said, contradictions = one_each(reader.said)
-    values = _Values(said)
+    values, (torch_optimizer, torch_problems) = _Values(said), torch_optimizers.of_configuration(raw)
     stages = values.get("pipeline.stages", 1)
     problems = [
-        *optimizer_problems(raw, OTHER_OPTIMIZER),
+        *optimizer_problems(raw, OTHER_OPTIMIZER, others=torch_optimizers.TYPES),
+        *torch_problems,
         *schedule_problems(raw),
         *reader.problems,
         *contradictions,
         *values.out_of_range(),
-        *_precision_problems(values.flags.precision),
+        *_precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
         *_zero_problems(values),
         *_offload_problems(values, raw),
         *_pipeline_problems(values, world, model),
@@ -231,7 +247,11 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     if problems or batch is None:
         return None, problems
     notes = [*reader.without_effect, *_pipeline_notes(values, model)]
-    return _assembled(values, batch, without_auto(raw), notes), []
+    options = _assembled(values, batch, without_auto(raw), notes)
+    if torch_optimizer is not None:
+        update = torch_optimizers.update_of(torch_optimizer([torch.zeros(0)]))
+        options = replace(options, update=update, torch_optimizer=torch_optimizer)
+    return options, []
 
 
 class _Values:
@@ -265,7 +285,10 @@ class _Values:
 _BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 
 
-def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+def _precision_problems(precision: PrecisionConfig, wanted: str | None) -> Iterator[str]:
+    found = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+    if wanted not in (None, found):
+        yield f"data_types.param_dtype is {json.dumps(wanted)}, and fp16 and bf16 say {found}: make them agree."
     if precision.fp16 and precision.bf16:
         yield "fp16 and bf16 are both enabled: choose one number format."
     if precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale < precision.min_loss_scale:
@@ -375,6 +398,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         derived=tuple(values.derived()),
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),
+        ignore_unused=values.get("module.ignore_unused_parameters", True),
         async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
         monitor=MonitorOptions.of(flags.logging, with_loss_scale=flags.precision.fp16),

@@ -79,7 +79,7 @@ class PipelineWork:
         activity: records what this process is doing.
 
     Attributes:
-        scale: the incoming gradient of each loss, on the device.
+        scale: the incoming gradient of each loss, on the device: the loss scale over the number of micro-batches.
     """
 
     def __init__(

@@ -42,6 +42,7 @@ class PlacedParameters(NotCopied):
     Attributes:
         plan, parameters: as given, with frozen parameters.
         stages: the engine's stages, which have these parameters.
+        roots: path -> module, which together have all parameters and buffers; paths are the same in every layout.
         tied: units that other stages have, too; those stages have them in the same order.
         undo: removes the engine's hooks from the modules when it is closed.
         is_watching: whether every operator is observed already, so that parameters are gathered before it reads them.
@@ -52,6 +53,7 @@ class PlacedParameters(NotCopied):
     def __init__(self, plan: UnitPlan, parameters: Mapping[str, nn.Parameter]):
         self.plan, self.parameters = plan, dict(parameters)
         self.stages: Sequence[EngineStage] = ()
+        self.roots: Mapping[str, nn.Module] = {}
         self.tied: dict[str, TiedUnit] = {}
         self.undo = contextlib.ExitStack()
         self._unit_named = {name: unit for unit in plan.units for name in unit.parameters}

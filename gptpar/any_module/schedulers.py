@@ -87,7 +87,7 @@ class OneCycle(StepScheduler):
         """Set the learning rates and betas of the next step."""
         super().step(epoch)
         for group, params in zip(self.optimizer.param_groups, self.params_of_groups, strict=True):
-            if (betas := one_cycle_betas(self.last_epoch, **params)) is not None:
+            if "betas" in group and (betas := one_cycle_betas(self.last_epoch, **params)) is not None:
                 group["betas"] = betas
 
 

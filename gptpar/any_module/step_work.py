@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ class Work(Protocol):
     """The passes of a step.
 
     Attributes:
-        scale: the incoming gradient of each loss, on the device.
+        scale: the incoming gradient of each loss, on the device: the loss scale over the number of micro-batches.
     """
 
     scale: torch.Tensor
@@ -90,33 +91,56 @@ class StepWork:
         self._engine.begin_gradients(num_passes)
         self._is_first = True
 
-    def backward(self, loss: torch.Tensor, *, last: bool, factor: float = 1.0, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, last: bool, incoming: float | None = None, retain_graph: bool = False
+    ) -> None:
         """Add the gradient of a micro-batch's loss to the step's.
 
         Args:
             loss: a scalar.
             last: whether the step's gradient is final afterwards.
-            factor: weight of the loss.
+            incoming: gradient of the loss; ``None``: :attr:`scale`.
             retain_graph: whether autograd keeps the graph for another backward pass.
+        """
+        collector = self._engine.gradients.collector
+        with self.backward_pass(last=last):
+            hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+            try:
+                scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)
+                torch.autograd.backward(loss, scale.to(loss.dtype).expand(loss.shape), retain_graph=retain_graph)
+            finally:
+                hook.remove()
+
+    @contextlib.contextmanager
+    def backward_pass(self, *, last: bool, unannounced: float | None = None) -> Iterator[None]:
+        """A context that takes the gradients of a backward pass, which runs inside.
+
+        Args:
+            last: whether the step's gradient is final afterwards.
+            unannounced: factor of the gradients of a pass that the user has begun, whose first gradient has come;
+                ``None``: the engine begins the pass.
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         if self._is_first and self._engine.subscriber is not None:
             # Nobody else waits for units that this step does not call.
             self._engine.graph_breaks.at(self._engine.finish)
         self._is_first = False
-        gradients.begin_backward(0, last=last)
+        observed = unannounced is None
+        # Autograd's threads do not take part in an observation that begins within a pass.
+        blind = not observed and self._stage.may_observe
+        gradients.begin_backward(0, last=last, factor=unannounced or 1.0, ends_together=blind)
         if self._tied_weight is not None:
-            self._tied_weight.begin_backward(last=last)
-        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+            self._tied_weight.begin_backward(last=last and observed)
         try:
-            with self._stage.backward(collector.reads_late, last=last), self._activity.lost_ranks_explained():
-                incoming = (self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)
-                torch.autograd.backward(loss, incoming, retain_graph=retain_graph)
+            exchanges = last or not gradients.memory.keeps_all
+            backward = self._stage.backward(collector.reads_late, last=last, exchanges=exchanges, observed=observed)
+            with backward, self._activity.lost_ranks_explained():
+                yield
                 gradients.end_backward()
                 if last:
                     gradients.finish()
         finally:
-            hook.remove()
+            collector.leave_backward()
             if self._tied_weight is not None:
                 self._tied_weight.end_backward()
             self._engine.gatherer.let_all_go()

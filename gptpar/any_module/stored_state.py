@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from gptpar.any_module.frozen_groups import MISSED
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.errors import CheckpointError
 from gptpar.optim.skip_step import NO_STEPS, is_window
@@ -116,23 +117,21 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def groups_to_json(
-    groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str], problems: list[str]
+    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """The groups with their parameters' names."""
+    """The groups with their parameters' names (``members``)."""
     found = []
     for place, group in enumerate(groups):
         numbers = {name: value for name, value in group.items() if name != "params"}
         described = to_json(numbers, f"optimizer.param_groups[{place}]", problems)
-        found.append({**described, "params": [names[parameter] for parameter in group["params"]]})
+        found.append({**described, "params": list(members[place])})
     return found
 
 
-def group_differences(
-    stored: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
-) -> Iterator[str]:
+def group_differences(stored: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> Iterator[str]:
     """Sentences about parameters that the checkpoint has in other groups; both sides have equally many groups."""
-    for place, (old, new) in enumerate(zip(stored, groups, strict=True)):
-        before, now = set(map(str, old["params"])), {names[parameter] for parameter in new["params"]}
+    for place, (old, new) in enumerate(zip(stored, members, strict=True)):
+        before, now = set(map(str, old["params"])), set(new)
         for one, where in ((before - now, "in the checkpoint"), (now - before, "here")):
             if one:
                 yield f"group {place} has {_listed(one)} {where} only"
@@ -141,6 +140,7 @@ def group_differences(
 def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Load the groups' hyperparameters; a tensor remains the same object, because others may hold it."""
     for group, saved in zip(groups, stored, strict=True):
+        group.pop(MISSED, None)
         for name, value in saved.items():
             if name == "params":
                 continue

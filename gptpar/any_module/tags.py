@@ -21,6 +21,7 @@ from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.errors import CheckpointError
+from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 LATEST = "latest"
 
@@ -116,6 +117,6 @@ def _from_latest(found: list[Tagged], latest: str | None) -> list[tuple[int, Pat
 
 def _latest_tag(folder: Path) -> str | None:
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return read_regular(folder / LATEST, MAX_SMALL_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,16 @@ from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
+from gptpar.any_module.frozen_groups import FrozenGroups
 from gptpar.any_module.getters import Getters
+from gptpar.any_module.memory_watch import some_of
 from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.step_settings import StepSettings
 from gptpar.any_module.step_work import StepResult, Work
+from gptpar.any_module.whole_tensors import WholeTensors
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
 from gptpar.engine.readings import Readings
@@ -34,14 +37,14 @@ from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outli
 TIMEOUT_MINUTES = 30.0
 """The longest time that a process waits for the others, at the start and for a step's numbers."""
 
-_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver")
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver", "_frozen_groups")
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
+class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs, nn.Module):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
-    Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
+    Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
 
     Args:
         module: which is trained.
@@ -81,6 +84,8 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self.optimizer = EngineOptimizer(
             self.engine.optimizer.optimizer, groups, self._update, self._drop_for_user, self.loss_scaler
         )
+        trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
+        self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
@@ -93,6 +98,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._monitor = make_monitor(options.monitor, warn, self._end_monitor) if self.topology.is_main else None
         self._point = Point(0, 0, 0.0, 0.0)
         self._result: StepResult | None = None
+        self._lr_kwargs: dict[str, Any] = {}
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
 
@@ -103,14 +109,17 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
         self._saver.poll()
-        self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
-        self._work.scale.fill_(self.loss_scaler.value)
+        self._frozen_groups.begin_step()
+        self.engine.optimizer.expect_step(self._frozen_groups.hyperparameters(), self._divisor)
+        # Divided before the backward pass, so that hooks see what they see in plain torch; the mean over processes
+        # follows the backward pass, as in DistributedDataParallel.
+        self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)
         self._has_begun = True
 
     @property
     def _divisor(self) -> float:
-        """The divisor of the sum of all gradients: the loss scale times the number of addends of the mean."""
-        return self.loss_scaler.value * self.options.batch.accumulation_steps * self.topology.layout.data
+        """The divisor of the sum over processes: the loss scale times their number."""
+        return self.loss_scaler.value * self.topology.layout.data
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to call the scopes of these passes."""
@@ -122,8 +131,11 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
         self.weights.require_unchanged()
+        self._frozen_groups.require_unchanged()
+        if not self.options.ignore_unused:
+            self._require_all_used()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
-        self._watch.note("came to the optimizer's step")
+        self._watch.note("the optimizer's step")
         result = self._result or self._result_of_calls()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
@@ -131,7 +143,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
-        numbers = self.optimizer.hyperparameters(), self._divisor
+        numbers = self._frozen_groups.hyperparameters(), self._divisor
         skipped = step_unless_outlier(self.skip_step, sums[-1], norm, lambda judged: self.engine.step(judged, *numbers))
         self._mean_loss = sums[-1]
         numbers_read = [norm, skipped, verdict, self._mean_loss]
@@ -147,7 +159,18 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         if self.loss_scaler.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._skipped == NOT_FINITE):
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**self._lr_kwargs)
+
+    def _require_all_used(self) -> None:
+        collector = self.engine.gradients.collector
+        unused = sorted(self._frozen_groups.trained - collector.arrived)
+        count = torch.tensor(float(len(unused)), device=self.device)
+        if self._sum_over_all(count) > 0:
+            raise GptparError(
+                f"{len(unused)} parameters had no gradient in this step on this process ({some_of(unused)}), "
+                f"{int(count)} on all together, and zero_optimization.ignore_unused_parameters is false: nothing was "
+                "updated."
+            )
 
     def _result_of_calls(self) -> StepResult:
         """The result of passes that the user has called."""
@@ -183,6 +206,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         self._require_usable()
         self._require_no_step()
         batches = self.data.take(data_iter)
+        self._watch.note("engine.train_batch()")
         try:
             self._prepare()
             self._result = result = self._try_passes(batches)
@@ -230,7 +254,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
         """
         self._require_usable()
         batches = self.data.take(data_iter)
-        with evaluating(self):
+        with self._watch.together("eval_batch"), evaluating(self):
             mean = self._work.evaluate(batches)
         return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
@@ -255,6 +279,8 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             return
         if (monitor := monitor or self._monitor) is not None:
             monitor.write(replace(self._point, lm_loss=loss))
+        if not self._skipped:
+            self._frozen_groups.count_step()
         self.skipped_steps += self._skipped == NOT_FINITE
         self.loss_scaler.update(self._skipped == NOT_FINITE)
         every = self.options.steps_per_print
@@ -262,31 +288,6 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches of the next steps; their size stays.
-
-        Args:
-            train_batch_size: samples of a step, on all processes.
-
-        Raises:
-            GptparError: it is no multiple of a micro-batch on each process, a step has begun, or sums of gradients
-                have no memory.
-        """
-        self._require_open()
-        self._require_no_step()
-        batch = self.options.batch.resized(train_batch_size, self.topology.layout.data)
-        if batch.accumulation_steps > 1:
-            self._require_sums("set_train_batch_size()")
-        self.options, self.data.number = replace(self.options, batch=batch), batch.accumulation_steps
-
-    def _require_sums(self, verb: str) -> None:
-        settings = self.engine.settings
-        if not settings.adds_gradients and settings.dtype != settings.wide:
-            raise GptparError(
-                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the sums get memory."
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step, which begins again with its first micro-batch."""
@@ -304,35 +305,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
     def _forget_step(self) -> None:
         self._count, self._has_begun, self._is_final, self._result = 0, False, False, None
 
-    # Whole tensors.
-
-    def full_gradient(self, name: str) -> torch.Tensor:
-        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
-
-        It is the mean over micro-batches and processes, not clipped.
-
-        Args:
-            name: of the parameter, as the module names it.
-
-        Raises:
-            GptparError: the step's gradient is not final, or no such parameter is trained.
-        """
-        if not self._is_final:
-            raise GptparError("full_gradient() works only between the step's last backward pass and the step.")
-        return self.weights.whole(name, "grad") / self._divisor
-
-    @contextlib.contextmanager
-    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
-        """A context in which all parameters are gathered, with the last step's values; all processes enter it.
-
-        Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
-
-        Args:
-            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its position on
-                the data axis); ``None``: all processes have made the same changes, to all copies of tied layers.
-        """
-        with self.weights.gathered(modifier_rank):
-            yield
+    # The end.
 
     def close(self) -> None:
         """End the engine and return the module with whole weights and without hooks; all processes call it.

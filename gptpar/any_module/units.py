@@ -166,7 +166,7 @@ def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor
     return found
 
 
-def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """All submodules in the order of ``named_modules``; a shared module occurs at each of its paths.
 
     Yields:
@@ -179,7 +179,7 @@ def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, .
             if child is not None and child is not one and child not in above:  # a child may refer to its parent
                 yield from below(f"{path}.{name}" if path else name, child, (*above, one))
 
-    yield from below("", module, ())
+    yield from below(prefix, module, ())
 
 
 def own(path: str, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -154,6 +154,16 @@ class Weights(NotCopied):
         return found
 
     @property
+    def roots(self) -> Mapping[str, nn.Module]:
+        """Path -> module, of the modules that together have all weights of this process."""
+        return self._stage.roots
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Parameter -> its first name, the same in every layout."""
+        return {parameter: name for name, parameter in self._stage.parameters.items()}
+
+    @property
     def aliases(self) -> dict[str, str]:
         """Each further name of a parameter or buffer -> its first one."""
         return {name: first for name, first in self._stage.plan.aliases.items() if name != first}
@@ -258,6 +268,31 @@ class Weights(NotCopied):
         if len(shapes) > 1:
             dist.broadcast(found, owner)
         return found
+
+    @torch.no_grad()
+    def set_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Replace the sum of a parameter's gradient, which is final; all processes call it with equal values.
+
+        Raises:
+            GptparError: this process trains no parameter of that name, or the value has another shape.
+        """
+        engine, first = self._engine, self._stage.plan.aliases.get(name, name)
+        param = engine.table.params.get(first)
+        if param is None:
+            raise GptparError(f"{name} is no parameter that is trained on this process.")
+        if value.shape != param.info.full_shape:
+            shapes = f"{tuple(param.info.full_shape)}, and its new gradient {tuple(value.shape)}"
+            raise GptparError(f"{name} has the shape {shapes}.")
+        unit = next(unit for unit in engine.table.units if first in unit.params)
+        engine.gatherer.keep_last_step()  # the CPU may have worked ahead with the old one
+        shard = torch.zeros(unit.shard_length, dtype=engine.settings.gradient_dtype, device=engine.device)
+        for one, values in engine.optimizer.ranges_of("grad"):
+            if one.unit == unit.name:
+                into = shard[one.start : one.stop]
+                into.copy_(values)
+                if one.param == first:
+                    TensorParts(value.shape, engine.table.views(one, into), into.dtype).fill(value)
+        engine.gradients.router.replace(unit, shard)
 
     def _over_stages(self, shape: torch.Size | None) -> list[torch.Size | None]:
         """Every process's shape, if there are several stages, which have different parameters."""

@@ -18,13 +18,13 @@ from pathlib import Path
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import printable
-from gptpar.system.files import read_regular
+from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""
 
 _CHECKPOINT_NAME = re.compile(
-    r"(iter|step|epoch|checkpoint|ckpt|global_step)s?[-_=]?\d.*|release|last|best|latest", re.I
+    r"(iter|step|epoch|checkpoint|ckpt|global_step)s?[-_=]?\d.*|\d+|release|last|best|latest", re.I
 )
 
 
@@ -86,6 +86,12 @@ _FORMATS = (
     _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", ("*.distcp",)),
     _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", (".metadata",)),
     _Format("an Orbax checkpoint", ("_CHECKPOINT_METADATA",)),
+    _Format("an OLMo-core checkpoint", ("model_and_optim/",)),
+    _Format("a nanotron checkpoint", ("model/", "checkpoint_metadata.json")),
+    _Format("a nanotron checkpoint", ("model/", "model_config.json")),
+    _Format("a picotron checkpoint", ("weights_tp_rank_*.pth",)),
+    _Format("an llm.c checkpoint", ("model_????????.bin",)),
+    _Format("an llm.c checkpoint", ("state_????????_?????.bin",)),
     *(
         _Format("a Hugging Face model", (name,), certain=False, reader=ForeignReader.HUGGING_FACE)
         for name in _HUGGING_FACE
@@ -120,7 +126,12 @@ def foreign_checkpoint(path: str | Path) -> Foreign | None:
     if holds_ours(path):
         return None
     names = _entries(path)
-    return _named("", names, certain=False) or _in_folders(path, names) or _pointer(path, names)
+    if certain := _named("", names, certain=True):
+        return certain
+    found = _named("", names, certain=False)
+    if found and found.reader:
+        return found
+    return _in_folders(path, names) or found or _pointer(path, names)  # a stray file may lie beside checkpoints
 
 
 def why_not_to_load(path: str | Path, otherwise: str = "") -> str | None:
@@ -231,7 +242,7 @@ def _pointer(path: Path, names: list[str]) -> Foreign | None:
 
 def _first_line(path: Path) -> str:
     try:
-        return read_regular(path)[:100].decode(errors="replace").partition("\n")[0].strip()
+        return read_regular(path, MAX_SMALL_BYTES)[:100].decode(errors="replace").partition("\n")[0].strip()
     except OSError:
         return ""
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from gptpar import __version__
 from gptpar.system.command_line import run
 
 VERBS = {
@@ -39,7 +40,8 @@ def usage() -> str:
     """The verbs, one in each line."""
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
-    return "\n".join(["usage: gptpar VERB [flags]; gptpar VERB --help lists a verb's flags", "", *lines])
+    first = "usage: gptpar VERB [flags]; gptpar VERB --help lists a verb's flags, gptpar --version says the version"
+    return "\n".join([first, "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         (130 after Ctrl-C).
     """
     words = without_local_rank(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if words else 2
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help", "--version"):
+        return run(_usage_or_version, words)
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -60,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # A verb is imported inside `run`, because torch takes a second, in which the user may press Ctrl-C.
     return run(lambda rest: _module_of(words[0]).main(rest), words[1:])
+
+
+def _usage_or_version(words: Sequence[str]) -> int:
+    print(f"gptpar {__version__}" if words[:1] == ["--version"] else usage())
+    return 0 if words else 2
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:

@@ -75,7 +75,9 @@ def main(argv: list[str]) -> int:
     with (
         StopRequest().listening() as request,
         activity.lost_ranks_explained(),
-        open_topology(layout, backend=None, timeout_minutes=10.0) as topology,
+        open_topology(
+            layout, backend=None, timeout_minutes=10.0, facts=lambda: {"the command line": " ".join(argv)}
+        ) as topology,
     ):
         found = evaluate(args, topology, request, activity)
         if found is not None and topology.is_main:

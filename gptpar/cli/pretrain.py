@@ -19,6 +19,7 @@ from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting.guards import guarded_console
+from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
@@ -88,7 +89,10 @@ def pretrain(
     with guarded_console(), open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
             if run.plan.finished(run.progress):
-                run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
+                run.say(
+                    f" > nothing left to train: iteration {run.progress.iteration} is the last; to train on, raise "
+                    "--train-iters, and give --override-opt-param-scheduler if the schedule is to follow"
+                )
             else:
                 if typed is not None and run.trainer.topology.is_main and config.checkpoint.save:
                     _keep_flags(Path(config.checkpoint.save), typed)
@@ -99,6 +103,7 @@ def pretrain(
             run.on_tasks.evaluate(run.progress)
         if run.is_to_stop():
             saved = f"; --load {config.checkpoint.save} goes on from here" if run.saving.has_saved else ""
+            note_stopped()
             run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
         return run.request.signal
 

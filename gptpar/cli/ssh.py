@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from gptpar.system.stop import handling
 
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "GPTPAR_STOP_SECONDS", "PYTHONPATH", "OMP_NUM_THREADS")
 """Prefixes of the environment variables that all machines get."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""What a shell accepts as a variable's name; it would run parts of other names as commands."""
 POLL_SECONDS = 0.1
 _LISTENING = (
     ' </dev/null & child=$!; exec 3<&0; { while read -r word <&3; do kill -"$word" $child; done; kill -TERM $child; }'
@@ -41,9 +44,10 @@ def remote_command(words: Sequence[str], visible: str, environment: Mapping[str,
         folder: the folder on the other machine.
     """
     variables = {"PYTHON": environment.get("PYTHON", sys.executable)}
-    variables |= {name: value for name, value in sorted(environment.items()) if name.startswith(PASSED_ON)}
+    passed = {name: value for name, value in sorted(environment.items()) if name.startswith(PASSED_ON)}
+    variables |= {name: value for name, value in passed.items() if _NAME.fullmatch(name)}
     exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    launch = f'CUDA_VISIBLE_DEVICES={visible} "$PYTHON" -m gptpar launch {shlex.join(words)}'
+    launch = f'CUDA_VISIBLE_DEVICES={shlex.quote(visible)} "$PYTHON" -m gptpar launch {shlex.join(words)}'
     script = f"cd {shlex.quote(folder)} && export {exported} && {{ {launch}{_LISTENING}"
     return f"bash -c {shlex.quote(script)}"  # whatever the login shell is
 

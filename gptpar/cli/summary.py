@@ -11,7 +11,7 @@ from gptpar.data.identity import corpus_identity
 from gptpar.data.indexed import IndexedDataset
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
-from gptpar.reporting.series import series
+from gptpar.reporting.series import last_tenth, series
 from gptpar.system.command_line import Parser
 
 
@@ -22,25 +22,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or its metrics.jsonl")
     parser.add_argument("--data-path", metavar="PREFIX", help="the run's data set, for its unigram entropy")
-    parser.add_argument("--entropy-only", action="store_true", help="print the unigram entropy alone")
     return parser
-
-
-def last_tenth(losses: list[float]) -> float:
-    """Mean of the last tenth of a run's losses (at least one)."""
-    tail = losses[-max(1, len(losses) // 10) :]
-    return sum(tail) / len(tail)
 
 
 def main(argv: list[str]) -> int:
     """Print first and last losses and, with a data set, how far the last are below its unigram entropy."""
     args = make_parser().parse_args(argv)
-    if args.entropy_only and not args.data_path:
-        raise GptparError("--entropy-only needs --data-path PREFIX, the data set whose entropy is asked for")
     entropy = unigram_entropy(IndexedDataset(args.data_path)) if args.data_path else None
-    if args.entropy_only:
-        print(f"{entropy:.4f}")
-        return 0
     file = args.run if args.run.is_file() else args.run / FILE_NAME
     losses = [loss for loss in series(file, read_metrics(file), "lm_loss") if loss is not None]
     if not losses:
@@ -48,10 +36,12 @@ def main(argv: list[str]) -> int:
     reached = last_tenth(losses)
     print(f"loss: {losses[0]:.3f} at the start, {reached:.3f} on average over the last tenth of {len(losses)} steps")
     if entropy is not None:
-        side = "below" if reached <= entropy else "above"
+        side, learnt = "below", "it has learnt something of the order of tokens"
+        if reached > entropy:
+            side, learnt = "above", "it has not even learnt how often each token occurs, and needs more steps"
         print(
-            f"token frequencies alone would give {entropy:.3f} (the corpus's unigram entropy): "
-            f"the model is {abs(entropy - reached):.3f} nats {side} that"
+            f"token frequencies alone would give {entropy:.4f} (the corpus's unigram entropy): "
+            f"the model is {abs(entropy - reached):.3f} nats {side} that; {learnt}"
         )
         if _is_another_corpus(file.parent, args.data_path):
             print(

@@ -32,7 +32,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
         ("--use-mcore-models", "--use-legacy-models", "--enable-experimental"), (0, "there is one implementation")
     ),
     "--no-masked-softmax-fusion": (0, COMPILED),
-    "--no-bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
     "--no-bias-dropout-fusion": (0, COMPILED),
     "--no-gradient-accumulation-fusion": (0, COMPILED),
     "--cross-entropy-loss-fusion": (0, ALWAYS),
@@ -217,7 +216,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
         ("--save-rng", "--save-all-rng", "--load-rng", "--load-all-rng"),
         (0, "random states are derived from seed and iteration, none are saved"),
     ),
-    "--bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
+    "--bias-gelu-fusion": (0, "this is so unless --no-bias-gelu-fusion or --disable-bias-linear is given"),
     **dict.fromkeys(
         (
             *("--bias-swiglu-fusion", "--bias-dropout-fusion", "--scaled-masked-softmax-fusion"),

@@ -17,6 +17,11 @@ def padded_vocab(vocab_size: int, multiple: int, rows: int | None = None) -> int
     return -(-vocab_size // multiple) * multiple if rows is None else rows
 
 
+def softmax_vocab(vocab_size: int, rows: int, *, over_padding: bool) -> int:
+    """Rows over which the softmax is."""
+    return rows if over_padding else vocab_size
+
+
 def complete(flags: Flags) -> Config:
     """The configuration that flags say.
 
@@ -33,12 +38,19 @@ def complete(flags: Flags) -> Config:
 
 
 def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig:
-    """The model; its vocabulary is that of a checkpoint, or of ``--vocab-size``."""
-    padded = padded_vocab(tokenizer.vocab_size or 0, flags.make_vocab_size_divisible_by, flags.pad_vocab_size_to)
+    """The model; its vocabulary is that of a checkpoint, or of ``--vocab-size``.
+
+    A checkpoint that says its rows alone has all of them in the softmax: one of another program, or an older one.
+    """
+    size, stored = tokenizer.vocab_size or 0, flags.padded_vocab_size
+    rows = stored or padded_vocab(size, flags.make_vocab_size_divisible_by, flags.pad_vocab_size_to)
+    over_padding = flags.softmax_over_padding or stored is not None
     filled = dataclasses.replace(
         flags,
         max_position_embeddings=flags.max_position_embeddings or flags.seq_length,
-        padded_vocab_size=flags.padded_vocab_size or padded,
+        padded_vocab_size=rows,
+        softmax_vocab_size=flags.softmax_vocab_size or softmax_vocab(size, rows, over_padding=over_padding),
+        softmax_over_padding=flags.softmax_over_padding if flags.softmax_vocab_size else over_padding,
     )
     return completed(ModelConfig, filled)
 

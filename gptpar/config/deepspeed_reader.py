@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,22 +252,26 @@ def part_of(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return raw
 
 
-def optimizer_problems(raw: Mapping[str, Any], otherwise: str, assumed_decay: float = 0) -> Iterator[str]:
+def optimizer_problems(
+    raw: Mapping[str, Any], otherwise: str, assumed_decay: float = 0, others: Sequence[str] = ()
+) -> Iterator[str]:
     """Whether the optimizer is one that gptpar has.
 
     Args:
+        others: further types in small letters, for a reader that has Adam's coupled weight decay, too.
         otherwise: what to do without the section.
         assumed_decay: the weight decay where the file says none.
     """
     optimizer, params = part_of(raw, "optimizer"), part_of(raw, "optimizer", "params")
     kind, decay = optimizer.get("type"), params.get("weight_decay", "auto")
     decay = assumed_decay if decay == "auto" else decay
-    if optimizer and str(kind).lower() not in ("auto", *OPTIMIZERS):
+    if optimizer and str(kind).lower() not in ("auto", *OPTIMIZERS, *others):
+        more = f" (and torch's {', '.join(others)})" if others else ""
         yield (
-            f'optimizer.type is {json.dumps(kind)}, and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or '
-            f'"Lion", or leave optimizer out and {otherwise}.'
+            f"optimizer.type is {json.dumps(kind)}, and gptpar's optimizers are AdamW and Lion{more}: set it to "
+            f'"AdamW" or "Lion", or leave optimizer out and {otherwise}.'
         )
-    if str(kind).lower() == "adam" and params.get("adam_w_mode") is False and decay not in (0, None):
+    if not others and str(kind).lower() == "adam" and params.get("adam_w_mode") is False and decay not in (0, None):
         yield (
             f"optimizer.params.adam_w_mode is false: Adam would add the weight decay {json.dumps(decay)} to the "
             "gradient, and gptpar takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -81,6 +82,11 @@ def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or abs(value) >= 2**63:
         raise ValueError("a whole number is needed")
     return int(value)
+
+
+def interval(value: Any) -> object:
+    """A whole number of steps; ``OFF`` for Infinity, which no step reaches."""
+    return OFF if value == math.inf else whole(value)
 
 
 def positive(value: Any) -> int:
@@ -186,6 +192,13 @@ def switch(value: Any) -> str:
     if value not in ("on", "off"):
         raise ValueError('true, false or "auto" is needed')
     return str(value)
+
+
+def tag_validation(value: Any) -> object:
+    """What DeepSpeed does about a tag that differs between processes, in any case of letters."""
+    if not isinstance(value, str) or value.lower() not in ("ignore", "warn", "fail"):
+        raise ValueError("Ignore, Warn or Fail is needed")
+    return OFF
 
 
 def class_names(value: Any) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from gptpar.config.deepspeed_rules import (
     class_names,
     if_enabled,
     if_true,
+    interval,
     monitor_folder,
     number,
     one_rate,
@@ -40,6 +41,7 @@ from gptpar.config.deepspeed_rules import (
     scale_of_power,
     share,
     switch,
+    tag_validation,
     text,
     true_in_words,
     truth,
@@ -85,6 +87,8 @@ SCHEDULE_TYPES = {name.lower(): name for name in ("WarmupLR", "WarmupDecayLR", "
 SCHEDULE_TYPES |= {"lrrangetest": "LRRangeTest"}
 TYPES: Mapping[str, tuple[str, ...]] = {"optimizer": OPTIMIZERS, "scheduler": tuple(SCHEDULE_TYPES)}
 """Section whose keys depend on its type -> the types."""
+
+FORMATS = {name: name for name in ("fp32", "fp16", "bf16")}
 
 DEFAULTS_SINCE = {
     "gradient_clipping": (
@@ -132,13 +136,16 @@ _BATCH = (
     Key("train_micro_batch_size_per_gpu", Sets(whole, "batch.micro_batch_size")),
     Key("gradient_accumulation_steps", Sets(whole, "batch.gradient_accumulation_steps")),
     Key("gradient_clipping", Sets(number, "optimizer.clip_grad"), default=1.0),
-    Key("steps_per_print", Sets(whole, "logging.log_interval")),
+    Key("steps_per_print", Sets(interval, "logging.log_interval")),
     Key("dataloader_drop_last", NoEffect("every batch is full"), Only((True,), _FULL_BATCHES)),
     Key("prescale_gradients", _DIVIDED),
     Key("gradient_predivide_factor", _DIVIDED),
     Key("communication_data_type", Sets(word_of({"fp32": False, "fp16": OFF, "bf16": True, "bfp16": True}),
         "parallel.grad_reduce_in_bf16", "the sum is kept in fp32", off="gradients are sent in fp32")),
-    Key("data_types.grad_accum_dtype", NoEffect("gradients are always summed in fp32")),
+    Key("data_types.grad_accum_dtype", Sets(word_of(dict.fromkeys(FORMATS, OFF)),
+        off="gradients are always summed in fp32")),
+    Key("data_types.param_dtype", NoEffect("fp16 and bf16 decide"), Sets(word_of(FORMATS), "module.param_dtype")),
+    Key("data_types.buffer_dtype", Absent("another number format of buffers")),
 )
 
 _DECAY = "optimizer.weight_decay"
@@ -155,7 +162,7 @@ _OPTIMIZER = (
     Key("optimizer.params.set_grad_none", NoEffect("gradients have one place in memory")),
     Key("optimizer.params.adam_w_mode", Sets(truth), of=ADAM),
     Key("optimizer.params.torch_adam", NoEffect("the fused kernels are chosen here"), of=ADAM),
-    Key("optimizer.params.amsgrad", Only(_FALSE, "AMSGrad is not part of gptpar: leave it out"), of=ADAM),
+    Key("optimizer.params.amsgrad", Only(_FALSE, "a GPT has no AMSGrad: leave it out"), Sets(truth), of=ADAM),
     Key("optimizer.params.bias_correction", Sets(truth, "optimizer.adam_bias_correction"), of=ADAM),
     Key("optimizer.params.fp32_optimizer_states", Only((True,), _FP32_STATE)),
 )
@@ -222,6 +229,7 @@ _FORMATS = (
 _ZERO_ = "zero_optimization."
 _OPTIMIZER_OUT, _PARAMETERS_OUT = f"{_ZERO_}offload_optimizer.", f"{_ZERO_}offload_param."
 _ONE_BY_ONE = NoEffect("layers come one by one")
+_ALL_USED = NoEffect("every parameter of a GPT is used")
 _STAGE3 = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
     "max_reuse_distance module_granularity_threshold"
@@ -243,8 +251,8 @@ _ZERO = (
     *_same(Sets(true_in_words, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
     Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
     *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
-    *_same(NoEffect("every parameter of a GPT is used"), _ZERO_, "ignore_unused_parameters find_unused_parameters",
-        NoEffect("a parameter without gradient in a step is updated with a gradient of zero")),
+    *_same(_ALL_USED, _ZERO_, "ignore_unused_parameters find_unused_parameters",
+        Sets(true_in_words, "module.ignore_unused_parameters", "they are updated with a gradient of zero")),
     Key(f"{_ZERO_}sub_group_size", NoEffect("the optimizer's pieces are chosen here")),
     *_same(_ANY_LAYOUT, _ZERO_,
         "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save elastic_checkpoint "
@@ -302,8 +310,9 @@ _REST = (
     Key("pipeline.use_reentrant", _PIPELINE, NoEffect("activations are computed again without nested backward passes")),
     *_same(_PIPELINE, "pipeline.", "pipe_partitioned grad_partitioned",
         NoEffect("activations go whole from stage to stage")),
-    *_same(NoEffect("checkpoints load into any layout; see --save and --load",
-        "tag_validation load_universal use_node_local_storage parallel_write writer"), "", "checkpoint",
+    Key("checkpoint.tag_validation", Sets(tag_validation, off="a tag that differs between processes is refused")),
+    *_same(NoEffect("checkpoints load into any layout; see --save and --load"), "checkpoint.",
+        "load_universal use_node_local_storage parallel_write writer",
         NoEffect("checkpoints load into any ZeRO stage and number of processes")),
     Key("nebula", Absent("Nebula's checkpoints")),
     Key("aio", NoEffect(_NVME.why,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gptpar.config import DataConfig, Flags, LoggingConfig
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.presets import PRESETS
+from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
 from gptpar.config.sections.parallel import SHARDED
 
 OFF_AT_0 = (("checkpoint", "save_interval"), ("batch", "exit_interval"), ("batch", "exit_duration_in_mins"))
@@ -64,6 +65,20 @@ def expand_preset(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
     for name, value in PRESETS.get(preset or "", {}).items():
         if f"model.{name}" not in given:
             notes.replace("model", name, value, f"--preset {preset}")
+    return notes.flags, notes.derived
+
+
+def choose_gelu(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
+    """Set Megatron's GELU of an MLP that has no bias to fuse it with, or whose fusion is off.
+
+    Args:
+        given: fields that keep what was typed, as ``section.field``.
+    """
+    notes, model = _Notes(flags), flags.model
+    other = model.swiglu or model.glu_activation or model.squared_relu or model.mlp_activation != FUSED_GELU
+    if not other and "model.mlp_activation" not in given and not (model.add_bias_linear and model.bias_gelu_fusion):
+        reason = "--disable-bias-linear" if not model.add_bias_linear else "--no-bias-gelu-fusion"
+        notes.replace("model", "mlp_activation", UNFUSED_GELU, f"{reason}, as in Megatron-LM")
     return notes.flags, notes.derived
 
 

@@ -20,7 +20,7 @@ from gptpar.config.compat import ACCEPTED, OF_THE_LAUNCH
 from gptpar.config.compat_transport import ANY_NUMBER
 from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
 from gptpar.config.deepspeed import FromFile, read_deepspeed
-from gptpar.config.derive import Derived, expand_preset
+from gptpar.config.derive import Derived, choose_gelu, expand_preset
 from gptpar.config.elsewhere import (
     ABSENT,
     ANY,
@@ -334,8 +334,9 @@ def parse_flags(
         parsed.flags = parsed.flags.update(section, **{name: value})
     parsed.given |= parsed.typed.keys()
     _read_data_files(parsed)
-    parsed.flags, derived = expand_preset(parsed.flags, parsed.given)
-    parsed.derived += derived
+    for fill in (expand_preset, choose_gelu):
+        parsed.flags, derived = fill(parsed.flags, parsed.given)
+        parsed.derived += derived
     _read_deepspeed(parsed)
     return parsed
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -44,7 +45,7 @@ def read_object(text: str) -> dict[str, Any]:
     if not plain.strip():
         raise JsonError("it is empty")
     try:
-        value = json.loads(plain, object_pairs_hook=unique, parse_constant=no_number)
+        value = json.loads(plain, object_pairs_hook=unique, parse_constant=infinity)
     except json.JSONDecodeError as error:
         loose = error.msg.startswith("Expecting") and plain[error.pos : error.pos + 1] not in ("", *",:]}")
         value = _by_hjson(text, unique, f"line {error.lineno}, column {error.colno}: {error.msg}", loose=loose)
@@ -82,6 +83,8 @@ def _blank(match: re.Match[str]) -> str:
     return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
-def no_number(word: str) -> NoReturn:
-    """Refuse what Python's JSON has beside numbers: ``NaN`` and ``Infinity``."""
-    raise JsonError(f"{word} is not a number")
+def infinity(word: str) -> float:
+    """Of what Python's JSON has beside numbers, ``Infinity`` alone: a few keys may be without a limit."""
+    if word != "Infinity":
+        raise JsonError(f"{word} is not a number")
+    return math.inf

@@ -21,7 +21,7 @@ from typing import IO
 import numpy as np
 
 from gptpar.errors import DataError
-from gptpar.system.files import remove_abandoned, sync_file, temporary_name
+from gptpar.system.files import full_disk_named, name_full_disk, remove_abandoned, sync_file, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -313,10 +313,13 @@ class IndexedDatasetWriter:
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None and not self._bin.closed:
-                self.finalize()
+                with full_disk_named(self.prefix + ".bin"):
+                    self.finalize()
+            elif isinstance(error, OSError):
+                name_full_disk(error, self.prefix + ".bin")
         finally:
             self.discard()
 

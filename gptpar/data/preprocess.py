@@ -133,8 +133,8 @@ def preprocess(
 
     Raises:
         ConfigError, TokenizerError: the tokenizer cannot be built.
-        DataError: an input is missing or holds a bad line (unless they are skipped), there is no document at all, or a
-            key cannot name a file of its own.
+        DataError: an input is missing or holds a bad line (unless they are skipped), there is no document or no token
+            at all, or a key cannot name a file of its own.
     """
     _check_keys(encoder.keys)
     files = find_inputs(inputs)
@@ -152,6 +152,11 @@ def preprocess(
             output.add(block)
         if not progress.documents:
             raise DataError(f"no document in {', '.join(files)}{bad}")
+        if not progress.tokens:
+            raise DataError(
+                f"{', '.join(files)}: the texts of all {progress.documents:,} documents are empty, and nothing can be "
+                f"trained on no token: name the key of the texts (--json-keys {' '.join(encoder.keys)} has none){bad}"
+            )
     return (
         f"{progress.documents:,} documents, {progress.tokens:,} tokens ({dtype.name}) "
         f"in {progress.seconds():.1f} s: {progress.rates()}\n"

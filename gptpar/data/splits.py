@@ -43,7 +43,7 @@ def normalized_split(text: str) -> tuple[float, ...]:
 
 
 def _fractions(text: str) -> list[float]:
-    words = re.split(r"\s*[,;:/]\s*|\s+", text.strip())
+    words = re.split(r"\s*[,;:/]\s*|\s+", text.strip("'\" \t"))  # launch scripts quote twice, for eval
     # Megatron picks out digits and dots wherever they stand: it reads 9.8e1,2 as the three numbers 9.8, 1 and 2.
     plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word, re.ASCII) for word in words)
     weights = [float(word) for word in words] if plain else []

@@ -8,7 +8,8 @@ from typing import IO, Any
 
 from gptpar.errors import DataError
 
-READ_BYTES = 1 << 14
+READ_BYTES = 1 << 10
+"""Four bytes may become 128 KiB, so that a larger part could fill the memory."""
 
 
 def zstd_library() -> tuple[Callable[[], Any], type[Exception]]:
@@ -42,7 +43,7 @@ class ZstdReader(io.RawIOBase):
         self._raw = raw
         self._new_frame, self._error = zstd_library()
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input, self._output = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -55,7 +56,7 @@ class ZstdReader(io.RawIOBase):
                     raise OSError("the file ends in the middle of a zstd frame")
                 return 0
             self._decompress()
-        size = min(len(buffer), len(self._output))
+        size = min(len(buffer), len(self._output))  # a view: a few input bytes may have made megabytes
         buffer[:size], self._output = self._output[:size], self._output[size:]
         return size
 
@@ -63,7 +64,7 @@ class ZstdReader(io.RawIOBase):
         if self._frame is None:
             self._frame = self._new_frame()
         try:
-            self._output = self._frame.decompress(self._input)
+            self._output = memoryview(self._frame.decompress(self._input))
         except self._error as error:
             raise OSError(str(error)) from error
         self._input = b""

@@ -15,22 +15,29 @@ class BackwardPasses:
     """
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._depth = self._owned = 0
         self._at_end: dict[Callable[[], None], None] = {}
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward pass of any engine is running."""
+        """Whether a backward pass is running."""
         return self._depth > 0
 
+    @property
+    def belongs_to_engine(self) -> bool:
+        """Whether a pass that is running belongs to an engine."""
+        return self._owned > 0
+
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """A context that lasts for one backward pass."""
+    def one(self, *, owned: bool = True) -> Iterator[None]:
+        """A context that lasts for one backward pass; ``owned``: it belongs to an engine."""
         self._depth += 1
+        self._owned += owned
         try:
             yield
         finally:
             self._depth -= 1
+            self._owned -= owned
             while self._at_end and not self._depth:
                 self._at_end.popitem()[0]()
 

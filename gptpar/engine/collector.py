@@ -44,6 +44,8 @@ class GradientCollector:
     Attributes:
         in_last_forward: whether the running forward pass is the step's last of its stage.
         late: parameters that got a gradient in this step after their unit had been handed on: it was not added.
+        begin_unannounced: begins a backward pass that nobody has announced, at its first gradient; ``None``: such
+            passes are refused.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class GradientCollector:
         self._outer_task: int | None = None
         self._in_pass = self._hands_on = False
         self.in_last_forward = False
+        self.begin_unannounced: Callable[[], None] | None = None
+        self._factor = 1.0
         self.late: set[str] = set()
         self._arrived: set[str] = set()
+        self._arrived_before: set[str] = set()  # in earlier passes, under ZeRO-2 and 3
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: dict[str, tuple[Unit, bool]] = {}
@@ -108,13 +113,27 @@ class GradientCollector:
     def begin(self) -> None:
         """A step begins; a backward pass that ended in an error is forgotten."""
         self._in_pass = False
-        for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
+        arrived = self._arrived, self._arrived_before, self.late
+        for forgotten in (*arrived, self._fresh, self._missing, self._waiting, self._handed_on):
             forgotten.clear()
 
-    def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
-        """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        names = self._virtual_stages[virtual_stage]
-        self._missing = {name: sys.maxsize if name in self._read_late else self._expected[name] for name in names}
+    def expect(self, unit: str, count: int) -> None:
+        """Expect gradients of this many of a unit's parameters in the coming passes."""
+        self._expected[unit] = count
+
+    def begin_backward(
+        self, virtual_stage: int, *, last: bool, factor: float = 1.0, ends_together: bool = False
+    ) -> None:
+        """A backward pass of a virtual stage begins.
+
+        Args:
+            last: whether it is the step's last for that stage.
+            factor: of the pass's gradients in the sums.
+            ends_together: whether units are handed on at the end of the pass, because nobody looks which are read late.
+        """
+        names, self._factor = self._virtual_stages[virtual_stage], factor
+        waiting = names if ends_together else self._read_late
+        self._missing = {name: sys.maxsize if name in waiting else self._expected[name] for name in names}
         self._handed_on.clear()
         self._here.clear()
         self._outer_task, self._in_pass = None, True
@@ -138,6 +157,11 @@ class GradientCollector:
         return is_late
 
     @property
+    def arrived(self) -> set[str]:
+        """Parameters that have got a gradient in this step."""
+        return self._arrived | self._arrived_before
+
+    @property
     def late_units(self) -> list[bool]:
         """For each unit whether a pass has read its parameters after their gradient, on this process."""
         return [name in self._read_late for name in self._units]
@@ -151,9 +175,13 @@ class GradientCollector:
         self._handed_on_last = frozenset(name for name, is_late in zip(self._units, are_late, strict=True) if is_late)
         self._read_late |= self._handed_on_last
 
+    def leave_backward(self) -> None:
+        """The pass is over, maybe by an error."""
+        self._in_pass = False
+
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""
-        self._in_pass = False
+        self.leave_backward()
         for unit in list(self._fresh):
             self._add(self._units[unit])
         while self._waiting:
@@ -173,12 +201,19 @@ class GradientCollector:
         if grad.layout != torch.strided:  # of an embedding with sparse=True
             grad = grad.to_dense()
         if not self._in_pass:
-            if BACKWARD_PASSES.is_running:
+            if BACKWARD_PASSES.belongs_to_engine:
                 return  # another engine's loss led through this module
-            raise GptparError(
-                f"{name} got a gradient outside of engine.backward(loss), which has to begin every backward pass: "
-                "processes would not sum it. It was dropped."
-            )
+            if self.begin_unannounced is None:
+                raise GptparError(
+                    f"{name} got a gradient outside of engine.train_batch(), which has to begin every backward pass: "
+                    "processes would not sum it. It was dropped."
+                )
+            if grad.requires_grad:
+                raise GptparError(
+                    "loss.backward(create_graph=True): gradients are taken out of autograd as they come, so that no "
+                    "graph of them can be kept. Gradients with respect to inputs (torch.autograd.grad) can have one."
+                )
+            self.begin_unannounced()
         self._missing[unit.name] -= 1
         self._here.add(name)
         if self._learns:
@@ -216,9 +251,13 @@ class GradientCollector:
         views = unit.views(total) if len(fresh) > 1 else {name: unit.params[name].view(total) for name in fresh}
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
-            torch._foreach_add_([views[name] for name in known], [fresh[name] for name in known])
+            added = [views[name] for name in known]
+            torch._foreach_add_(added, [fresh[name] for name in known], alpha=self._factor)
         if first:
-            torch._foreach_copy_([views[name] for name in first], [fresh[name] for name in first])
+            copied = [views[name] for name in first]
+            torch._foreach_copy_(copied, [fresh[name] for name in first])
+            if self._factor != 1:
+                torch._foreach_mul_(copied, self._factor)
         self._arrived.update(first)
 
     @torch.no_grad()
@@ -229,6 +268,7 @@ class GradientCollector:
             if name not in self._arrived:
                 total[param.start : param.stop].zero_()
         if not self._memory.keeps_all:
+            self._arrived_before |= self._arrived & unit.params.keys()
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)
         if last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -236,6 +236,17 @@ class Engine:
         """After the end: leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
         self.gradients.collector.unwatch()
         del self.optimizer, self.gradients
+
+    @property
+    def can_add_gradients(self) -> bool:
+        """Whether sums over several micro-batches have memory that is wide enough."""
+        return self.settings.adds_gradients or self.settings.dtype == self.settings.wide
+
+    def add_gradients(self) -> None:
+        """Between two steps, without a subscriber: give such sums memory."""
+        self.settings = replace(self.settings, adds_gradients=True)
+        self.gradients.memory.widen(self.settings.gradient_dtype)
+        self.optimizer.read_gradients(self.gradients.shard)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""

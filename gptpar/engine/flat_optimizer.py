@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -61,14 +61,25 @@ class FlatOptimizer:
             raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
         self._kernels = [make_device_kernel(optimizer, state.vectors[0]) for _ in families]
         self._calls: list[list[UpdateVectors]] = [[] for _ in families]
+        self._missed: tuple[int, ...] = ()
 
     def lay_out(self, ranges: Sequence[ContiguousRange]) -> None:
         """Set the ranges to update. Inside a range, group ranges begin at multiples of ``ALIGNMENT``."""
+        self._ranges = list(ranges)
         self._calls = [[] for _ in self._families]
         for start, stop, parameters in _joined(ranges):
             for number, low, high in self._parts(start, stop):
                 part = None if parameters is None else parameters[low - start : high - start]
                 self._calls[number].append(self._call(self._families[number], low, high, part))
+
+    def read_gradients(self, grad: torch.Tensor) -> None:
+        """Read the coming steps' gradients from other memory, maybe in another number format."""
+        self._state = replace(self._state, grad=grad)
+        self.lay_out(self._ranges)
+
+    def miss(self, steps: tuple[int, ...]) -> None:
+        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        self._missed = steps
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(family's number, start, stop) of each launch that a range takes; gaps are padding."""
@@ -112,12 +123,16 @@ class FlatOptimizer:
             1.0 where the norm is not finite and nothing was changed, else 0.0 (fp32 scalar on the device, valid until
             the next step).
         """
-        # Families count together: each but the first raises a copy of the counter.
+        # Families count together: each but the first raises a copy of the counter, or all of them do.
         counters = [self._state.steps, *(self._state.steps.clone() for _ in self._families[1:])]
+        if self._missed:
+            counters = [self._state.steps - self._missed[family[0]] for family in self._families]
         steps = [
             kernel.begin_step(hyperparameters[family[0]], norm, loss_scale, max_norm, counter)
             for kernel, family, counter in zip(self._kernels, self._families, counters, strict=True)
         ]
+        if self._missed:
+            self._state.steps.add_(1 - steps[0].skipped)
         for step, calls in zip(steps, self._calls, strict=True):
             for call in calls:
                 *state, _ = call.vectors

@@ -43,22 +43,31 @@ class GradientMemory:
         arriving_dtype: torch.dtype | None = None,
         ahead: bool = False,
     ):
-        self._dtype, self._arriving_dtype, self._alone = dtype, arriving_dtype or dtype, axis.group is None
-        self.shard = torch.zeros(table.length(Home.DEVICE), dtype=dtype, device=device)
-        self.shards = table.split(self.shard)
-        self.keeps_all, self.single = axis.zero_stage < 2, True
+        self._table, self._axis, self._device = table, axis, device
+        self._arriving_dtype, self._alone = arriving_dtype or dtype, axis.group is None
+        self.keeps_all, self.single, self.ahead = axis.zero_stage < 2, True, ahead
         self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
+        names = {unit.name for unit in self.undivided}
+        self._divided = {unit.name: unit for unit in table.units if unit.name not in names}
+        self._allocate(dtype)
+
+    def _allocate(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.shard = torch.zeros(self._table.length(Home.DEVICE), dtype=dtype, device=self._device)
+        self.shards = self._table.split(self.shard)
         self._sums: dict[str, torch.Tensor] = {}
-        if axis.shards == 1:
+        if self._axis.shards == 1:
             self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided}
         elif self.keeps_all:
-            whole = torch.zeros(sum(unit.length for unit in self.undivided), dtype=dtype, device=device)
+            whole = torch.zeros(sum(unit.length for unit in self.undivided), dtype=dtype, device=self._device)
             pieces = whole.split([unit.length for unit in self.undivided])
             self._sums = {unit.name: piece for unit, piece in zip(self.undivided, pieces, strict=True)}
         self._fixed = frozenset(self._sums)
-        names = {unit.name for unit in self.undivided}
-        self.ahead, self._divided = ahead, {unit.name: unit for unit in table.units if unit.name not in names}
         self._shard_sums: dict[str, torch.Tensor] = {}
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Between two steps: from now on, sums are in this dtype, in new memory."""
+        self._allocate(dtype)
 
     @property
     def adds_shards(self) -> bool:

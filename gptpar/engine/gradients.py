@@ -11,18 +11,22 @@ from gptpar.engine.router import GradientRouter
 
 
 class Gradients:
-    """Tells the collector, the reducer and the router how far the step is.
-
-    Attributes:
-        shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
-        shards: the same by unit.
-    """
+    """Tells the collector, the reducer and the router how far the step is."""
 
     def __init__(
         self, memory: GradientMemory, collector: GradientCollector, reducer: GradientReducer, router: GradientRouter
     ):
         self.memory, self.collector, self.router, self._reducer = memory, collector, router, reducer
-        self.shard, self.shards = memory.shard, memory.shards
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The final gradient of the elements that the device's optimizer updates: all units' in a row."""
+        return self.memory.shard
+
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        """The same by unit."""
+        return self.memory.shards
 
     @property
     def are_exchanged(self) -> bool:
@@ -41,9 +45,11 @@ class Gradients:
         """A forward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
         self.collector.in_last_forward = last
 
-    def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
-        """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self.collector.begin_backward(virtual_stage, last=last)
+    def begin_backward(
+        self, virtual_stage: int, *, last: bool, factor: float = 1.0, ends_together: bool = False
+    ) -> None:
+        """See :meth:`GradientCollector.begin_backward <gptpar.engine.collector.GradientCollector.begin_backward>`."""
+        self.collector.begin_backward(virtual_stage, last=last, factor=factor, ends_together=ends_together)
 
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""

@@ -78,6 +78,17 @@ class MasterOptimizer:
         written = ((parameters or {}).get(unit) for unit in table.on_device)
         self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
 
+    def read_gradients(self, grad: torch.Tensor) -> None:
+        """Read the coming steps' gradients from other memory, maybe in another number format."""
+        self.grad = grad
+        self._flat.read_gradients(grad)
+
+    def miss(self, steps: tuple[int, ...]) -> None:
+        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        self._flat.miss(steps)
+        if self.host is not None:
+            self.host.miss(steps)
+
     @property
     def bytes_an_element(self) -> int:
         """Bytes of device memory that one element takes: master weight, state and gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -84,36 +84,51 @@ def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
             yield start - low, stop - low, param
 
 
-def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dict[str, int], int, int]:
+def device_lengths(
+    units: Sequence[Unit], shard: int, ratio: float, tied: Collection[str] = ()
+) -> tuple[dict[str, int], int, int]:
     """Divide a process's elements between host and device, exact to the element; the device gets the first layers.
 
     The device's elements are updated at once, and the next forward pass needs the first layers first. Tensor-parallel
     ranks divide at the same positions, because they sum the gradients of replicated parameters. Where their splits of
-    the vocabulary are uneven, all ranks use the longest split's length.
+    the vocabulary are uneven, all ranks use the longest split's length. Pipeline stages divide a tied unit at the same
+    position, whatever else they hold: a checkpoint holds each of its elements once. So the ratio divides a tied unit by
+    itself, and the stage's other units make up the ratio of the whole. With one tied unit they always can; a stage of
+    several tied units and hardly anything else misses the ratio by less than an element for each.
 
     Args:
         units: in forward order.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
+        tied: names of the units of which other stages have copies.
 
     Returns:
         (unit -> number of elements at the beginning of its shard that the device updates; number of the process's
         elements without padding; number of elements that the host updates)
     """
     reserved = {unit.name: list(_reserved(unit, shard)) for unit in units}
-    total = sum(stop - start for ranges in reserved.values() for start, stop in ranges)
-    offloaded = round(ratio * total)
-    left = total - offloaded
+    sizes = {name: sum(stop - start for start, stop in ranges) for name, ranges in reserved.items()}
+    total = sum(sizes.values())
+    quotas = {name: size - round(ratio * size) for name, size in sizes.items() if name in tied}
+    left = max(0, total - round(ratio * total) - sum(quotas.values()))
     lengths: dict[str, int] = {}
+    offloaded = 0
     for unit in units:
-        last, whole = 0, True
-        for start, stop in reserved[unit.name]:
-            taken = min(left, stop - start)
-            left -= taken
-            whole &= taken == stop - start
-            if taken:
-                last = start + taken
-        lengths[unit.name] = unit.shard_length if whole else last
+        size = sizes[unit.name]
+        taken = quotas.get(unit.name, min(left, size))
+        left -= 0 if unit.name in quotas else taken
+        offloaded += size - taken
+        lengths[unit.name] = unit.shard_length if taken == size else _end_of(reserved[unit.name], taken)
     return lengths, total, offloaded
+
+
+def _end_of(ranges: Iterable[tuple[int, int]], count: int) -> int:
+    """Where the first ``count`` elements of some ranges end."""
+    end = 0
+    for start, stop in ranges:
+        if count:
+            end = min(stop, start + count)
+            count -= end - start
+    return end
 
 
 def _reserved(unit: Unit, shard: int) -> Iterator[tuple[int, int]]:

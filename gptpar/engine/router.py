@@ -95,6 +95,18 @@ class GradientRouter:
         """[units] that :meth:`square`, which comes first in a step, unit by unit."""
         return self._norm.squares(self._memory.shard.device)
 
+    def replace(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Use another final gradient of a unit, before :meth:`square`; other processes that hold the shard do so, too.
+
+        Args:
+            shard: [unit.shard_length] new memory; its sums over all axes are formed.
+        """
+        on_device = self._memory.shards[unit.name]
+        if on_device.numel() == unit.shard_length:
+            on_device.copy_(shard)
+        else:
+            self._give_out(unit, shard)
+
     @property
     def zeros(self) -> torch.Tensor:
         """How many of the subscriber's elements that this process counts are zero (fp64 scalar on the device)."""
@@ -111,6 +123,10 @@ class GradientRouter:
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
         sum_together(self._addends(unit.name, shard), self._tensor_group)
+        self._give_out(unit, shard)
+
+    def _give_out(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Measure a shard whose sums are formed, and give device and subscriber their elements."""
         norms = self._norm.measured({unit.name: shard})
         on_device = self._memory.shards[unit.name]
         low = on_device.numel()

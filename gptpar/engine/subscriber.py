@@ -27,6 +27,9 @@ class Subscriber(Protocol):
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """The probable hyperparameters of the coming step, by group: the subscriber may begin to update with them."""
 
+    def miss(self, steps: tuple[int, ...]) -> None:
+        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+
     def submit_gradient(self, unit: str, grad: torch.Tensor) -> None:
         """A unit's gradient is final; its memory does not change until the unit's next backward pass."""
 

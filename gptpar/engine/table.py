@@ -67,7 +67,7 @@ class ParameterTable:
         self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}
         self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
         self._counted = {name for unit in units for name, param in unit.params.items() if self._counts(unit, param)}
-        self.on_device, total, offloaded = device_lengths(units, place.shard, ratio)
+        self.on_device, total, offloaded = device_lengths(units, place.shard, ratio, self.ties)
         self._elements = {None: total, Home.DEVICE: total - offloaded, Home.HOST: offloaded}
         whole, here = sum(unit.shard_length for unit in units), sum(self.on_device.values())
         self._lengths = {None: whole, Home.DEVICE: here, Home.HOST: whole - here}

@@ -69,15 +69,18 @@ class Logits(NamedTuple):
     Attributes:
         multiplier: factor of the hidden states before the projection (:mod:`gptpar.model.mup`).
         terms: the logits' softcap, and what the loss adds to the cross entropy.
+        num_ids: number of logits of a token: rows of the matrix beyond these pad the vocabulary. ``None``: all rows.
     """
 
     multiplier: float = 1.0
     terms: LossTerms = CROSS_ENTROPY
+    num_ids: int | None = None
 
     @staticmethod
     def of(config: ModelConfig) -> Logits:
         """How the model with this configuration forms them."""
-        return Logits(mup.output_multiplier(config), LossTerms(config.logit_softcap, config.z_loss_weight))
+        terms = LossTerms(config.logit_softcap, config.z_loss_weight)
+        return Logits(mup.output_multiplier(config), terms, config.softmax_vocab_size)
 
 
 def output_and_loss(
@@ -105,20 +108,21 @@ def output_and_loss(
         logits: how logits and loss are formed.
 
     Returns:
-        logits_NV without labels, losses_N for each token, else a scalar; losses are at least fp32.
+        logits_NV without labels, those of padding left out; losses_N for each token, else a scalar; losses are at
+        least fp32.
     """
     if logits.multiplier != 1:
         x_ND = x_ND * logits.multiplier
     if labels_BS is None:
         assert vocabulary.axis.size == 1, "logits of a split vocabulary are never gathered"
-        return capped(F.linear(x_ND, vocabulary.weight), logits.terms.softcap)
+        return capped(F.linear(x_ND, vocabulary.weight)[:, : logits.num_ids], logits.terms.softcap)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     labels_N = labels_BS.flatten()
     axis, vocab_size = vocabulary.axis, vocabulary.num_embeddings
     hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
     if each_token:
         terms = logits.terms._replace(z_weight=0.0)
-        return losses_of_tokens(hidden_ND, vocabulary.weight, labels_N, axis, vocab_size, terms)
+        return losses_of_tokens(hidden_ND, vocabulary.weight, labels_N, axis, vocab_size, terms, logits.num_ids)
     if loss_mask_BS is None and loss_divisor is None:
         weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), dtype=wide, device=x_ND.device)
     else:
@@ -132,7 +136,8 @@ def output_and_loss(
     weight_VD = vocabulary.weight if trains else vocabulary.weight.detach()
     terms = logits.terms if trains else logits.terms._replace(z_weight=0.0)
     return LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad, terms
+        *(hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad, terms),
+        logits.num_ids,
     )
 
 

@@ -122,7 +122,7 @@ class HostOptimizer(UpdatingThread):
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """Announce the coming step's probable hyperparameters: speculation with them may begin."""
         with self._changed:
-            self._expected = StepHyperparameters(hyperparameters, loss_scale)
+            self._expected = StepHyperparameters(hyperparameters, loss_scale, self._missed)
             self._changed.notify_all()
 
     def expect_open_ranges(self, unit: str, ranges: np.ndarray) -> None:
@@ -204,7 +204,7 @@ class HostOptimizer(UpdatingThread):
         Raises:
             ForbiddenEvent: another unit has no final gradient.
         """
-        unclipped = StepHyperparameters(hyperparameters, loss_scale)
+        unclipped = StepHyperparameters(hyperparameters, loss_scale, self._missed)
         self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without))
 
     def cancel(self, *, wait: bool = True) -> None:

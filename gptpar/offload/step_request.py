@@ -15,10 +15,12 @@ class StepHyperparameters:
     Attributes:
         groups: by parameter group.
         divisor: of the gradients: the loss scale times the clipping factor.
+        missed: by how much the step's number is smaller for each group; empty: for none.
     """
 
     groups: tuple[Hyperparameters, ...]
     divisor: float
+    missed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

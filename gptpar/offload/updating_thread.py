@@ -113,6 +113,7 @@ class UpdatingThread:
         self._at_work: _AtWork | None = None
         self._groups: Sequence[Any] = ()
         self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
+        self._missed: tuple[int, ...] = ()
         self._failure: BaseException | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -301,12 +302,17 @@ class UpdatingThread:
             if bucket.double_buffer is not None and bucket.buffers.block is not None:
                 yield bucket.buffers.block
 
+    def miss(self, steps: tuple[int, ...]) -> None:
+        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        self._missed = steps
+
     def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
         """The kernel's arguments for each group, kept from the last call: most buckets of a step have the same ones."""
         if self._groups_are_of != (hyperparameters, step):
             self._groups_are_of = (hyperparameters, step)
-            divisor = hyperparameters.divisor
-            self._groups = [self._kernel.step_of(group, step, divisor) for group in hyperparameters.groups]
+            divisor, groups = hyperparameters.divisor, hyperparameters.groups
+            numbers = [step - missed for missed in hyperparameters.missed or [0] * len(groups)]
+            self._groups = [self._kernel.step_of(*one, divisor) for one in zip(groups, numbers, strict=True)]
         return self._groups
 
     def _finish_update(self) -> None:

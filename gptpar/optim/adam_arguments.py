@@ -91,8 +91,8 @@ def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
 def _problems_of_numbers(how: AdamStep) -> list[str]:
     problems = []
     for name, value in (("beta1", how.beta1), ("beta2", how.beta2)):
-        if not 0 <= value < 1:
-            problems.append(f"{name} is {value}, not in [0, 1)")
+        if not 0 <= value <= 1:
+            problems.append(f"{name} is {value}, not in [0, 1]")
     if how.step < 1:
         problems.append(f"step is {how.step} and not at least 1")
     for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay)):

@@ -4,12 +4,18 @@ An optimizer is elementwise if the new value of an element depends on that eleme
 alone. Then the owner of any range of a flat vector can update that range, on the device or on the CPU. The engine, the
 CPU optimizer, checkpoints and memory planning know an optimizer by its :class:`ElementwiseOptimizer` only.
 
-All elementwise optimizers decouple the weight decay, and share the first and the last operation. For each element, with
-the gradient ``grad``, the weight ``p`` and the state vectors ``s``::
+All elementwise optimizers share the first and the last operation. For each element, with the gradient ``grad``, the
+weight ``p`` and the state vectors ``s``::
 
     g         = grad * scale                    scale = 1 / divisor,  decay = 1 - lr * weight_decay
     change, s = optimizer.change(g, s, numbers)
     p         = decay * p - change
+
+An optimizer may couple the weight decay (L2 regularisation), which is then a part of the gradient::
+
+    g         = grad * scale + decay * p        decay = weight_decay
+    change, s = optimizer.change(g, s, numbers)
+    p         = p - change
 
 ``divisor`` is the loss scale times the clipping factor. Every operation is rounded to nearest by itself, so an element
 gets the same bits wherever it is updated. Torch's operators round like this if each does a single operation;
@@ -37,6 +43,9 @@ CLIP_EPS = 1e-6
 
 MAX_STEP_BITS = 31
 """Binary digits of the largest step's number."""
+
+_AVERAGES_AND_EPS = ("beta1", "beta2", "alpha", "momentum", "eps")
+"""Hyperparameters that are 1 where a state stays what it is."""
 
 _BLOCK = 1 << 20
 """Elements that :func:`update` updates at a time, which bounds the memory of its intermediate results."""
@@ -79,6 +88,7 @@ class ElementwiseOptimizer:
         device_kernel: makes a fused kernel for vectors like the given one, or returns ``None`` if it has none.
         host_kernel: makes a compiled kernel with the given number of threads. Without a kernel, torch's operators
             update.
+        couples_decay: whether the weight decay is added to the gradient, and not taken off the weights.
     """
 
     name: str
@@ -88,6 +98,7 @@ class ElementwiseOptimizer:
     change: Change
     device_kernel: Callable[[Tensor], DeviceKernel | None] | None = None
     host_kernel: Callable[[int], HostKernel] | None = None
+    couples_decay: bool = False
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -111,6 +122,13 @@ class ElementwiseOptimizer:
             itemsize: bytes of one number.
         """
         return len(self.vectors) * itemsize
+
+    @cached_property
+    def unchanging(self) -> Hyperparameters:
+        """Hyperparameters with which a gradient of zero changes neither the weight nor a state, in any bit."""
+        values = {name: 1.0 for name in _AVERAGES_AND_EPS if name in self.hyperparameters._fields}
+        found: Hyperparameters = self.hyperparameters(**dict.fromkeys(self.hyperparameters._fields, 0.0) | values)
+        return found
 
     def configured(self, flags: Any, lr: float, weight_decay: float) -> Hyperparameters:
         """A step's hyperparameters.
@@ -307,13 +325,15 @@ def update(
     into: Sequence[Tensor] | None = None,
     low: Tensor | None = None,
     skipped: Tensor | None = None,
+    couples_decay: bool = False,
 ) -> None:
     """Update vectors by torch's operators, on any device.
 
     Args:
         state: [n] master weights and state vectors, all of one dtype (fp32 or fp64).
         grad: [n] of a dtype not wider than theirs.
-        scale, decay, numbers: see the module; numbers or scalar tensors, which are rounded once to the state's dtype.
+        scale, decay, numbers, couples_decay: see the module; numbers or scalar tensors, which are rounded once to the
+            state's dtype.
         into: memory for the new state; default: in place.
         low: [n] gets the new parameters, rounded to its dtype; it may be ``grad`` itself.
         skipped: if it is not zero, nothing changes (scalar).
@@ -325,8 +345,9 @@ def update(
     for start in range(0, len(weights), _BLOCK):
         block = slice(start, start + _BLOCK)
         p, *states = old = [t[block] for t in state]
-        step, states = change(grad[block].to(p.dtype) * scale, states, numbers)
-        new = [decay * p - step, *states]
+        g = grad[block].to(p.dtype) * scale
+        step, states = change(g + decay * p if couples_decay else g, states, numbers)
+        new = [p - step if couples_decay else decay * p - step, *states]
         if skipped is not None:
             new = [torch.where(skipped == 0, after, before) for after, before in zip(new, old, strict=True)]
         for target, value in zip(into or state, new, strict=True):

@@ -54,7 +54,7 @@ def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Te
     # A tensor divided by a number is multiplied by its inverse on GPUs, so every number is a tensor.
     on_device = optimizer.hyperparameters(*(torch.full_like(step, number) for number in how))
     one = torch.ones_like(step)
-    decay = one - on_device.lr * on_device.weight_decay
+    decay = on_device.weight_decay if optimizer.couples_decay else one - on_device.lr * on_device.weight_decay
     return GroupNumbers(one / divisor, decay, tuple(optimizer.numbers(on_device, step)))
 
 
@@ -86,11 +86,13 @@ class _TorchStep:
 
     def update(self, this: UpdateVectors) -> None:
         scale, decay, own = self.numbers
+        couples_decay = self.optimizer.couples_decay
         for start, stop, decays in this.ranges:
             *state, grad = (vector[start:stop] for vector in this.vectors)
             low = None if this.parameters is None else this.parameters[start:stop]
-            factor = decay if decays else 1.0
-            update(self.optimizer.change, state, grad, scale, factor, own, low=low, skipped=self.skipped)
+            factor = decay if decays else float(not couples_decay)
+            change, skipped = self.optimizer.change, self.skipped
+            update(change, state, grad, scale, factor, own, low=low, skipped=skipped, couples_decay=couples_decay)
 
 
 class TorchHostKernel:
@@ -134,7 +136,8 @@ class TorchHostKernel:
             old, new = ([t[start:stop] for t in of] for of in (state, into))
             here, narrow = grad[start:stop], None if low is None else low[start:stop]
             finite &= bool(here.isfinite().all())
-            update(self._optimizer.change, old, here, scale, decay, own, into=new, low=narrow)
+            change, coupled = self._optimizer.change, self._optimizer.couples_decay
+            update(change, old, here, scale, decay, own, into=new, low=narrow, couples_decay=coupled)
         return finite
 
     def wake(self) -> None: ...

@@ -208,8 +208,9 @@ class Job:
     @cached_property
     def _tables(self) -> dict[StagePart, ParameterTable]:
         model, tensor = self.config.model, self._tensor
+        tied = tuple(self.split.tied_stages(model_of(model, ALONE).specs).items())
         parts = dict.fromkeys(self.stages)
-        return {part: table_of(model, tensor, self.shards, self.ratio, part.units) for part in parts}
+        return {part: table_of(model, tensor, self.shards, self.ratio, part.units, tied) for part in parts}
 
     @property
     def split(self) -> LayerSplit:
@@ -254,16 +255,25 @@ def _block(model: ModelConfig, tensor: TensorAxis, shards: int, number: int) -> 
 
 @lru_cache(maxsize=512)
 def table_of(
-    model: ModelConfig, tensor: TensorAxis, shards: int, ratio: float, held: tuple[tuple[Role, int], ...]
+    model: ModelConfig,
+    tensor: TensorAxis,
+    shards: int,
+    ratio: float,
+    held: tuple[tuple[Role, int], ...],
+    tied: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> ParameterTable:
-    """The table of the first process of a stage that holds these units (see :class:`StagePart`)."""
+    """The table of the first process of a stage that holds these units (see :class:`StagePart`).
+
+    Args:
+        tied: (unit, the stages that have a copy of it), for units of several stages.
+    """
     units: list[Unit] = []
     for role, count in held:
         if role is Role.BLOCK:
             units += [_block(model, tensor, shards, number) for number in range(count)]
         else:
             units.append(units_of(model, tensor, shards)[role])
-    return ParameterTable([unit for unit in units if unit.length], Place(shards), ratio=ratio)
+    return ParameterTable([unit for unit in units if unit.length], Place(shards), ratio=ratio, tied=dict(tied))
 
 
 @lru_cache(maxsize=512)

@@ -165,7 +165,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
-    elif job.ratio:
+    elif job.ratio and job.device_type == "cuda":
         host += RING_BYTES
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:

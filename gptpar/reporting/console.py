@@ -23,6 +23,21 @@ def iteration_line(record: IterationRecord, *, log_throughput: bool = False, now
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}]" + "".join(f" {field} |" for field in fields)
 
 
+def short_line(record: IterationRecord, *, now: datetime | None = None) -> str:
+    """The line of ``--log-lines short``: what people look at, in a terminal's width."""
+    r = record
+    fields = [f"iteration {r.iteration}/{r.train_iters}"]
+    fields += [] if r.lm_loss is None else [f"loss {r.lm_loss:.4f}"]
+    fields += [f"{name} {loss:.3g}" for name, loss in r.auxiliary_losses.items()]
+    fields += [f"lr {r.learning_rate:.2e}"]
+    fields += [] if r.grad_norm is None else [f"norm {r.grad_norm:.3g}"]
+    counts = {"skipped": r.num_skipped, "nan": r.num_nan, "outliers": r.num_outliers}
+    fields += [f"{name} {count}" for name, count in counts.items() if count]
+    fields += [f"{r.tokens_per_s:,.{0 if r.tokens_per_s >= 100 else 1}f} tokens/s"]
+    fields += [] if r.mfu is None else [f"MFU {r.mfu:.1%}"]
+    return f" {now or datetime.now():%H:%M:%S} " + " | ".join([*fields, f"ETA {format_duration(r.eta_s)}"])
+
+
 def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
     yield f"iteration {r.iteration:8d}/{r.train_iters:8d}"
     yield f"consumed samples: {r.consumed_samples:12d}"
@@ -30,7 +45,8 @@ def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
         yield f"skipped samples: {r.skipped_samples:12d}"
     yield f"elapsed time per iteration (ms): {r.elapsed_ms:.1f}"
     if log_throughput:
-        yield f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.1f}"
+        digits = 1 if r.tflops_per_gpu >= 10 else 4  # a CPU reaches hundredths
+        yield f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.{digits}f}"
     yield f"learning rate: {r.learning_rate:.6E}"
     yield f"global batch size: {r.global_batch_size:5d}"
     if r.lm_loss is not None:

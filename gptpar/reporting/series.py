@@ -1,8 +1,8 @@
-"""Reads the values of one key from the lines of a ``metrics.jsonl``."""
+"""Reads the values of one key from the lines of a ``metrics.jsonl``, and sums up its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,12 @@ from gptpar.errors import GptparError
 
 MAX_FLOAT = 3.4e38
 """A run's numbers are fp32; larger ones are damage, and no curve could be drawn or averaged with them."""
+
+
+def last_tenth(losses: Sequence[float]) -> float:
+    """Mean of the last tenth of a run's losses (at least one)."""
+    tail = losses[-max(1, len(losses) // 10) :]
+    return sum(tail) / len(tail)
 
 
 def series(file: Path, objects: Iterable[dict[str, Any]], key: str) -> list[float | None]:

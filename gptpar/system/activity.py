@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, first_line
 
 FOLDER_VARIABLE = "GPTPAR_ACTIVITY_FOLDER"
 """The environment variable in which the launcher names the folder of records; without it nothing is recorded."""
@@ -93,7 +93,7 @@ class Activity:
             if not _LOST.search(str(error)):
                 raise
             time.sleep(CULPRIT_FIRST_SECONDS)
-            reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0].split(". ")[0]
+            reason = re.sub(r"^\[[^]]*\] ", "", first_line(error)).split(". ")[0]
             raise LostRankError(
                 f"rank {self.rank} lost another rank while it was at {self.doing}; torch says: {reason}"
             ) from error

@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if not self._collects:
-            super().error(message)
+            super().error(printable(message))  # it may repeat a word with control characters
         self.problems.append(message.removeprefix("argument ") + ".")
         raise Unread
 

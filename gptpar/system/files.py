@@ -21,20 +21,37 @@ MAX_TEXT_BYTES = 1 << 30
 """Far more than any manifest, log or proof has; a file with a hole may claim terabytes."""
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a regular file. A pipe or a device, which might never end, and a huge file are refused.
+MAX_SMALL_BYTES = 64 << 20
+"""More than any configuration or tokenizer has; parsed, JSON takes some twenty times its bytes."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A regular file, opened for reading. A pipe or a device, which might never end, is refused.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or holds more than ``MAX_TEXT_BYTES``.
+        OSError: it cannot be opened, or is no regular file.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-        if found.st_size > MAX_TEXT_BYTES:
-            most = f"it holds {found.st_size:,} bytes, and at most {MAX_TEXT_BYTES:,} are read"
-            raise OSError(errno.EFBIG, most, os.fspath(path))
-        return file.read()
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return file
+
+
+def read_regular(path: str | os.PathLike[str], most: int = MAX_TEXT_BYTES) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+        most: the largest number of bytes that it may hold.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or holds more.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it holds {size:,} bytes, and at most {most:,} are read", os.fspath(path))
+        return file.read(most)
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
@@ -58,6 +75,25 @@ def remove_abandoned(path: str | os.PathLike[str]) -> list[str]:
     return removed
 
 
+def name_full_disk(error: OSError, path: str | os.PathLike[str]) -> None:
+    """Give the error of a full disk, a full quota or a file that grew too large the name of the file.
+
+    The system names the file that cannot be opened, but not the one that cannot be written.
+    """
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        error.filename = os.fspath(path)
+
+
+@contextmanager
+def full_disk_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A block that writes a file; see :func:`name_full_disk`."""
+    try:
+        yield
+    except OSError as error:
+        name_full_disk(error, path)
+        raise
+
+
 @contextmanager
 def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
     """A binary file that takes the name `path` when the block ends, and vanishes if the block raises.
@@ -69,7 +105,7 @@ def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or temporary_name(path)
     try:
-        with open(temporary, "wb") as file:
+        with full_disk_named(path), open(temporary, "wb") as file:
             yield file
             sync_file(file)
         os.replace(temporary, path)
@@ -86,7 +122,7 @@ def replace_synced(path: Path, text: str) -> None:
 
 def write_synced(path: Path, text: str | bytes) -> None:
     """Write a file and return when it is on the disk."""
-    with open(path, "wb") as file:
+    with full_disk_named(path), open(path, "wb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         sync_file(file)
 

@@ -19,12 +19,21 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: of the file system that is asked.
     """
+    free = _of_system(root, "MemAvailable")
+    return 0 if free is None else max(0, min([free, *_free_in_groups(root)]))
+
+
+def free_swap(root: Path = Path("/")) -> int:
+    """Bytes of swap space that are free; 0 where the system does not say."""
+    return _of_system(root, "SwapFree") or 0
+
+
+def _of_system(root: Path, name: str) -> int | None:
     try:
         with (root / "proc/meminfo").open() as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
     except (OSError, StopIteration):
-        return 0
-    return max(0, min([free, *_free_in_groups(root)]))
+        return None
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,34 @@ LOCAL_RANKS = (
     ("SLURM_LOCALID", "SLURM_PROCID"),
 )
 """(variable of the number on the machine, variable of the rank in the job) of Open MPI, MPICH and Slurm."""
+
+_STARTERS = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun or srun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("srun", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+)
+"""(program, its variables of the number of processes, of the rank, and of the number on the machine)"""
+
+
+def several_without_rank(environment: Mapping[str, str]) -> str | None:
+    """What is wrong if mpirun or srun started several processes without RANK; each would take itself for the only one.
+
+    A batch script, or a shell of salloc, is one process whatever SLURM_NTASKS says: only srun sets SLURM_STEP_ID, or a
+    SLURM_PROCID above 0.
+    """
+    is_task = "SLURM_STEP_ID" in environment or environment.get("SLURM_PROCID", "0") != "0"
+    of_step = is_task and "SLURM_STEP_NUM_TASKS" not in environment
+    for program, size, rank, local in _STARTERS:
+        counts = "RANK" not in environment and (size != "SLURM_NTASKS" or of_step)
+        if counts and environment.get(size, "1") not in ("0", "1"):
+            return (
+                f"{program} started {environment[size]} processes ({size}) without RANK and WORLD_SIZE, so that each "
+                f"would train by itself: export RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} in each, and "
+                f"MASTER_ADDR and MASTER_PORT; or start one process on each machine, gptpar launch; or unset {size} "
+                "where each is a run of its own"
+            )
+    return None
 
 
 def _whole(text: str | None) -> int | None:

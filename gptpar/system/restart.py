@@ -21,6 +21,7 @@ SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _BEGUN = "begun"
 _FINAL = "final"
+_STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Restart:
 
     Attributes:
         number: 0 for the first start.
-        limit: number of restarts that are allowed.
+        limit: number of restarts that are allowed; 0 where each machine's launcher has its own count.
         noticed_s: seconds, at most, from the death until the launcher noticed it.
         ended_s: seconds that it took to end the other workers.
         started: when the launcher began to start this worker, on the machine's monotonic clock, in seconds.
@@ -53,8 +54,8 @@ class Restart:
 
 
 def is_told_how_to_go_on() -> bool:
-    """Whether this package's own supervisor starts this worker again, and a later start goes on by itself."""
-    return VARIABLE in os.environ
+    """Whether one launcher starts all workers again, so that all of them know whether the run has begun."""
+    return VARIABLE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
 def memory_folder() -> Path | None:
@@ -79,6 +80,21 @@ def note_final() -> None:
     """Note that this worker's failure is no accident: after a restart it would fail again."""
     if (folder := _folder()) is not None:
         (folder / f"{_FINAL}{os.environ.get('RANK', '0')}").touch()
+
+
+def note_stopped() -> None:
+    """Note that this worker's run was stopped by a request, which another machine's launcher may have got."""
+    if (folder := _folder()) is not None:
+        (folder / _STOPPED).touch()
+
+
+def was_stopped(folder: Path) -> bool:
+    """Whether a worker has called :func:`note_stopped`.
+
+    Args:
+        folder: of the workers' records of activity.
+    """
+    return (folder / _STOPPED).exists()
 
 
 def is_final(folder: Path, rank: int) -> bool:

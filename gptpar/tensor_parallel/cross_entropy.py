@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gptpar.kernels import gpu, plain_loss
 from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, token_losses
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
+from gptpar.topology.placement import Split
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 """At most this many bytes of logits exist at once, by type of device."""
@@ -74,6 +75,7 @@ def _chunk_loss(
     scale: torch.Tensor | None,
     axis: TensorAxis,
     terms: LossTerms,
+    num_valid: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(a chunk's loss over the whole vocabulary, the gradient in this rank's logits or ``None`` without a scale).
 
@@ -81,18 +83,20 @@ def _chunk_loss(
     """
     kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
     if axis.size == 1 and scale is not None:
-        return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale, terms)
-    lse_N, label_N = _statistics(logits_NV, labels_N, axis, terms)
+        return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale, terms, num_valid)
+    lse_N, label_N = _statistics(logits_NV, labels_N, axis, terms, num_valid)
     loss = (token_losses(lse_N, label_N, terms) * weights_N).sum()
-    return loss, None if scale is None else kernels.local_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
+    if scale is None:
+        return loss, None
+    return loss, kernels.local_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms, num_valid)
 
 
 def _statistics(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, axis: TensorAxis, terms: LossTerms
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, axis: TensorAxis, terms: LossTerms, num_valid: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-sum-exp_N, the label's logit_N) over the whole vocabulary."""
     kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
-    maximum_N, sum_N, label_N = kernels.local_statistics(logits_NV, labels_N, terms.softcap)
+    maximum_N, sum_N, label_N = kernels.local_statistics(logits_NV, labels_N, terms.softcap, num_valid)
     if axis.size > 1:
         own_maximum_N, maximum_N = maximum_N, maximum_N.clone()
         dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)
@@ -100,6 +104,11 @@ def _statistics(
         dist.all_reduce(sums_2N, group=axis.group)
         sum_N, label_N = sums_2N.unbind()
     return sum_N.log() + maximum_N, label_N
+
+
+def _num_valid(split: Split, rows: int, num_ids: int | None) -> int | None:
+    """Number of this rank's rows that belong to one of the first ``num_ids`` tokens; ``None``: all of them do."""
+    return None if num_ids is None or split.start + rows <= num_ids else max(0, num_ids - split.start)
 
 
 def _chunk_tokens(hidden_ND: torch.Tensor, longest_split: int) -> int:
@@ -116,17 +125,22 @@ def losses_of_tokens(
     axis: TensorAxis,
     vocab_size: int,
     terms: LossTerms = CROSS_ENTROPY,
+    num_ids: int | None = None,
 ) -> torch.Tensor:
     """losses_N: the loss of each token, unweighted; without gradients.
 
     Args:
-        axis, vocab_size, terms: see :meth:`LinearCrossEntropy.forward`.
+        axis, vocab_size, terms, num_ids: see :meth:`LinearCrossEntropy.forward`.
     """
     split = axis.split(0, vocab_size)
+    num_valid = _num_valid(split, weight_VD.shape[0], num_ids)
     size = _chunk_tokens(hidden_ND, split.longest)
     chunks = zip(hidden_ND.split(size), (labels_N - split.start).split(size), strict=True)
     return torch.cat(
-        [token_losses(*_statistics(hidden @ weight_VD.t(), labels, axis, terms), terms) for hidden, labels in chunks]
+        [
+            token_losses(*_statistics(hidden @ weight_VD.t(), labels, axis, terms, num_valid), terms)
+            for hidden, labels in chunks
+        ]
     )
 
 
@@ -153,6 +167,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int | None = None,
         on_weight_grad: Callable[[torch.Tensor, slice], None] | None = None,
         terms: LossTerms = CROSS_ENTROPY,
+        num_ids: int | None = None,
     ) -> torch.Tensor:
         """Returns the scalar loss (fp32 or wider).
 
@@ -165,11 +180,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             on_weight_grad: is called with the weight's gradient and some of its rows, as soon as these are formed; in
                 ascending order, until all are.
             terms: what the loss adds to the cross entropy (:mod:`gptpar.kernels.plain_loss`).
+            num_ids: the first rows of the whole vocabulary, which the softmax is over; the others pad it. ``None``:
+                all rows.
         """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
         num_tokens = hidden_ND.shape[0]
         split = axis.split(0, vocab_size or weight_VD.shape[0])
+        num_valid = _num_valid(split, weight_VD.shape[0], num_ids)
         step = _chunk_tokens(hidden_ND, split.longest)
         own_labels_N = labels_N - split.start if axis.size > 1 else labels_N
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
@@ -179,8 +197,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
             logits_NV = hidden_ND[part] @ weight_VD.t()
+            to_scale = scale if needs_grad else None
             chunk_loss, grad_NV = _chunk_loss(
-                logits_NV, own_labels_N[part], weights_N[part], scale if needs_grad else None, axis, terms
+                logits_NV, own_labels_N[part], weights_N[part], to_scale, axis, terms, num_valid
             )
             del logits_NV
             loss += chunk_loss
@@ -206,5 +225,5 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_ND * ratio.to(grad_hidden_ND.dtype),
             grad_weight_VD * ratio.to(grad_weight_VD.dtype),
-            *[None] * 7,
+            *[None] * 8,
         )

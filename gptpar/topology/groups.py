@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.topology.layout import DATA, PIPELINE, TENSOR, Layout
-from gptpar.topology.world import open_world
+from gptpar.topology.world import Facts, open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -187,11 +187,13 @@ def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
 
 
 @contextlib.contextmanager
-def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float) -> Iterator[Topology]:
+def open_topology(
+    layout: Layout, *, backend: str | None, timeout_minutes: float, facts: Facts = dict
+) -> Iterator[Topology]:
     """Join the other processes and create the layout's groups; leave the processes in order at the end.
 
     Args:
-        backend, timeout_minutes: see :func:`gptpar.topology.world.open_world`.
+        backend, timeout_minutes, facts: see :func:`gptpar.topology.world.open_world`.
     """
-    with open_world(backend, timeout_minutes) as (rank, device):
+    with open_world(backend, timeout_minutes, facts) as (rank, device):
         yield make_topology(layout, rank, device)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
-from gptpar.errors import GptparError
-from gptpar.system.host import local_rank
+from gptpar.errors import GptparError, first_line
+from gptpar.system.host import local_rank, place_on_machine, several_without_rank
+from gptpar.system.interfaces import means_loopback, outward_interface
 from gptpar.system.restart import SHARES_NO_STORE
+from gptpar.system.source import source_hash
+from gptpar.topology.agreement import require_same
+
+Facts = Callable[[], Mapping[str, str]]
+"""Returns what has to be the same on all processes; see :func:`gptpar.topology.agreement.require_same`."""
+
+
+class NotMetError(GptparError):
+    """The processes did not meet: a machine may be away, or a process may have died meanwhile."""
+
+    is_accident = True
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -39,6 +51,8 @@ def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[
     Args:
         num_gpus: number of GPUs that this process sees.
     """
+    if problem := several_without_rank(environment):
+        return [problem]
     names = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
     problems = [f"{n}={environment[n]} is not a whole number" for n in names if not environment[n].isdecimal()]
     both = {"RANK", "WORLD_SIZE"} & environment.keys()
@@ -63,7 +77,7 @@ def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Itera
 
 
 @contextlib.contextmanager
-def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[int, torch.device]]:
+def open_world(backend: str | None, timeout_minutes: float, facts: Facts = dict) -> Iterator[tuple[int, torch.device]]:
     """Join the other processes, and leave them in order at the end; yields this process's rank and device.
 
     On GPUs the group's backend is ``cpu:gloo,cuda:nccl``, which handles CPU tensors, too. One process alone needs no
@@ -72,8 +86,10 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
     Args:
         backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL on GPUs and gloo elsewhere.
         timeout_minutes: how long collectives wait for other processes.
+        facts: is called once the processes have met, before anything else depends on them.
 
     Raises:
+        ConfigError: the facts, or the versions of gptpar or torch, differ between processes.
         GptparError: the environment is wrong, the backend needs GPUs, or the processes did not meet.
     """
     rank, place, world_size = world_from_environment()
@@ -88,10 +104,21 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
         return
     _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
     try:
+        require_same_start(facts())
         yield rank, device
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def require_same_start(facts: Mapping[str, str]) -> None:
+    """Check that all processes run the same code, and start from the same facts; all call this together.
+
+    Raises:
+        ConfigError: on every process: the facts, or the versions of gptpar or torch, differ.
+    """
+    code = {"the hash of gptpar's source code": source_hash(), "torch's version": torch.__version__}
+    require_same({**code, **facts}, "give the processes of all machines the same.")
 
 
 def join_world(timeout_minutes: float) -> tuple[int, torch.device]:
@@ -131,10 +158,15 @@ def _meet(backend: str, timeout: datetime.timedelta) -> None:
         if os.environ.get(SHARES_NO_STORE) == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun with --master-addr shares its store all the same; there all machines count each restart.
             store = dist.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        is_misnamed = world_size > place_on_machine()[1] and means_loopback(os.uname().nodename)
+        if is_misnamed and (interface := outward_interface()) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would tell others the address of the name
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except dist.DistError as error:
+    except RuntimeError as error:  # also the base class of torch's errors
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise GptparError(
-            f"the processes did not meet at {where} ({str(error).splitlines()[0]}): see that rank 0 runs there and can "
-            "be reached by all, and that no other program has this port (else choose another MASTER_PORT)."
+        raise NotMetError(
+            f"the processes did not meet at {where} ({first_line(error)}): see that rank 0 runs there and can "
+            "be reached by all, and that no other program has this port (else choose another MASTER_PORT). Where a "
+            "machine has several networks, or its own name means 127.0.1.1, set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the interface that the others reach."
         ) from error

@@ -13,7 +13,7 @@ from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import CheckpointError, printable
 from gptpar.optim.optimizers import OPTIMIZERS
-from gptpar.optim.schedule import make_schedule
+from gptpar.optim.schedule import Schedule, make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import data_order, other_order
@@ -100,17 +100,38 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
             f"go on at sample {stored.progress.consumed_samples:,} of this command line's; or begin anew with "
             "--finetune."
         )
-    o = config.optimizer
-    if o.use_checkpoint_opt_param_scheduler or o.override_opt_param_scheduler or evaluates_only:
+    if not evaluates_only:
+        yield from _other_schedule(config, stored)
+
+
+def _other_schedule(config: Config, stored: StoredRun) -> Iterator[str]:
+    """A sentence if the checkpoint's schedule is another one, and no flag chooses, or is chosen and has ended."""
+    o, plan = config.optimizer, BatchPlan.of(config.batch, stored.progress)
+    if o.override_opt_param_scheduler or config.checkpoint.no_load_lr_state:
         return
-    if config.checkpoint.no_load_lr_state:
-        return
-    here = make_schedule(config, BatchPlan.of(config.batch, stored.progress).train_samples)
-    if differ := _differences(_with_effect(stored.schedule), _with_effect(dataclasses.asdict(here))):
+    here = make_schedule(config, plan.train_samples)
+    ended = _has_ended(Schedule(**stored.schedule), plan, config.model.seq_length, stored.progress)
+    if o.use_checkpoint_opt_param_scheduler:
+        if ended:
+            yield (
+                f"--use-checkpoint-opt-param-scheduler: {ended}: give --override-opt-param-scheduler in its place, or "
+                "the length of the former run."
+            )
+    elif differ := _differences(_with_effect(stored.schedule), _with_effect(dataclasses.asdict(here))):
+        other = "" if ended else ", or --use-checkpoint-opt-param-scheduler"
         yield (
             f"its schedule is another one ({differ}; lengths in samples or tokens): add --override-opt-param-scheduler "
-            "to take this command line's, or --use-checkpoint-opt-param-scheduler."
+            f"to take this command line's{other}."
         )
+
+
+def _has_ended(there: Schedule, plan: BatchPlan, seq_length: int, progress: Progress) -> str:
+    """A clause if this run is longer than the schedule's, and would take its last step at the learning rate 0."""
+    unit, lag = seq_length if there.in_tokens else 1, progress.consumed_samples - progress.scheduled_samples
+    total, last = plan.train_samples * unit, (plan.train_samples - plan.full - lag) * unit
+    if there.max_lr <= 0 or total <= there.total or there.learning_rate(last) > 0:
+        return ""
+    return f"it is for a run of {there.total:,.0f}, and its learning rate is 0 at the end of this one, {total:,}"
 
 
 def _other_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> str:

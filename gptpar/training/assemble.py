@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Config
 from gptpar.config.checks.offload import offload_gradients_obstacles
 from gptpar.config.derive import Derived
-from gptpar.errors import GptparError, printable
+from gptpar.errors import GptparError, first_line, printable
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.guards import GuardedSink
@@ -24,6 +25,7 @@ from gptpar.system.activity import Activity
 from gptpar.system.determinism import deterministic, exact_bf16_sums
 from gptpar.system.restart import Restart, note_begun
 from gptpar.system.stop import StopRequest
+from gptpar.topology.agreement import all_or_none, require_same
 from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.world import world_from_environment
 from gptpar.training import resume
@@ -40,6 +42,7 @@ from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
 from gptpar.training.run_folder.branches import is_inside
 from gptpar.training.run_folder.folder import RunFolder, open_run_folder
+from gptpar.training.same_everywhere import flags_of, inputs_of
 from gptpar.training.saving import open_saving
 from gptpar.training.trainer import Trainer
 
@@ -72,7 +75,7 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
         raise GptparError(
             f"{full} lower --micro-batch-size {config.batch.micro_batch_size}, add --recompute-granularity full, "
             f"shorten --seq-length {config.model.seq_length}, or choose a smaller model. "
-            f"What failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+            f"What failed: {first_line(error)}"
         ) from error
 
 
@@ -114,19 +117,20 @@ def open_run(
         stack.enter_context(activity.lost_ranks_explained())
         stack.enter_context(deterministic(config.precision.deterministic_mode))
         stack.enter_context(exact_bf16_sums(config.precision.disable_bf16_reduced_precision_matmul))
+        minutes, facts = parallel.distributed_timeout_minutes, partial(flags_of, config)
         topology = stack.enter_context(
-            open_topology(
-                layout, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes
-            )
+            open_topology(layout, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
         )
         say = _say if topology.is_main else _say_nothing
         times = RecoveryTimes(Restart.of_worker(), say)
         folder = stack.enter_context(_run_folder(config, say))
         local = stack.enter_context(_local_folder(config, topology, say))
-        vocabulary = vocabulary_of(config.tokenizer)
-        config = with_vocabulary(config, vocabulary)
-        tasks = tasks_of(config)
-        inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
+        with all_or_none(world_size):  # a file may be missing on one machine
+            vocabulary = vocabulary_of(config.tokenizer)
+            config = with_vocabulary(config, vocabulary)
+            tasks = tasks_of(config)
+            inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
+        require_same(inputs_of(inputs), "give all machines the same files.")
         copies = open_copies(config, say)
         done = resume.progress_to_resume(config, inputs)
         plan = BatchPlan.of(config.batch, done)

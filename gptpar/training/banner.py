@@ -18,9 +18,11 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.schedules import simulate, simulated_bubble
+from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.job import Job
 from gptpar.plan.memory import memory_of_stages, stage_memory
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
+from gptpar.system.host import available_memory, free_swap, place_on_machine
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
@@ -230,19 +232,56 @@ def _memory(config: Config, topology: Topology) -> list[Row]:
 
 
 def refuse_what_cannot_fit(config: Config, topology: Topology) -> None:
-    """Before anything is allocated.
+    """Before anything is allocated; all processes call this together.
 
     Raises:
-        GptparError: this process's stage needs far more than its GPU has.
+        GptparError: this process's stage needs far more than its GPU has, or the processes of a machine far more than
+            it has free.
     """
-    if topology.device.type != "cuda":
+    if topology.device.type == "cuda":
+        need = stage_memory(Job(config, topology.layout), topology.stage).allocated
+        capacity = torch.cuda.get_device_properties(topology.device).total_memory
+        if need > OVERESTIMATE * capacity:
+            raise GptparError(
+                f"stage {topology.stage} is expected to need {format_bytes(round(need))} and its GPU has "
+                f"{format_bytes(capacity)}: lower --micro-batch-size {config.batch.micro_batch_size}, add "
+                "--recompute-granularity full or --cpu-optimizer, raise --zero-stage or the tensor or pipeline "
+                "parallel size; gptpar plan with the same flags shows what helps how much."
+            )
+    if config.logging.skip_train:  # an evaluation keeps no activations
         return
-    need = stage_memory(Job(config, topology.layout), topology.stage).allocated
-    capacity = torch.cuda.get_device_properties(topology.device).total_memory
-    if need > OVERESTIMATE * capacity:
-        raise GptparError(
-            f"stage {topology.stage} is expected to need {format_bytes(round(need))} and its GPU has "
-            f"{format_bytes(capacity)}: lower --micro-batch-size {config.batch.micro_batch_size}, add "
-            "--recompute-granularity full or --cpu-optimizer, raise --zero-stage or the tensor or pipeline parallel "
-            "size; gptpar plan with the same flags shows what helps how much."
+    need, free = host_need(config, topology), available_memory() + free_swap()
+    is_short = bool(free) and need > OVERESTIMATE * free
+    # A process that allocates before another one has looked would leave that one less.
+    if topology.any_rank(is_short):
+        raise GptparError(_host_is_short(config, topology, need, free) if is_short else "another machine is too small.")
+
+
+def host_need(config: Config, topology: Topology) -> float:
+    """Bytes of host memory that the run's processes on this machine are expected to allocate, at least.
+
+    On a CPU torch's kernels need more than the formulas of a GPU's memory say (two to three times with many
+    activations), so that a run that is refused by this sum does not fit.
+    """
+    on_gpu = topology.device.type == "cuda"
+    stages = memory_of_stages(Job(config, topology.layout, topology.device.type))
+    place, count = place_on_machine()
+    first = max(0, topology.rank - place)
+    here = range(first, min(first + count, topology.layout.world_size))
+    needs = [stages[topology.layout.position(rank, "pipeline")] for rank in here]
+    return sum(one.host - SUSTAINED.host_process + (0.0 if on_gpu else one.allocated) for one in needs)
+
+
+def _host_is_short(config: Config, topology: Topology, need: float, free: float) -> str:
+    count = place_on_machine()[1]
+    what = "move less to the host (a lower --cpu-optimizer-ratio, --offload-speculation off, --optimizer-nvme-path)"
+    if topology.device.type == "cpu":
+        what = (
+            f"lower --micro-batch-size {config.batch.micro_batch_size}, add --recompute-granularity full, or put the "
+            "optimizer's state on a disk (--cpu-optimizer --optimizer-nvme-path FOLDER)"
         )
+    return (
+        f"the run is expected to need at least {format_bytes(round(need))} of this machine's memory ({count} "
+        f"process{'es' * (count > 1)}), and {format_bytes(round(free))} are free: {what}, choose a smaller model, or "
+        "take more machines; gptpar plan with the same flags shows what helps how much."
+    )

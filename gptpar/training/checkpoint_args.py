@@ -1,7 +1,12 @@
-"""``--use-checkpoint-args``: the model and the tokenizer are those of the checkpoint at ``--load``."""
+"""What a run takes from the checkpoint at ``--load``: with ``--use-checkpoint-args`` its model and tokenizer.
+
+Without that flag a run keeps the checkpoint's value of the few fields whose default has changed or follows from flags.
+So the same command goes on with the same loss.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -10,6 +15,8 @@ from gptpar.config import ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
+from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
+from gptpar.errors import CheckpointError
 from gptpar.training.resume import checkpoint_to_resume, folder_to_load
 from gptpar.training.same_run import RULES, Rule
 from gptpar.training.stored import StoredModel, stored_model
@@ -28,7 +35,7 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
     """
     c = parsed.flags.checkpoint
     if not c.use_checkpoint_args:
-        return parsed
+        return _with_kept_rules(parsed)
     if c.load is None:
         return _with_problem(parsed, f"{_REASON} needs --load, a folder with checkpoints.")
     manifest = checkpoint_to_resume(parsed.flags)
@@ -36,6 +43,37 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
         return _with_problem(parsed, f"{_REASON}: there is no checkpoint in --load {c.load} yet: drop it at the start.")
     stored = stored_model(checkpoint_path(folder_to_load(parsed.flags, c.load), manifest.iteration), manifest.meta)
     return _filled(parsed, stored, Path(c.load))
+
+
+def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
+    """With the checkpoint's ``--softmax-over-padding`` and ``--mlp-activation``, where they are not typed.
+
+    What is wrong with the checkpoint is told later, with all other problems.
+    """
+    c = parsed.flags.checkpoint
+    if c.load is None:
+        return parsed
+    with contextlib.suppress(CheckpointError):
+        manifest = checkpoint_to_resume(parsed.flags)
+        if manifest is not None:
+            model = stored_model(checkpoint_path(Path(c.load), manifest.iteration), manifest.meta).model
+            kept: dict[str, object] = {"softmax_over_padding": model.softmax_over_padding}
+            if parsed.flags.model.mlp_activation == UNFUSED_GELU and model.mlp_activation == FUSED_GELU:
+                kept["mlp_activation"] = FUSED_GELU
+            return _keeping(parsed, kept, c.load)
+    return parsed
+
+
+def _keeping(parsed: ParsedFlags, kept: dict[str, object], load: str) -> ParsedFlags:
+    """With the fields' kept values, unless they are typed."""
+    flags, derived = parsed.flags, parsed.derived
+    for name, value in kept.items():
+        if f"model.{name}" not in parsed.given and value != getattr(flags.model, name):
+            shown = name.replace("_", " ")
+            flags = flags.update("model", **{name: value})
+            derived = [one for one in derived if one.name != shown]
+            derived.append(Derived(shown, value, f"the checkpoint in --load {load}"))
+    return dataclasses.replace(parsed, flags=flags, derived=derived)
 
 
 def _with_problem(parsed: ParsedFlags, problem: str) -> ParsedFlags:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from gptpar.config import Config, DataConfig, DataFlags, TokenizerConfig
-from gptpar.config.complete import padded_vocab
+from gptpar.config.complete import padded_vocab, softmax_vocab
 from gptpar.data.blend import SampleSource
 from gptpar.data.build import SampleSpec, build_train_valid_test
 from gptpar.data.loader import BatchLoader
@@ -72,8 +72,9 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
             f"the tokenizer has {vocabulary.size:,} ids and --pad-vocab-size-to {wanted} leaves no rows for "
             f"{vocabulary.size - wanted:,} of them: raise it"
         )
-    padded = padded_vocab(vocabulary.size, config.model.make_vocab_size_divisible_by, wanted)
-    return config.update("model", padded_vocab_size=padded)
+    rows = padded_vocab(vocabulary.size, config.model.make_vocab_size_divisible_by, wanted)
+    ids = softmax_vocab(vocabulary.size, rows, over_padding=config.model.softmax_over_padding)
+    return config.update("model", padded_vocab_size=rows, softmax_vocab_size=ids)
 
 
 def samples_wanted(config: Config, plan: BatchPlan) -> tuple[int, int | None, int]:

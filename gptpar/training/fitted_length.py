@@ -1,4 +1,4 @@
-"""``--train-minutes``: decides how many steps fit, once, from the time that the first ones really took."""
+"""``--train-minutes``: decides how many steps fit, from the time that the steps so far really took."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from gptpar.training.progress import Progress
 
 @dataclass
 class FittedLength:
-    """Times the first steps of a process, then says how many the run has.
+    """Times a process's steps, and says how many the run has: after the first ten, then after each tenth of the rest.
+
+    Later decisions keep the promised time where other programs come or go meanwhile.
 
     Args:
         minutes: ``--train-minutes``, counted from the first step of this process.
@@ -30,6 +32,7 @@ class FittedLength:
     needed: int | None = None
     now: Callable[[], float] = time.monotonic
     _times: list[float] = field(default_factory=list)
+    _due: int = MEASURED_STEPS
 
     def __post_init__(self) -> None:
         self._times.append(self.now())
@@ -42,15 +45,16 @@ class FittedLength:
         return FittedLength(batch.train_minutes, batch.train_iters, batch.train_iters_needed)
 
     def is_due(self) -> bool:
-        """Called after each step; whether this was the last one before the decision."""
+        """Called after each step; whether this was the last one before a decision."""
         self._times.append(self.now())
-        return len(self._times) > MEASURED_STEPS
+        return len(self._times) - 1 == self._due
 
     def measured(self) -> tuple[float, float]:
         """(seconds a step takes, seconds that are left)."""
-        steps = [later - earlier for earlier, later in pairwise(self._times[1:])]
-        # The median: an evaluation or a save between two steps is none.
-        return statistics.median(steps), 60 * self.minutes - (self._times[-1] - self._times[0])
+        last = self._times[1:][-MEASURED_STEPS - 1 :]
+        steps = sorted(later - earlier for earlier, later in pairwise(last))
+        # Without the longest: it may hold an evaluation or a save, which is no step.
+        return statistics.fmean(steps[:-1]), 60 * self.minutes - (self._times[-1] - self._times[0])
 
     def decide(self, done: int, seconds_a_step: float, seconds_left: float) -> tuple[int, str]:
         """The number of steps of the whole run, and a sentence with the numbers that it rests on.
@@ -60,6 +64,7 @@ class FittedLength:
         """
         fit = done + max(0, int(seconds_left / seconds_a_step))
         steps = min(self.most, fit)
+        self._due += max(1, (steps - done) // 10)
         sentence = f"a step takes {seconds_a_step:.2f} s: {fit:,} steps fit into {self.minutes:.1f} minutes of training"
         if fit > self.most:
             sentence += f", and --train-iters {self.most:,} are wanted"

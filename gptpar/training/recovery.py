@@ -77,9 +77,9 @@ class RecoveryTimes:
         self._told = True
         self.mark("first step")
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._parts.items())
-        number, limit = self._restart.number, self._restart.limit
+        number = str(self._restart.number) + (f" of {self._restart.limit}" if self._restart.limit else "")
         self._say(
-            f" > restart {number} of {limit} took {sum(self._parts.values()):.2f} s up to the end of iteration "
+            f" > restart {number} took {sum(self._parts.values()):.2f} s up to the end of iteration "
             f"{record.iteration} ({parts})"
         )
 

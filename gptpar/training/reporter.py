@@ -11,7 +11,7 @@ import torch
 from gptpar.config import Config
 from gptpar.engine.readings import TimingEvent
 from gptpar.model.flops import flops_per_token, mfu, peak_flops, tflops_per_gpu
-from gptpar.reporting.console import iteration_line, task_line, timing_line, validation_lines
+from gptpar.reporting.console import iteration_line, short_line, task_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, TaskRecord, ValidationRecord
 from gptpar.reporting.sinks import Sink
 from gptpar.system.host import process_memory
@@ -96,7 +96,9 @@ class Reporter:
         due = record.iteration % self.config.logging.log_interval == 0
         if due or self._first or record.iteration == self._num_iterations:
             averaged = self._averaged()
-            self.say(iteration_line(averaged, log_throughput=self.config.logging.log_throughput))
+            log = self.config.logging
+            short = log.log_lines == "short"
+            self.say(short_line(averaged) if short else iteration_line(averaged, log_throughput=log.log_throughput))
             if self.config.logging.timing_log_level:
                 self.say(timing_line(averaged))
             # The first step's time holds compilation and warm-up, so it is not averaged with later ones.
@@ -108,6 +110,9 @@ class Reporter:
         tokens_per_s = step.samples * shape.seq_length / elapsed
         per_gpu = tokens_per_s / self.world_size
         left = max(0, self.plan.train_samples - progress.consumed_samples)
+        eta, minutes = left / step.samples * elapsed, self.config.batch.train_minutes
+        if minutes is not None:  # the steps are fitted to them
+            eta = min(eta, 60 * minutes)
         return IterationRecord(
             iteration=step.iteration,
             train_iters=self._num_iterations,
@@ -127,7 +132,7 @@ class Reporter:
             mfu=mfu(per_gpu, flops_per_token(shape, causal=False), self._peak),
             mfu_causal=mfu(per_gpu, flops_per_token(shape, causal=True), self._peak),
             progress=min(1.0, progress.consumed_samples / max(1, self.plan.train_samples)),
-            eta_s=left / step.samples * elapsed,
+            eta_s=eta,
             params_norm=numbers.params_norm,
             num_zeros=numbers.num_zeros,
             memory=self._memory(),

@@ -216,17 +216,19 @@ class Run:
             SpikeBundles(Path(folder), loader, self.config, self.say).keep(spike)
 
     def fit_length(self, length: FittedLength) -> None:
-        """Fix the number of steps; all processes take the mean of their times, and so the same number."""
+        """Decide the number of steps; all processes take the mean of their times, and so the same number."""
         seconds, left = (
             self.trainer.topology.sum_over_all(torch.tensor([*length.measured()], dtype=torch.float64))
             / self.trainer.topology.layout.world_size
         ).tolist()
-        self.fitted_length = None
         # Where numbers are read a step late, the next step is under way already.
         taken = self.progress.iteration + (0 if self.reads_at_once() else 1)
+        before = self.progress.fitted_iters or 0
         self.progress.fitted_iters, sentence = length.decide(taken, seconds, left)
-        self.say(f" > {sentence}")
-        self.plan = self.plan.ending_at(self.progress.fitted_iters, self.progress)
+        if abs(self.progress.fitted_iters - before) > before / 20:  # the lines of iterations show small changes
+            self.say(f" > {sentence}")
+        told = BatchPlan.as_told(self.config.batch, self.progress)
+        self.plan = told.ending_at(self.progress.fitted_iters, self.progress)
         self.reporter.follow(self.plan)
         self.trainer.schedule = schedule = make_schedule(self.config, self.plan.train_samples)
         if schedule.warmup + schedule.wsd_tail >= schedule.total:

@@ -43,7 +43,7 @@ _BY_RULE = {
         "model.window_size model.window_pattern model.mlp_activation model.logit_softcap "
         "model.mup model.mup_base_hidden_size model.mup_base_kv_channels "
         "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
-        "data.reset_position_ids data.reset_attention_mask"
+        "model.softmax_vocab_size data.reset_position_ids data.reset_attention_mask"
     ),
     Rule.DATA: (
         "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed "
@@ -69,7 +69,7 @@ _BY_RULE = {
     ),
     Rule.FREE: (
         # shapes what a field above says; of the initial weights
-        "model.make_vocab_size_divisible_by model.pad_vocab_size_to model.init_method_std "
+        "model.make_vocab_size_divisible_by model.pad_vocab_size_to model.softmax_over_padding model.init_method_std "
         "data.data_cache_path data.num_workers data.override_data "
         "batch.train_iters_needed "
         "batch.micro_batch_size batch.exit_interval batch.exit_duration_in_mins batch.kill_switch_path "
@@ -88,7 +88,10 @@ RULES: dict[str, Rule] = {
 
 FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "recovery", "logging", "health")
 
-_FOLLOWS_FROM = {"model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of"}
+_FOLLOWS_FROM = {
+    "model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of",
+    "model.softmax_vocab_size": "--softmax-over-padding: token ids in the softmax",
+}
 """What is told in place of a flag where a field has none."""
 
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -234,17 +237,20 @@ def _value(name: str, config: Flags | Config) -> Any:
 
 
 def _difference(name: str, there: Flags | Config, here: Config) -> str:
+    flag, its_value = as_typed(name, there)
+    return f"{flag} {its_value} there, {as_typed(name, here)[1]} here"
+
+
+def as_typed(name: str, config: Flags | Config) -> tuple[str, str]:
+    """(the flag, its value in words) of a field, ``section.field``."""
     section, field = name.split(".")
-    spec = next(f for f in dataclasses.fields(getattr(here, section)) if f.name == field)
+    spec = next(f for f in dataclasses.fields(getattr(config, section)) if f.name == field)
     off = spec.metadata.get("off")
-    flag = _FOLLOWS_FROM.get(name) or off or flag_name(field)
-
-    def shown(config: Flags | Config) -> str:
-        value = _value(name, config)
-        if isinstance(value, bool):
-            return "given" if value is not bool(off) else "not given"
-        if isinstance(value, tuple):
-            return " ".join(map(str, value))
-        return "not given" if value is None else str(value)
-
-    return f"{flag} {shown(there)} there, {shown(here)} here"
+    value = _value(name, config)
+    if isinstance(value, bool):
+        shown = "given" if value is not bool(off) else "not given"
+    elif isinstance(value, tuple):
+        shown = " ".join(map(str, value))
+    else:
+        shown = "not given" if value is None else str(value)
+    return _FOLLOWS_FROM.get(name) or off or flag_name(field), shown

@@ -116,6 +116,9 @@ def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
     problems = problems or [
         f"config.model.{name} is missing" for name in _DERIVED if getattr(config.model, name) is None
     ]
+    rows, ids = config.model.padded_vocab_size, config.model.softmax_vocab_size
+    if not problems and rows is not None and ids is not None and not 1 <= ids <= rows:
+        problems = [_wrong("config.model.softmax_vocab_size", ids, f"1 to {rows} rows")]
     if problems:
         raise _unusable(
             path, problems, "Load it with the version that saved it, or take another one with --ckpt-step N."
@@ -172,6 +175,8 @@ def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, sect
         yield _wrong(name, value, f"at least {limits['least']}")
     elif limits["above"] is not None and not value > limits["above"]:  # type: ignore[operator]
         yield _wrong(name, value, f"more than {limits['above']}")
+    elif limits["most"] is not None and not value <= limits["most"]:  # type: ignore[operator]
+        yield _wrong(name, value, f"at most {limits['most']:,}")
 
 
 def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +200,56 @@ def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
         mine = parameters_here(engine)
         engine.close()
     return trace, evaluated, mine
+
+
+def chained(rank: int, each: Sequence[Divided], folder: str) -> Trace:
+    """The same number of the steps in each way; each goes on from the checkpoint of the one before."""
+    trace, names = Trace(), list(reference().weights[0])
+    for number, divided in enumerate(each):
+        with fp64():
+            engine, *_ = gptpar.initialize(model=layers(), loss_fn=loss_of, config=divided.config())
+            if number:
+                engine.load_checkpoint(folder)
+            data = itertools.islice(data_of(engine), len(trace.losses) * engine.gradient_accumulation_steps(), None)
+            for _ in range(STEPS // len(each)):
+                trace.losses.append(engine.train_batch(data).item())
+                trace.weights.append({name: engine.weights.whole(name, "weights") for name in names})
+            engine.save_checkpoint(folder)
+            engine.close()
+    return trace
+
+
+class Counting(Scaled):
+    """Counts its calls in a buffer, and in its extra state."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.level.add_(1.0)
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def counted(rank: int, before: Divided, after: Divided, folder: str) -> list[tuple[int, float]]:
+    """(calls, level) of the layers that count, on this process, after a step in one way and a load in another."""
+    specs = [
+        spec if spec.__class__ is not LayerSpec or spec.cls is not Scaled else LayerSpec(Counting, INNER)
+        for spec in layers()
+    ]
+    for divided, verb in ((before, "save_checkpoint"), (after, "load_checkpoint")):
+        engine, *_ = gptpar.initialize(model=specs, loss_fn=loss_of, config=divided.config())
+        if divided is before:
+            engine.train_batch(data_of(engine))
+        getattr(engine, verb)(folder)
+        found = [(one.calls, one.level.mean().item()) for one in engine.module.modules() if isinstance(one, Counting)]
+        engine.close()
+    return found
 
 
 def square(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Training in plain torch: what an engine has to give, number by number.
 
 Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Master
-weights and gradient sums have the widest dtype of all trained parameters, at least fp32. Sums are divided last: what a
-16-bit backward pass rounds does not depend on the number of addends.
+weights and gradient sums have the widest dtype of all trained parameters, at least fp32. Losses are divided by the
+number of micro-batches before the backward pass, as in torch's own loops, and sums by that of processes afterwards.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def reference(case: Case, setup: Setup) -> Trace:
             _restore_buffers(model, buffers[rank])
             losses += [loss / setup.world for loss in _accumulate(case, setup, model, masters, step, rank)]
             buffers[rank] = copy_of_buffers(model)
-        masters.average(setup.accumulation * setup.world)
+        masters.average(setup.world)
         _take_step(setup, model, masters, sum(losses), trace)
     trace.buffers = buffers[0]
     return trace
@@ -135,7 +135,6 @@ def reference_of_rank(rank: int, case: Case, setup: Setup) -> Trace:
     parallel = DistributedDataParallel(model)
     for step in range(setup.steps):
         losses = _accumulate(case, setup, parallel, masters, step, rank, parallel.no_sync)
-        masters.average(setup.accumulation)
         _take_step(setup, model, masters, mean_over_ranks(sum(losses)), trace)
     trace.buffers = copy_of_buffers(model)
     return trace
@@ -160,7 +159,7 @@ def _accumulate(
             losses = case.losses_of(model, case.make_batch(step, micro, rank, setup.world))
             for number, loss in enumerate(losses):
                 again = case.shares_graph and number < len(losses) - 1
-                loss.backward(retain_graph=again)
+                (loss / setup.accumulation).backward(retain_graph=again)
         total.append(sum(loss.item() for loss in losses) / setup.accumulation)
         if no_sync is nullcontext:
             masters.add_gradients()

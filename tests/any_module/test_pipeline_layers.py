@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.any_module.pipeline_layers import Divided, reference, train
+from tests.any_module.pipeline_layers import MICRO_BATCHES, Divided, chained, counted, reference, train
 from tests.any_module.rank_pool import RankPool
 
 CUTS = {"partition": "0,3,5,6,10"}
@@ -53,3 +55,33 @@ def test_layers_train_like_a_plain_loop(pools: dict[int, RankPool], divided: Div
             else:
                 frozen += name == "layers.5.shift"
     assert frozen == divided.world // divided.stages
+
+
+RATIOS = [
+    Divided(4, 4, 0, 0.5),
+    Divided(4, 2, 1, 0.3),
+    Divided(4, 2, 0, 0.7, virtual=2, pipeline=CUTS),
+    Divided(4, 4, 0, 0.1, pipeline={"partition": "0,2,3,5,10"}),
+    Divided(4, 2, 1, 0.9, virtual=2, pipeline=CUTS),
+]
+
+
+def test_any_ratio_of_tied_layers_is_saved_and_goes_on_in_another(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Stages of other sizes divide a tied layer at the same element, so that a checkpoint holds each element once."""
+    expected = reference()
+    for trace in pools[4].run(chained, RATIOS, str(tmp_path)):
+        torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(trace.weights, expected.weights, rtol=1e-10, atol=1e-10)
+
+
+SECOND = Divided(2, 2, pipeline={"partition": "0,4,10"})
+
+
+@pytest.mark.parametrize(("before", "after"), [(SECOND, SECOND), (SECOND, Divided(2, 1, 1))])
+def test_buffers_and_extra_states_of_all_stages_are_saved(
+    pools: dict[int, RankPool], tmp_path: Path, before: Divided, after: Divided
+) -> None:
+    """The first process does not have the layer that counts."""
+    found = pools[2].run(counted, before, after, str(tmp_path))
+    layer = [(MICRO_BATCHES, 0.5 + MICRO_BATCHES)]
+    assert found == ([layer, layer] if after.stages == 1 else [[], layer])

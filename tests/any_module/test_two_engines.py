@@ -92,8 +92,10 @@ def by_engines(rank: int, setup: Setup, recomputes: bool) -> tuple[list[float], 
         disc.backward(loss)
         disc.step()
         gen.zero_grad()
+        disc.module.requires_grad_(False)  # as many loops do, to save the discriminator's gradients
         gen_loss = score(disc(fake), True)
         gen.backward(gen_loss)
+        disc.module.requires_grad_(True)
         if setup.stage == 3 and setup.world > 1:
             assert not any(disc.engine.gatherer.is_present(unit.name) for unit in disc.engine.table.units)
         gen.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.checkpoint import latest
+from gptpar.system.restart import MEMORY_VARIABLE
 from tests.e2e.commands import command
 from tests.e2e.recovery_runs import Finished, environment_with, run
 
@@ -75,6 +78,35 @@ def test_a_machines_processes_die_with_its_memory(tmp_path: Path, lost: int) -> 
     assert re.findall(r"loaded \S+ \(iteration (\d+)\)", said[0]) == ["6"]
     done = Finished(0, said[0], [], folder)
     assert done.losses() == undisturbed.losses() and done.state() == undisturbed.state()
+    killed = (
+        f"restart 1 of 1: rank {lost} was killed by SIGKILL, as Linux does to the largest process when memory is full"
+    )
+    assert killed in said[lost] and "iteration 8" in said[lost] and "restart 1 took" in said[0], said[lost]
+    assert done.restarts() == [0] * 6 + [1] * 6
+
+
+FAILS = """
+if (rank, iteration) == (1, 8):
+    raise GptparError("the data are damaged: mend them.")
+"""
+
+
+def test_a_final_error_is_not_repeated_and_the_copies_are_kept_on_all_machines(tmp_path: Path) -> None:
+    environment = environment_with(FAILS, tmp_path / "site")
+    folder, meets = tmp_path / "run", f"--rdzv-backend c10d --rdzv-id f --rdzv-endpoint 127.0.0.1:{free_port()}"
+    flags = f"{FLAGS} {MIRROR} --save {folder} --load {folder}"
+    launchers = [launch(f"{meets} --rdzv-conf is_host={host}", flags, environment) for host in (1, 0)]
+    said = ended(launchers)
+    kept = [
+        found for one in said for found in re.findall(rf"iteration 6 in memory is kept.* {MEMORY_VARIABLE}=(\S+) ", one)
+    ]
+    try:
+        assert [one.returncode for one in launchers] == [1, 1], "\n".join(said)
+        assert sum(one.count("the data are damaged: mend them.") for one in said) == 1, "\n".join(said)
+        assert len(set(kept)) == 2 and all(latest(one) is not None for one in kept), "\n".join(said)
+    finally:
+        for one in kept:
+            shutil.rmtree(one)
 
 
 @pytest.mark.long

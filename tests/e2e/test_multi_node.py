@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,3 +81,23 @@ def test_two_hosts_train_as_one_host_does(tmp_path: Path, hosts: list[str]) -> N
     gptpar(f"{TRAINING} {tmp_path}/one --nproc-per-node 2")
     assert len(losses(tmp_path / "two")) == 4
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def test_other_flags_on_one_machine_are_refused_before_the_first_step() -> None:
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT + 1)}
+    others = ("", "--lr 1e-4 --train-iters 40 --hidden-size 64 --seed 3 --tensor-model-parallel-size 2")
+    processes = [
+        subprocess.Popen(
+            command(flags),
+            env={**ENVIRONMENT, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, flags in enumerate(others)
+    ]
+    said = finish(processes, 120)
+    assert [process.returncode for process in processes] == [1, 1], "\n".join(said)
+    for flag, there, here in (("--lr", "0.01", "0.0001"), ("--train-iters", "20", "40"), ("--seed", "1234", "3")):
+        assert re.search(rf"{flag} is {there} on \S+ \(rank 0\) and {here} on \S+ \(rank 1\): give ", said[1]), said[1]
+    assert "iteration " not in said[0]

@@ -50,6 +50,31 @@ def test_loss_kernels_equal_torch(dtype: torch.dtype, shape: tuple[int, int], te
 
 
 @DTYPES
+@pytest.mark.parametrize("columns, valid", [(128, 98), (50304, 50257), (16384, 8000), (12576, 1), (12576, 0)])
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(20.0, 0.0), LossTerms(0.0, 1e-2), LossTerms(5.0, 1e-2)])
+def test_loss_kernels_leave_padding_out(dtype: torch.dtype, columns: int, valid: int, terms: LossTerms) -> None:
+    """Padding has the largest logits, so that it would decide every sum; without valid columns nothing is NaN."""
+    logits = random(64, columns, dtype=dtype) * 4
+    logits[:, valid:] = 60.0
+    labels = torch.randint(max(valid, 1), (64,), device="cuda") if valid else torch.full((64,), -1, device="cuda")
+    weights, scale = torch.rand(64, device="cuda"), torch.tensor(1024.0, device="cuda")
+    got, wanted = (k.local_statistics(logits, labels, terms.softcap, valid) for k in (gpu.loss, plain_loss))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    lse = wanted[1].log() + wanted[0] if valid else torch.full((64,), 3.0, device="cuda")
+    got_grad = gpu.loss.local_grad(logits.clone(), labels, lse, weights, scale, terms, valid)
+    wanted_grad = plain_loss.local_grad(logits, labels, lse, weights, scale, terms, valid)
+    torch.testing.assert_close(got_grad, wanted_grad, **TOLERANCE[dtype])
+    assert not got_grad[:, valid:].any()
+    if valid:
+        loss, grad = gpu.loss.loss_and_grad(logits.clone(), labels, weights, scale, terms, valid)
+        wide = (logits.double(), labels, weights.double(), scale.double())
+        wanted_loss, wanted_grad = plain_loss.loss_and_grad(*wide, terms, valid)
+        torch.testing.assert_close(loss.double(), wanted_loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(grad.double(), wanted_grad, **TOLERANCE[dtype])
+        assert not grad[:, valid:].any()
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", [gelu, squared_relu])
 @pytest.mark.parametrize("shape", [(3, 40), (1000, 4096), (16384, 768)])
 def test_activations_with_bias_gradient_equal_torch(

@@ -26,8 +26,8 @@ EXCHANGE = [
     Mutation(
         "padding-rows-are-exported",
         "gptpar/training/exchange/hf_export.py",
-        "rows = size if type(size) is int",
-        "rows = size if False and type(size) is int",
+        "rows = model.softmax_vocab_size",
+        "rows = model.padded_vocab_size",
         ("tests/unit/training/exchange/test_export.py",),
     ),
     Mutation(

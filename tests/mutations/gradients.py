@@ -20,8 +20,8 @@ GRADIENTS = [
     Mutation(
         "gradient-overwritten-in-place-of-added",
         COLLECTOR,
-        "torch._foreach_add_([views[name] for name in known]",
-        "torch._foreach_copy_([views[name] for name in known]",
+        "torch._foreach_add_(added, [fresh[name] for name in known], alpha=self._factor)",
+        "torch._foreach_copy_(added, [fresh[name] for name in known])",
         (PLAIN_LOOP,),
     ),
     Mutation(
@@ -119,8 +119,8 @@ GRADIENTS = [
         "norm-before-the-sum-over-the-tensor-axis",
         ROUTER,
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
-        "        norms = self._norm.measured({unit.name: shard})\n",
-        "        norms = self._norm.measured({unit.name: shard})\n"
+        "        self._give_out(unit, shard)\n",
+        "        self._give_out(unit, shard)\n"
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
         (RATIOS_ON_RANKS,),
     ),
@@ -171,10 +171,17 @@ GRADIENTS = [
         (RECORDED,),
     ),
     Mutation(
+        "hooks-see-undivided-losses",
+        "gptpar/any_module/training_engine.py",
+        "self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)",
+        "self._work.scale.fill_(self.loss_scaler.value)",
+        ("tests/any_module/test_plain_backward.py::test_gradients_are_in_grad_without_zero",),
+    ),
+    Mutation(
         "loss-scale-of-the-recorded-step",
         "gptpar/any_module/step_work.py",
-        "(self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)",
-        "torch.full_like(loss, factor * float(self.scale.numpy()))",
+        "scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)",
+        "scale = torch.full_like(loss, float(self.scale.numpy()) if incoming is None else incoming)",
         (RECORDED,),
     ),
     Mutation(

@@ -89,6 +89,13 @@ MODEL_OPTIONS = [
         FUSED_GRADIENT_TESTS,
     ),
     Mutation(
+        "padding-in-the-softmax",
+        "gptpar/kernels/plain_loss.py",
+        "logits_NV[:, :num_valid].to(dtype)",
+        "logits_NV.to(dtype)",
+        FUSED_GRADIENT_TESTS,
+    ),
+    Mutation(
         "z-loss-in-evaluations",
         "gptpar/model/ends.py",
         "logits.terms if trains else logits.terms._replace(z_weight=0.0)",

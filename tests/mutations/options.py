@@ -15,8 +15,8 @@ OPTIONS = [
     Mutation(
         "clients-groups-are-copied",
         "gptpar/any_module/client_optimizer.py",
-        "client.param_groups, list(_client_problems(client))",
-        "[dict(g) for g in client.param_groups], list(_client_problems(client))",
+        "client.param_groups, list(torch_optimizers.problems(client))",
+        "[dict(g) for g in client.param_groups], list(torch_optimizers.problems(client))",
         ("tests/unit/any_module/test_optimizer.py",),
     ),
     Mutation(
@@ -37,8 +37,15 @@ OPTIONS = [
     Mutation(
         "every-process-reads-the-same-samples",
         "gptpar/any_module/dataset.py",
-        "DistributedSampler(dataset, world, rank, seed",
-        "DistributedSampler(dataset, world, 0, seed",
+        "EpochSampler(dataset, world, rank, seed",
+        "EpochSampler(dataset, world, 0, seed",
+        ("tests/unit/any_module/test_dataset.py",),
+    ),
+    Mutation(
+        "every-epoch-has-the-same-order",
+        "gptpar/any_module/dataset.py",
+        "self.epoch += 1\n        return order",
+        "return order",
         ("tests/unit/any_module/test_dataset.py",),
     ),
 ]

@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 COLLECTOR = "gptpar/engine/collector.py"
 LAYER_STAGES = "gptpar/any_module/layer_stages.py"
 INITIALIZE = "gptpar/any_module/initialize_layers.py"
-AGREEMENT = "gptpar/any_module/agreement.py"
+AGREEMENT = "gptpar/topology/agreement.py"
 LOOP = "tests/any_module/test_pipeline_layers.py::test_layers_train_like_a_plain_loop"
 TWO_STAGES = f"{LOOP}[dp1 x pp2, ZeRO-0, CPU 0]"
 TWICE_ON_ONE = f"{LOOP}[dp2 x pp2, ZeRO-0, CPU 1, 2 virtual, partition 0,3,5,6,10]"

@@ -16,9 +16,16 @@ RANGES = [
     Mutation(
         "device-has-one-element-more",
         PARAMETER_RANGES,
-        "last = start + taken",
-        "last = start + taken + 1",
+        "end = min(stop, start + count)",
+        "end = min(stop, start + count) + 1",
         ("tests/unit/engine/test_table.py::test_the_ratio_is_exact_to_the_element",),
+    ),
+    Mutation(
+        "each-stage-divides-a-tied-unit-by-its-own-total",
+        PARAMETER_RANGES,
+        "in sizes.items() if name in tied}",
+        "in sizes.items() if name in ()}",
+        ("tests/unit/engine/test_table.py::test_stages_divide_a_tied_unit_at_the_same_element",),
     ),
     Mutation(
         "replicated-range-counted-on-every-tensor-rank",

@@ -133,9 +133,16 @@ STATE = [
     Mutation(
         "last-process-saves-its-buffers",
         ENGINE,
-        "    if ranks.rank == 0:\n        tensors |= _buffers",
-        "    if ranks.rank == ranks.world_size - 1:\n        tensors |= _buffers",
+        "    if engine.topology.data_rank == 0:\n        tensors |= _buffers",
+        "    if engine.topology.data_rank == engine.topology.layout.data - 1:\n        tensors |= _buffers",
         (f"{KEPT}::test_on_several_processes",),
+    ),
+    Mutation(
+        "one-stage-names-the-groups-of-all",
+        ENGINE,
+        "each = [of_process()] if engine.topology.layout.pipeline == 1 else ranks.each(of_process)",
+        "each = [of_process()]",
+        ("tests/any_module/test_pipeline_layers.py::test_any_ratio_of_tied_layers_is_saved_and_goes_on_in_another",),
     ),
     Mutation(
         "device-state-overwritten-while-it-is-saved",

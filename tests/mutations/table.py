@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.deferred import DEFERRED
 from tests.mutations.evaluation import EVALUATION
 from tests.mutations.exchange import EXCHANGE
+from tests.mutations.first_command import FIRST_COMMAND
 from tests.mutations.flags import FLAGS
 from tests.mutations.gradients import GRADIENTS
 from tests.mutations.model_options import MODEL_OPTIONS
@@ -26,6 +27,7 @@ MUTATIONS = [
     *STATE,
     *OPTIONS,
     *FLAGS,
+    *FIRST_COMMAND,
     *DEFERRED,
     *PIPELINES,
     *EXCHANGE,

@@ -190,6 +190,27 @@ UPDATE = [
         ("tests/unit/optim/test_skip_step.py::test_what_is_not_finite_does_not_enter_the_window",),
     ),
     Mutation(
+        "coupled-decay-forgotten",
+        "gptpar/optim/elementwise.py",
+        "change(g + decay * p if couples_decay else g, states, numbers)",
+        "change(g, states, numbers)",
+        ("tests/unit/any_module/test_torch_optimizers.py",),
+    ),
+    Mutation(
+        "steps-of-a-frozen-group-count-on-the-host",
+        "gptpar/offload/updating_thread.py",
+        "[step - missed for missed in hyperparameters.missed or [0] * len(groups)]",
+        "[step for _ in groups]",
+        ("tests/unit/any_module/test_frozen_groups.py",),
+    ),
+    Mutation(
+        "another-engines-pass-adds-to-shown-gradients",
+        "gptpar/any_module/engine.py",
+        "if self._grads is not None and self._grads.are_shown:\n            self._grads.hide()\n            BACK",
+        "if False:\n            assert self._grads is not None\n            BACK",
+        ("tests/any_module/test_two_engines.py::test_joint_loss",),
+    ),
+    Mutation(
         "outlier-lowers-the-loss-scale",
         "gptpar/any_module/training_engine.py",
         "self.loss_scaler.update(self._skipped == NOT_FINITE)",

@@ -10,6 +10,7 @@ import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.errors import CheckpointError
+from gptpar.training.run_folder import folder
 from gptpar.training.run_folder.folder import open_run_folder
 from gptpar.training.run_folder.owner import current_claim
 from tests.spawn import spawn
@@ -17,13 +18,13 @@ from tests.spawn import spawn
 
 def _use(rank: int, root: Path) -> None:
     said: list[str] = []
-    with open_run_folder(root, None, said.append) as folder:
+    with open_run_folder(root, None, said.append) as taken:
         claim = current_claim(root)
         assert claim is not None and claim.process is not None
         assert (claim.process.pid == os.getpid()) == (rank == 0)
         with pytest.raises(CheckpointError, match="is in use"), open_run_folder(root, None, said.append):
             pass
-        folder.go_on_from(2, 4, anew=False, chosen=True)
+        taken.go_on_from(2, 4, anew=False, chosen=True)
         assert [number for number, _ in find_checkpoints(root)] == [2]
         assert len(said) == (rank == 0)
         torch.distributed.barrier()
@@ -31,7 +32,7 @@ def _use(rank: int, root: Path) -> None:
             (root / "iter_0000009").mkdir()  # another run came, saved and left
             (root / "owner-1.json").unlink()
         with pytest.raises(CheckpointError, match="was taken by another run"):
-            save_checkpoint(root, 3, {"w": torch.zeros(2)}, {}, permit=folder.require_owner)
+            save_checkpoint(root, 3, {"w": torch.zeros(2)}, {}, permit=taken.require_owner)
     assert [number for number, _ in find_checkpoints(root)] == [9, 2]
 
 
@@ -39,3 +40,17 @@ def test_refusals_and_losses_are_told_to_every_process(tmp_path: Path) -> None:
     for number in (2, 4):
         save_checkpoint(tmp_path, number, {"w": torch.zeros(2)}, {})
     spawn(_use, 2, tmp_path)
+
+
+def _on_disks_of_their_own(rank: int, root: Path) -> list[str]:
+    folder.SEEN_SECONDS = 0.3
+    mine = root / f"machine{rank}" / "run"  # the same path on each machine would be two disks
+    with pytest.raises(CheckpointError) as error, open_run_folder(mine, None, print):
+        pass
+    return [str(error.value), *(path.name for path in mine.parent.glob("run/*"))]
+
+
+def test_a_folder_that_the_machines_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    everyone = spawn(_on_disks_of_their_own, 2, tmp_path)
+    assert everyone[0] == everyone[1] and len(everyone[0]) == 1
+    assert f"{tmp_path}/machine1/run on" in everyone[0][0] and "that all machines share" in everyone[0][0]

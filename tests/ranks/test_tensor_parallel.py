@@ -43,6 +43,7 @@ OPTIONS = {  # the same of options that few models have
     "gated attention with head norms": (f"{LLAMA} --attention-output-gate --qk-layernorm", ()),
     "windows": ("--window-size 5 --window-pattern SF", ("document_ids",)),
     "capped logits, z-loss": ("--logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
+    "ranks of padding alone": ("--pad-vocab-size-to 128 --logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
     "untied, z-loss": (f"{UNTIED} --z-loss-weight 0.1", ()),
     "muP": (f"{UNTIED} --mup --mup-base-hidden-size 8 --mup-base-kv-channels 4", ()),
 }
@@ -143,7 +144,10 @@ def test_split_models_equal_the_whole_one(size: int) -> None:
     check_split_models(size, names)
 
 
-@pytest.mark.parametrize(("size", "names"), [(2, list(OPTIONS)), (4, ["norm of all heads", "capped logits, z-loss"])])
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, list(OPTIONS)), (4, ["norm of all heads", "capped logits, z-loss", "ranks of padding alone"])],
+)
 def test_split_options_equal_the_whole_ones(size: int, names: list[str]) -> None:
     check_split_models(size, names)
 

@@ -60,6 +60,7 @@ ALLOWED: dict[str, Any] = {
     },
     **{f"{_OF_TORCH}filesystem.{name}": Record for name in ("_StorageInfo", "_StoragePrefix")},
     **{f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in _DTYPES},
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Record,
     "torch.Size": _size,
     "torch.serialization._get_layout": LeftOut,
     "collections.OrderedDict": _empty,

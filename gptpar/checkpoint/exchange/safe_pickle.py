@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
@@ -30,12 +30,13 @@ from gptpar.checkpoint.exchange.bounded_pickle import (
     require_bounded_archive,
     require_bounded_pickles,
 )
-from gptpar.errors import CheckpointError, printable
-from gptpar.system.files import read_regular
+from gptpar.errors import CheckpointError, first_line, printable
+from gptpar.system.files import open_regular, read_regular
 
 LEFT_UNREAD = (
     *("megatron.", "deepspeed.", "transformer_engine.", "apex.", "nemo.", "numpy."),
     *("_codecs.encode", "pathlib.", "signal.Signals"),
+    "torch.distributed.checkpoint.",  # the plans of a save, which Megatron leaves in ``.metadata``
 )
 """Prefixes of names. :class:`LeftOut` replaces objects of these names, which are neither imported nor called."""
 
@@ -89,7 +90,7 @@ def load_torch_file(path: Path) -> Any:
     """
     with _explained(path):
         if _is_of_old_format(path):
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 require_bounded_pickles(file, path.stat().st_size)
             with safe_globals([argparse.Namespace]):
                 return torch.load(path, map_location="cpu", weights_only=True)
@@ -104,7 +105,7 @@ def load_torch_part(path: Path, start: int, length: int) -> Any:
     Raises:
         CheckpointError: the bytes would run code, or are damaged.
     """
-    with _explained(path), open(path, "rb", buffering=0) as file:
+    with _explained(path), open_regular(path) as file:
         part: Any = FilePart(file, start, length)
         _require_bounded(path, part)
         part.seek(0)
@@ -177,7 +178,7 @@ class _Unpickler(BoundedUnpickler):
 class FilePart(io.RawIOBase):
     """A range of a file's bytes, as a file object that can be read."""
 
-    def __init__(self, file: BinaryIO | io.RawIOBase, start: int, length: int):
+    def __init__(self, file: IO[bytes] | io.RawIOBase, start: int, length: int):
         self._file, self._start, self._length, self._place = file, start, length, 0
 
     def readable(self) -> bool:
@@ -205,7 +206,7 @@ class FilePart(io.RawIOBase):
 def _is_of_old_format(path: Path) -> bool:
     """Whether a file begins like the files that ``torch.save`` wrote before it wrote zip archives."""
     begin = pickle.dumps(MAGIC_NUMBER, 2)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return file.read(len(begin)) == begin
 
 
@@ -250,4 +251,4 @@ def _refusal(path: Path, names: Iterable[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return printable((str(error) or type(error).__name__).splitlines()[0][:200])
+    return printable(first_line(error)[:200])

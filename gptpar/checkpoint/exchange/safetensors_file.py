@@ -24,6 +24,7 @@ from gptpar.checkpoint.data_file import AlignedBuffers, DataFile, SourceFile, pi
 from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
 from gptpar.checkpoint.patches import ParameterView, Patch
 from gptpar.errors import CheckpointError, printable
+from gptpar.system.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own library allows."""
@@ -118,7 +119,7 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         CheckpointError: it is no safetensors file, or its header claims something impossible.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = file.read(8)
             if begin == b"version ":

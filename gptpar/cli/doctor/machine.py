@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gptpar.cli.doctor.finding import Finding, unless
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, first_line
 from gptpar.reporting.banner import format_bytes
 from gptpar.system import bandwidth
 from gptpar.system.host import available_memory, cores, processor
@@ -66,7 +66,7 @@ def _gpu_speeds(num_bytes: int) -> Iterator[Finding]:
     try:
         to_device, to_host = bandwidth.host_to_device(num_bytes, device)
     except (GptparError, torch.OutOfMemoryError) as error:
-        yield Finding("pinned memory", "cannot be had", str(error).splitlines()[0])
+        yield Finding("pinned memory", "cannot be had", first_line(error))
         return
     yield Finding("pinned memory", f"{format_bytes(num_bytes)} locked and released")
     slow = "offload is bound by it: is the GPU's link narrower than its slot (nvidia-smi -q -d PCIE), or in use?"

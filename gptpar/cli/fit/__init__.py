@@ -1,4 +1,4 @@
-"""``gptpar fit``: choose a model's sequence length, batch, number format and number of steps for the machine at hand.
+"""``gptpar fit``: choose model, sequence length, batch, number format and number of steps for the machine at hand.
 
 It prints the vocabulary to make and then flags for ``gptpar pretrain`` on stdout, one in each line, and every choice
 with its reason on stderr. With ``--run``, the run's folder keeps the choices, and the same ones are printed again as
@@ -9,10 +9,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
-from gptpar.cli.fit.choose import Choice, choose, for_command, training_minutes, vocabulary_for
-from gptpar.cli.fit.machine import Machine, this_machine
+from gptpar.cli.fit.choose import (
+    LESSONS,
+    PRESET,
+    SHAPE_FLAGS,
+    Choice,
+    Course,
+    choose,
+    flag_names,
+    for_command,
+    teachable,
+    training_minutes,
+    vocabulary_for,
+)
+from gptpar.cli.fit.machine import Machine, measure_pace, this_machine
 from gptpar.cli.fit.run_folder import MadeWith
 from gptpar.cli.fit.text import LIBRARY, Text
 from gptpar.config.presets import PRESETS
@@ -25,7 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
     epilog = "Words after -- are flags for gptpar pretrain; values that they set are not chosen."
     parser = Parser(prog="gptpar fit", description=(__doc__ or "").replace("``", ""), epilog=epilog)
-    parser.add_argument("--preset", default="350M", choices=tuple(PRESETS), help="the model")
+    default = f"default: {PRESET}, or a smaller one that a CPU can teach something in the time"
+    parser.add_argument("--preset", choices=tuple(PRESETS), help=f"the model ({default})")
     parser.add_argument(
         "--minutes",
         type=positive_float,
@@ -43,21 +57,35 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", metavar="PATH", help="the text (default: Python's standard library)")
     parser.add_argument(
-        "--seconds-used", type=float, default=0.0, metavar="S", help="time that the command has taken until now"
+        "--began", type=float, metavar="T", help="Unix time at which the whole command began (default: now)"
     )
     return parser
 
 
-def choices_for(machine: Machine, args: argparse.Namespace, text: Text) -> tuple[Choice, ...]:
-    """Vocabulary and flags."""
+def choices_for(machine: Machine, args: argparse.Namespace, text: Text, preset: str | None) -> tuple[Choice, ...]:
+    """Vocabulary and flags.
+
+    Args:
+        preset: the model, where the user says which.
+    """
     vocabulary = vocabulary_for(machine, own_text=text.source != LIBRARY)
-    if args.minutes is not None:
-        minutes = Choice("train-minutes", f"{args.minutes:g}", "as asked")
-    elif machine.num_gpus:
-        minutes = Choice("train-minutes", f"{GPU_MINUTES:g}", "")
+    vocab_size = args.vocab_size or int(vocabulary.value)
+    asked = None if args.minutes is None else Choice("train-minutes", f"{args.minutes:g}", "as asked")
+    if machine.num_gpus:
+        minutes = asked or Choice("train-minutes", f"{GPU_MINUTES:g}", "")
+        course = Course(Choice("preset", preset or PRESET, ""), minutes, LESSONS[0], 0)
     else:
-        minutes = training_minutes(args.seconds_used, text.num_bytes)
-    return vocabulary, *choose(machine, args.preset, args.vocab_size or int(vocabulary.value), minutes)
+        print("timing a few steps of training ...", file=sys.stderr, flush=True)
+        now = time.time()
+        pace = measure_pace(machine.precision)
+        used = time.time() - (now if args.began is None else args.began)
+        course = teachable(
+            pace,
+            preset,
+            vocab_size,
+            lambda parameters: asked or training_minutes(used, text.num_bytes, parameters, pace.slowness),
+        )
+    return vocabulary, *choose(machine, course, vocab_size)
 
 
 def main(argv: list[str]) -> int:
@@ -68,11 +96,21 @@ def main(argv: list[str]) -> int:
     text = Text.of(args.data, given, kept.text if kept else None)
     if kept is not None:
         kept.require_same(args.run, args.preset, args.minutes, text)
+        if (steps := kept.finished(args.run, given)) is not None:
+            print(
+                f"{args.run} is finished: it has taken its {steps:,} steps. To train on, give more steps and let their "
+                f"schedule count: --train-iters {2 * steps} --override-opt-param-scheduler. To begin anew, choose "
+                "another folder with RUN=...",
+                file=sys.stderr,
+            )
+            return 0
         print(f"as {args.run} was begun with:", file=sys.stderr)
     else:
         machine = this_machine()
         print(f"fitted to this machine: {machine.description}", file=sys.stderr)
-        kept = MadeWith(args.preset, args.minutes, text, choices_for(machine, args, text))
+        preset = args.preset or (PRESET if SHAPE_FLAGS & flag_names(given) else None)
+        choices = choices_for(machine, args, text, preset)
+        kept = MadeWith(choices[1].value, args.minutes, text, choices)
         if args.run:
             kept.write(args.run)
     vocabulary, *flags = kept.choices

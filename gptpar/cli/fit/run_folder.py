@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptpar.cli.fit.choose import Choice
+from gptpar.checkpoint import load_meta
+from gptpar.cli.fit.choose import LENGTH_FLAGS, Choice, flag_names
 from gptpar.cli.fit.text import Text
-from gptpar.errors import GptparError
-from gptpar.system.files import atomic_output
+from gptpar.errors import CheckpointError, GptparError
+from gptpar.system.files import MAX_SMALL_BYTES, atomic_output, read_regular
 
 FILE_NAME = "made_with.json"
 
@@ -21,6 +23,7 @@ class MadeWith:
     """The settings of a run folder.
 
     Attributes:
+        preset: the model that was taken.
         minutes: MINUTES as the user gave it, if at all.
         choices: the flags that fitted the machine then.
     """
@@ -51,7 +54,7 @@ class MadeWith:
         path = run / FILE_NAME
         if path.exists():
             try:
-                return _from_dict(json.loads(path.read_text()))
+                return _from_dict(json.loads(read_regular(path, MAX_SMALL_BYTES)))
             except (ValueError, KeyError, TypeError) as error:
                 raise GptparError(f"{path} cannot be read ({error!r}): {_remedy(run)}") from error
         if run.exists() and any(run.iterdir()):
@@ -61,7 +64,22 @@ class MadeWith:
             )
         return None
 
-    def require_same(self, run: Path, preset: str, minutes: float | None, text: Text) -> None:
+    def finished(self, run: Path, given: Sequence[str]) -> int | None:
+        """The number of steps that the run has taken, if none is left; ``None`` otherwise, also if it is not known.
+
+        Args:
+            given: the command line's words; if they say how long to train, the run goes on.
+        """
+        if LENGTH_FLAGS & flag_names(given):
+            return None
+        with contextlib.suppress(CheckpointError, LookupError, TypeError, ValueError):
+            progress = load_meta(run)["progress"]
+            typed = {choice.flag: choice.value for choice in self.choices}
+            wanted = progress["fitted_iters"] if "train-minutes" in typed else int(typed["train-iters"])
+            return progress["iteration"] if progress["iteration"] >= wanted else None
+        return None
+
+    def require_same(self, run: Path, preset: str | None, minutes: float | None, text: Text) -> None:
         """Check that a command has the settings with which the folder was made.
 
         Raises:
@@ -71,9 +89,9 @@ class MadeWith:
         if problems:
             raise GptparError(f"{run} {'; it '.join(problems)}: {_remedy(run)}")
 
-    def _differences(self, preset: str, minutes: float | None, text: Text) -> Sequence[str]:
+    def _differences(self, preset: str | None, minutes: float | None, text: Text) -> Sequence[str]:
         problems = []
-        if preset != self.preset:
+        if preset not in (None, self.preset):
             problems.append(f"was made with PRESET={self.preset}, and this command gives PRESET={preset}")
         if minutes is not None and minutes != self.minutes:
             before = "without MINUTES" if self.minutes is None else f"with MINUTES={self.minutes:g}"
@@ -84,8 +102,10 @@ class MadeWith:
 
 
 def _from_dict(values: dict[str, Any]) -> MadeWith:
-    choices = tuple(Choice(*three) for three in values["choices"])
-    return MadeWith(values["preset"], values["minutes"], Text.from_dict(values["text"]), choices)
+    vocabulary, *choices = (Choice(*three) for three in values["choices"])
+    if choices[0].flag != "preset":  # folders that were made before the model was a choice
+        choices.insert(0, Choice("preset", values["preset"], ""))
+    return MadeWith(values["preset"], values["minutes"], Text.from_dict(values["text"]), (vocabulary, *choices))
 
 
 def _remedy(run: Path) -> str:

@@ -18,14 +18,16 @@ from gptpar.cli import hostfile
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, program_of, read_flags
 from gptpar.cli.launch.machines import run_torchrun
-from gptpar.cli.launch.memory import folder_in_memory, keep_newest
+from gptpar.cli.launch.memory import folder_in_memory, keep_copies, owned_folder
 from gptpar.cli.launch.program import Program
 from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, tell
 from gptpar.cli.launch.supervisor import Supervisor
 from gptpar.cli.launch.worker import end_with_launcher, is_worker
 from gptpar.errors import GptparError
 from gptpar.system.activity import all_activities
+from gptpar.system.host import several_without_rank
 from gptpar.system.limits import usable_cores
+from gptpar.system.restart import was_stopped
 from gptpar.system.stop import Stopped
 
 __all__ = [
@@ -39,8 +41,8 @@ __all__ = [
     "workers_wanted",
 ]
 
-MPI_SIZES = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
-"""Variable of the number of processes of mpirun (Open MPI, MPICH) and of srun with PMI -> variable of a rank."""
+ACTIVITIES = "gptpar-activity-"
+"""How the names of folders begin in which workers note what they are doing."""
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:
@@ -49,13 +51,8 @@ def workers_wanted(nproc_per_node: int | None) -> int:
     Raises:
         GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
-    for name, rank in MPI_SIZES.items():
-        if os.environ.get(name, "1") not in ("0", "1"):
-            raise GptparError(
-                f"mpirun or srun started {os.environ[name]} processes ({name}) without RANK and WORLD_SIZE, so that "
-                f"each would train by itself: export RANK=${rank} WORLD_SIZE=${name} in each, and MASTER_ADDR and "
-                "MASTER_PORT, or start them with torchrun."
-            )
+    if problem := several_without_rank(os.environ):
+        raise GptparError(f"{problem}.")
     if nproc_per_node:
         return nproc_per_node
     import torch  # a second, which a verb that needs no GPU should not pay for
@@ -114,26 +111,36 @@ def main(argv: Sequence[str]) -> int:
             "out; a worker that waits too long for another ends after --distributed-timeout-minutes."
         )
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
-        memory = stack.enter_context(folder_in_memory()) if words.max_restarts else None
+        folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
+        memory = stack.enter_context(folder_in_memory(tell)) if words.max_restarts else None
         relay = Relay(folder, patience(), Children(), program_of(words))
-        return _exit_code(relay, folder, lambda: run_torchrun(words, folder, memory))
+        return _exit_code(relay, folder, memory, False, lambda: run_torchrun(words, folder, memory))
 
 
 def run_job(job: LaunchJob) -> int:
     """Run a job's workers; returns an exit code."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
-        memory = stack.enter_context(folder_in_memory()) if job.max_restarts else None
+        folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
+        memory = stack.enter_context(folder_in_memory(tell)) if job.max_restarts else None
         supervisor = Supervisor(job, folder, memory)
-        code = _exit_code(supervisor.relay, folder, supervisor.run)
-        has_failed = code not in (0, 128 + (supervisor.relay.signal or 0))  # else the newest state is on the disk
-        if has_failed and memory is not None and (sentence := keep_newest(memory)):
-            tell(sentence)
+        return _exit_code(supervisor.relay, folder, memory, True, supervisor.run)
+
+
+def _exit_code(
+    relay: Relay, folder: Path, memory: Path | None, is_alone: bool, run: Callable[[], Failure | None]
+) -> int:
+    """Run workers. Copies of a failed run in memory are kept, for its newest state may not be on the disk."""
+    code = None
+    try:
+        code = _ended(relay, folder, run)
         return code
+    finally:
+        has_failed = code not in (0, 128 + (relay.signal or 0)) and not was_stopped(folder)
+        if has_failed and memory is not None and (sentence := keep_copies(memory, is_alone=is_alone)):
+            tell(sentence)
 
 
-def _exit_code(relay: Relay, folder: Path, run: Callable[[], Failure | None]) -> int:
+def _ended(relay: Relay, folder: Path, run: Callable[[], Failure | None]) -> int:
     try:
         with relay.relaying():
             failure = run()

@@ -22,6 +22,7 @@ from gptpar.errors import GptparError
 from gptpar.system.activity import START, all_activities
 from gptpar.system.life import SignsOfLife
 from gptpar.system.processes import children
+from gptpar.system.restart import was_stopped
 from gptpar.system.stop import AT_ONCE_SECONDS, SAME_REQUEST_SECONDS, Stopped, handling
 
 PATIENCE_VARIABLE = "GPTPAR_STOP_SECONDS"
@@ -132,6 +133,9 @@ class Relay:
             failure: of the worker that failed first.
         """
         asked = self.signal
+        if failure is None and asked is None and was_stopped(self._folder):
+            tell("stopped by a request to another launcher of this run, or to a worker")
+            return 128 + signal.SIGTERM
         if failure is None:
             return 0 if asked is None else 128 + asked
         if asked is None:

@@ -10,6 +10,9 @@ from gptpar.config.presets import PRESETS
 GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
 
+FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
+"""Megatron-LM's GELU: fused with a bias it is the tanh form, else the exact one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -72,10 +75,11 @@ class ModelOptions:
     )
     swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
     mlp_activation: str = flag(
-        "gelu_tanh",
-        "the MLP's activation function without --swiglu; geglu, geglu_tanh, reglu and liglu are gates, as SwiGLU is: "
-        "of the exact GELU, its tanh form, the ReLU, and none",
-        choices=("gelu_tanh", "gelu", "squared_relu", *GATES),
+        FUSED_GELU,
+        "the MLP's activation function without --swiglu (without biases the default is gelu, as in Megatron-LM); "
+        "geglu, geglu_tanh, reglu and liglu are gates, as SwiGLU is: of the exact GELU, its tanh form, the ReLU, and "
+        "none",
+        choices=(FUSED_GELU, UNFUSED_GELU, "squared_relu", *GATES),
         spellings={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "squared_relu"},
     )
     add_bias_linear: bool = on_unless("--disable-bias-linear", "no biases in linear layers")
@@ -90,6 +94,10 @@ class ModelOptions:
         names=("--padded-vocab-size",),
         least=1,
         most=10_000_000,
+    )
+    softmax_over_padding: bool = flag(
+        False,
+        "rows that pad the vocabulary take part in the softmax, as in Megatron-LM (default: they change no number)",
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
     logit_softcap: float = flag(
@@ -162,6 +170,10 @@ class ModelFlags(ModelOptions):
         None, "same as --swiglu, or as --mlp-activation with a gate (BigScience)", choices=("swiglu", *GATES)
     )
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
+    bias_gelu_fusion: bool = on_unless(
+        "--no-bias-gelu-fusion",
+        "no tanh form of GELU: same as --mlp-activation gelu, as in Megatron-LM, unless another function is given",
+    )
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = on_unless(
         "--no-position-embedding", "no positions: same as --position-embedding-type none"
@@ -169,6 +181,8 @@ class ModelFlags(ModelOptions):
 
     padded_vocab_size: int | None = None
     """Rows of the embedding: what a checkpoint says; it is never typed."""
+    softmax_vocab_size: int | None = None
+    """Of these, the first ones, over which the softmax is: likewise. ``None``: all, as before there was this field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +201,6 @@ class ModelConfig(ModelOptions):
     """Positions that can be learned; read where ``position_embedding_type`` says that they are."""
     padded_vocab_size: int
     """Rows of the embedding; 0 until the tokenizer has been read, where ``--vocab-size`` does not say them."""
+    softmax_vocab_size: int
+    """Rows over which the softmax is: the first ones, one a token id; the others pad the vocabulary. With
+    ``--softmax-over-padding``, and in models of other programs, all rows."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from gptpar.errors import TokenizerError
+from gptpar.system.files import read_regular
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -85,7 +86,7 @@ class TokenizerBase:
 
     def _read(self, role: str, path: str | Path) -> bytes:
         try:
-            content = Path(path).read_bytes()
+            content = read_regular(path)
         except OSError as error:
             raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
         self._sha256[role] = hashlib.sha256(content).hexdigest()

@@ -19,6 +19,8 @@ from gptpar.data.tokenizer.bpe_kernel import BPEKernel
 from gptpar.errors import TokenizerError
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_IDS = 10_000_000
+"""There is a list with an entry for each id, so that one large id would fill the memory."""
 
 # How GPT-2 divides text before merging; possessive quantifiers find the same pieces without backtracking.
 PIECES = "|".join(
@@ -140,6 +142,8 @@ def _parse_vocab(content: bytes, path: str) -> dict[str, int]:
         raise TokenizerError(
             f'--vocab-file {path} must be a JSON object {{"token": id, ...}} like GPT-2\'s encoder.json'
         )
+    if max(vocab.values()) >= MAX_IDS:
+        raise TokenizerError(f"--vocab-file {path} has the id {max(vocab.values()):,}; ids must be below {MAX_IDS:,}")
     if len(set(vocab.values())) < len(vocab):
         raise TokenizerError(f"--vocab-file {path} gives the same id to two tokens")
     return vocab

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gptpar.data.tokenizer.base import TokenizerBase, decode_known, file_at, utf8
 from gptpar.errors import TokenizerError
+from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 # Names of the end-of-document token in published models, for folders that do not declare it.
 COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -73,7 +74,7 @@ def _find_eod(path: Path, vocab: dict[str, int]) -> int:
 def _eos_token(path: Path) -> str:
     """The eos_token that a model's JSON file declares; "" if it declares none."""
     try:
-        eos = json.loads(path.read_bytes()).get("eos_token")
+        eos = json.loads(read_regular(path, MAX_SMALL_BYTES)).get("eos_token")
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, AttributeError) as error:

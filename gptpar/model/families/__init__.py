@@ -53,7 +53,7 @@ FAMILIES: dict[str, Family] = {
 TRAINING_ONLY = frozenset(
     {
         *("seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by"),
-        *("pad_vocab_size_to",),
+        *("pad_vocab_size_to", "softmax_vocab_size", "softmax_over_padding"),
         *("init_method_std", "attention_dropout", "hidden_dropout", "z_loss_weight"),
         *("window_size", "window_pattern", "mup_base_hidden_size", "mup_base_kv_channels"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from gptpar.reporting.banner import format_count
 from gptpar.reporting.curves import RunCurves, Values, smooth
 from gptpar.reporting.figures import style
+from gptpar.reporting.series import last_tenth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,7 +118,8 @@ def _headline(runs: list[RunCurves]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs" if len(runs) > 3 else " and ".join(run.name for run in runs)
     run = runs[0]
-    loss = run.series["lm_loss"]
-    last = np.median(recent) if len(recent := loss[np.isfinite(loss)][-20:]) else np.nan
+    losses = run.series["lm_loss"]
+    finite = losses[np.isfinite(losses)].tolist()
+    last = last_tenth(finite) if finite else math.nan
     extent = f"{run.iteration[-1]:,.0f} iterations, {format_count(run.tokens[-1])} tokens"
-    return f"{run.name}: {extent}, loss {last:.3f}"
+    return f"{run.name}: {extent}, loss {last:.3f} over the last tenth"

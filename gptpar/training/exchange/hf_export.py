@@ -23,7 +23,7 @@ from gptpar.checkpoint.pieces import run_parallel
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
-from gptpar.system.files import write_synced
+from gptpar.system.files import read_regular, write_synced
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
 from gptpar.training.exchange.kept import Kept, kept_in
 from gptpar.training.exchange.tokenizer_files import tokenizer_files
@@ -197,11 +197,11 @@ def _exported(path: Path, manifest: Manifest) -> _Exported:
     model = stored.model
     if kept is not None:
         there = model_of(kept.fields)
-        if there.padded_vocab_size == model.padded_vocab_size and not differences(model, there):
+        same_rows = there.padded_vocab_size == model.padded_vocab_size == model.softmax_vocab_size
+        if same_rows and not differences(model, there):
             tensors = tensors_of(kept.fields["model_type"], model, model.padded_vocab_size)
             return _Exported(stored, meta, kept.fields, tensors, kept, same=True)
-    size = _tokenizer(meta).get("vocab_size")
-    rows = size if type(size) is int and 0 < size <= model.padded_vocab_size else model.padded_vocab_size
+    rows = model.softmax_vocab_size  # transformers' softmax is over all rows
     fields = config_of(model, rows)
     return _Exported(stored, meta, fields, tensors_of(fields["model_type"], model, rows), kept, same=False)
 
@@ -242,7 +242,7 @@ def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
         if one.dtype not in STORED_DTYPES or one.shape != by_name[name].shape:
             described = f"{one.dtype} of {list(one.shape)}, and {list(by_name[name].shape)} in the model"
             raise kept.damaged(f"{printable(name)} is {described}")
-    index = {INDEX: (kept.folder / INDEX).read_bytes()} if (kept.folder / INDEX).is_file() else {}
+    index = {INDEX: read_regular(kept.folder / INDEX)} if (kept.folder / INDEX).is_file() else {}
     return _Files({name: by_name[name] for name in stored}, kept.headers, index)
 
 
@@ -278,7 +278,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
         TokenizerError: a file is not where it was in training.
     """
     of_the_model, kept = (CONFIG, GENERATION_CONFIG), exported.kept
-    before = {path.name: path.read_bytes() for path in kept.files()} if kept else {}
+    before = {path.name: read_regular(path) for path in kept.files()} if kept else {}
     texts = {name: text for name, text in before.items() if name in of_the_model and exported.same}
     if not options.with_tokenizer:
         return texts

@@ -25,6 +25,7 @@ from gptpar.errors import CheckpointError, ConfigError, printable
 from gptpar.model.families import FAMILIES, HfTensor, flags_of, tensors_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
+from gptpar.system.files import read_regular
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 OLD_WEIGHTS, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -130,9 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file holds none, or is too large.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {path.stat().st_size:,} bytes")
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_regular(path, MAX_JSON_BYTES))
         if not isinstance(fields, dict):
             raise ValueError("it is no JSON object")
     except OSError as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsFile, StoredTensor, tensors_of_header
 from gptpar.errors import CheckpointError, printable
+from gptpar.system.files import read_regular
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, OLD_INDEX, HfModel, is_weight_file, read_json
 from gptpar.training.run_folder.branches import FOLDER_NAME as BRANCHES
 
@@ -56,7 +57,7 @@ class Kept:
     def has_tokenizer(self, identity: dict[str, Any]) -> bool:
         """Whether the files hold a run's tokenizer; also true for a run without a tokenizer."""
         wanted = set(identity["sha256"].values()) if isinstance(identity.get("sha256"), dict) else set()
-        return wanted <= {hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files()}
+        return wanted <= {hashlib.sha256(read_regular(path)).hexdigest() for path in self.files()}
 
 
 def kept_in(root: Path) -> Kept | None:

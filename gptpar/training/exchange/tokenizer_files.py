@@ -14,6 +14,7 @@ from gptpar.data.tokenizer.hf import HFTokenizer
 from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
 from gptpar.errors import TokenizerError
 from gptpar.system.data_flags import TOKENIZERS
+from gptpar.system.files import read_regular
 
 BESIDE_TOKENIZER_JSON = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -95,7 +96,7 @@ def _byte_level_bpe(vocab: Mapping[str, int], merges: str) -> dict[str, Any]:
 
 def _read(path: str | Path | None) -> bytes:
     try:
-        return Path(str(path)).read_bytes()
+        return read_regular(str(path))
     except OSError as error:
         raise TokenizerError(
             f"the tokenizer's file {path} cannot be read ({error.strerror}): say where it is now with "

@@ -21,7 +21,7 @@ import numpy as np
 from gptpar.config import Config
 from gptpar.data.loader import BatchLoader
 from gptpar.errors import GptparError, printable
-from gptpar.system.files import sync_directory, sync_file, temporary_name, write_synced
+from gptpar.system.files import MAX_SMALL_BYTES, read_regular, sync_directory, sync_file, temporary_name, write_synced
 
 FOLDER, FILE, TOKENS = "spikes", "spike.json", "tokens.npy"
 MAX_BUNDLES = 10
@@ -128,7 +128,7 @@ def read_bundle(path: Path) -> dict[str, Any]:
         GptparError: it cannot be read.
     """
     try:
-        values = json.loads((path / FILE).read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path / FILE, MAX_SMALL_BYTES))
         spike_of(values).sentence()
         tokens = np.load(path / TOKENS, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.ranks import Ranks
+from gptpar.errors import CheckpointError
 from gptpar.reporting import event_files, metrics_file
 from gptpar.training.run_folder.branches import finish_branches, is_inside, leave_branch
-from gptpar.training.run_folder.owner import Owner
+from gptpar.training.run_folder.owner import Owner, is_seen
+
+SEEN_SECONDS = 30.0
+"""How long another machine's new file may take to appear; network file systems keep lists of names for seconds."""
 
 
 class RunFolder:
@@ -34,13 +39,23 @@ class RunFolder:
         """Own the folder, and finish what a run that was killed had begun to move; before anything is loaded.
 
         Raises:
-            CheckpointError: another run writes there.
+            CheckpointError: another run writes there, or not all machines see the same folder.
         """
-        self._ranks.lead(self._take)
+        token, host = self._ranks.lead(self._take)
+        self._ranks.each(lambda: self._require_shared(token, host))
 
-    def _take(self) -> None:
+    def _take(self) -> tuple[str, str]:
         self._owner = Owner(self._root, self._say)
         finish_branches(self._root, self._say)
+        return self._owner.token, os.uname().nodename
+
+    def _require_shared(self, token: str, host: str) -> None:
+        """Each process writes its part of a checkpoint, so that all must see the folder that the main one has taken."""
+        if not is_seen(self._root, token, SEEN_SECONDS):
+            raise CheckpointError(
+                f"{self._root} on {os.uname().nodename} is not the folder of this name on {host}: what {host} wrote "
+                f"there has not appeared for {SEEN_SECONDS:g} s. Name a folder on a file system that all machines share"
+            )
 
     def go_on_from(self, iteration: int, consumed_samples: int, *, anew: bool, chosen: bool) -> None:
         """Make the folder's numbers those of this run, after everything was loaded and before the first step.

@@ -13,6 +13,7 @@ then, and is refused at the next sign of life.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -30,6 +31,11 @@ from gptpar.system.processes import Process
 
 SIGN_OF_LIFE_SECONDS = 15.0
 DEAD_AFTER_SECONDS = 180.0
+
+DISK_ERRORS = frozenset(
+    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.EREMOTEIO)
+)
+"""Errors of a file system that is away or broken; they say nothing about who owns a folder."""
 
 _CLAIM = re.compile(r"owner-(\d+)\.json")
 
@@ -81,6 +87,16 @@ def current_claim(root: Path) -> Claim | None:
                 continue
 
 
+def is_seen(root: Path, token: str, seconds: float) -> bool:
+    """Whether the claim with this token is in the folder; on a network file system it may appear seconds later."""
+    deadline = time.monotonic() + seconds
+    while (claim := current_claim(root)) is None or claim.token != token:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 class Owner:
     """This run's claim to a folder. A thread shows that the run is alive; ``close`` gives the folder back.
 
@@ -88,12 +104,15 @@ class Owner:
         root: the folder, created where missing.
         say: is told if a dead run's folder is taken over.
 
+    Attributes:
+        token: of the claim.
+
     Raises:
         FolderTakenError: another run writes there; says which, and what to do.
     """
 
     def __init__(self, root: Path, say: Callable[[str], None]):
-        self._root, self._say, self._token = root, say, secrets.token_hex(8)
+        self._root, self._say, self.token = root, say, secrets.token_hex(8)
         self._made = [folder for folder in (root, *root.parents) if not folder.exists()]
         try:
             self._path = self._take()
@@ -111,12 +130,22 @@ class Owner:
 
         Raises:
             FolderTakenError: the folder is another run's now.
+            CheckpointError: the disk failed, so that nobody knows.
         """
+        try:
+            self._require()
+        except OSError as error:
+            raise CheckpointError(
+                f"the disk failed while this run read the names in {self._root} ({error.strerror}): nothing was "
+                "written or deleted there"
+            ) from error
+
+    def _require(self) -> None:
         claim = current_claim(self._root)
-        if claim is None and self._find_checkpoints() <= self._checkpoints:
+        if claim is None and not self._is_mine() and self._find_checkpoints() <= self._checkpoints:
             self._path = self._take()
             self._say(f" > the owner file of {self._root} had been removed, and no other run came: written again")
-        elif claim is None or claim.token != self._token:
+        elif not self._is_mine() or (claim is not None and claim.number > self._number):
             by = "other checkpoints than this run's are in it" if claim is None else claim.describe()
             raise FolderTakenError(
                 f"{self._root} was taken by another run while this one trained ({by}): this run stops and "
@@ -139,8 +168,8 @@ class Owner:
 
     def _take(self) -> Path:
         process, since = Process.this(), time.strftime("%Y-%m-%d %H:%M:%S")
-        draft = self._root / f".owner-{self._token}.tmp"
-        text = json.dumps({"token": self._token, "since": since, "process": process.to_dict()}, indent=2)
+        draft = self._root / f".owner-{self.token}.tmp"
+        text = json.dumps({"token": self.token, "since": since, "process": process.to_dict()}, indent=2)
         first_seen: Claim | None = None
         try:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -192,9 +221,16 @@ class Owner:
     def _find_checkpoints(self) -> frozenset[str]:
         return frozenset(path.name for _, path in find_checkpoints(self._root))
 
+    @property
+    def _number(self) -> int:
+        match = _CLAIM.fullmatch(self._path.name)
+        assert match is not None
+        return int(match[1])
+
     def _is_mine(self) -> bool:
+        """Whether this run's claim is there; network file systems list new entries late, but find them by name."""
         try:
-            return _read(self._path, 0).token == self._token
+            return _read(self._path, 0).token == self.token
         except OSError:
             return False
 
@@ -213,7 +249,10 @@ def _read(path: Path, number: int) -> Claim:
         sign_of_life = path.stat().st_mtime
     except FileNotFoundError:
         raise
-    except OSError:  # nothing that a run wrote
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise
+        # nothing that a run wrote
         return Claim(path, number, "", None, "", path.lstat().st_mtime)
     try:
         values = json.loads(text)

@@ -97,6 +97,29 @@ def hooked() -> nn.Module:
     return model
 
 
+class Thresholded(torch.autograd.Function):
+    """The identity, whose gradient is zero where it is small: it depends on the gradient's size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.where(grads[0].abs() > 2e-3, grads[0], 0.0)
+
+
+def clamped() -> nn.Module:
+    """The user's hooks clamp gradients: they have to see those of plain torch, whatever the step adds up later."""
+    model = Mlp()
+    model.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-2e-3, 2e-3))
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: Thresholded.apply(output))
+    model.blocks[2].register_full_backward_hook(
+        lambda module, to_inputs, to_outputs: (to_inputs[0].clamp(-3e-3, 3e-3),)
+    )
+    return model
+
+
 TRAINING = [
     Case("two_forwards_before_one_backward", Mlp, loss=two_forwards),
     Case("two_backward_calls", Mlp, loss=two_losses),
@@ -111,4 +134,5 @@ TRAINING = [
     Case("compiled_after", MlpOf, prepare=compile_after),
     Case("compiled_whole", compiled_whole),
     Case("users_hooks", hooked),
+    Case("hooks_that_clamp", clamped),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.any_module.case import Batch, Case, Model
+from tests.any_module.case import WIDTH, Batch, Case, Model
 from tests.any_module.harness import Training
 from tests.any_module.oddities.training import LossesInside
 from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks
@@ -91,6 +91,32 @@ class NoSync(Training):
             self.engine.backward(loss)
 
 
+class LossBackward(Training):
+    """``loss.backward()`` in place of ``engine.backward(loss)``."""
+
+    def backward(self, loss: torch.Tensor, micro: int) -> None:
+        loss.backward()
+
+    def backward_before_last(self, loss: torch.Tensor) -> None:
+        with self.engine.no_sync():
+            loss.backward(retain_graph=self.case.shares_graph)
+
+
+class LossBackwardAmongOthers(LossBackward):
+    """The same before and after gradients with respect to the input, which form none of parameters."""
+
+    def backward(self, loss: torch.Tensor, micro: int) -> None:
+        self._differentiate_input()
+        super().backward(loss, micro)
+        self._differentiate_input()
+        if self.setup.stage == 0 and not self.setup.ratio:
+            assert all(p.grad is not None for p in self.model.parameters())
+
+    def _differentiate_input(self) -> None:
+        x = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.grad(self.engine(x).sum(), x)[0].abs().sum() > 0
+
+
 class UsersScheduler(Training):
     """A scheduler of torch's over the optimizer that ``initialize`` returned, stepped by the user."""
 
@@ -146,6 +172,7 @@ BESIDE = [
     Case("eval_batch_during_accumulation", LossInside, loss=loss_inside, training=EvaluatesByBatch, micro_batches=2),
     Case("gradients_zeroed_by_the_user", Mlp, training=GradientsAreZeroed),
     Case("no_sync", Mlp, training=NoSync, micro_batches=2),
+    Case("loss_backward", Mlp, training=LossBackwardAmongOthers),
     Case("users_scheduler", Mlp, schedule=falling, training=UsersScheduler),
     Case("rates_by_hand", Mlp, schedule=falling, training=RatesByHand),
     Case("train_batch", LossInside, loss=loss_inside, training=TrainsByBatch),

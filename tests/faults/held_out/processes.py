@@ -125,7 +125,7 @@ def lost_copies(place: Place) -> Measured:
         running.send(signal.SIGKILL, place.random.choice(targets))
     place.ended(running, RUN_LIMIT[4])
     place.plain(running)
-    for folder in re.findall(r"--load (/dev/shm/gptpar-kept-\w+)", running.text()):
+    for folder in re.findall(r"--load (/dev/shm/gptpar-mirror-\w+)", running.text()):
         shutil.rmtree(folder)
     if running.status == 0:
         return _finishes(place, running)

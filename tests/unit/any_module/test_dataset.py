@@ -66,6 +66,18 @@ def test_epochs_repeat_the_samples_in_other_orders() -> None:
     assert [torch.cat([next(again), next(again)]).tolist() for _ in range(3)] == epochs
 
 
+def test_a_loop_over_the_loader_has_another_order_and_another_rest_in_each_epoch() -> None:
+    """As with torch's loader; on all processes alike, and as the engine's own epochs are ordered."""
+    loaders = [make_loader(Numbers(10), options(2, 2, 4), rank, 2) for rank in range(2)]
+    epochs = [[torch.cat(list(loader)).tolist() for loader in loaders] for _ in range(6)]
+    together = [sorted(first + second) for first, second in epochs]
+    assert all(len(set(samples)) == 8 for samples in together)
+    assert {sample for samples in together for sample in samples} == set(range(10))
+    assert len({tuple(first) for first, _ in epochs}) == 6
+    batches = RepeatingLoader(make_loader(Numbers(10), options(2, 2, 4), 0, 2))
+    assert [torch.cat([next(batches), next(batches)]).tolist() for _ in range(6)] == [first for first, _ in epochs]
+
+
 def test_a_rest_is_left_out_and_samples_are_collated_as_asked() -> None:
     def collate(samples: list[int]) -> dict[str, Any]:
         return {"sum": sum(samples)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,24 @@ def test_batch_sizes_that_cannot_be() -> None:
     micro_batch(engine)
     with pytest.raises(GptparError, match="within a step"):
         engine.set_train_batch_size(9)
+    offload = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
     with pytest.raises(GptparError, match="gradient_accumulation_steps is 1"):
-        make_engine(1, bf16={"enabled": True}).set_train_batch_size(6)
+        make_engine(1, bf16={"enabled": True}, zero_optimization=offload).set_train_batch_size(6)
+
+
+def test_what_the_next_steps_do_otherwise() -> None:
+    engine = make_engine(1, bf16={"enabled": True}, steps_per_print=math.inf)
+    assert engine.steps_per_print() == 0
+    engine.set_gradient_accumulation_steps(2)
+    engine.set_lr(0.25)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()) == (6, 2, [0.25])
+    assert engine.engine.gradients.shard.dtype == torch.float32  # sums of bf16 gradients
+    engine.set_lr([0.5])
+    for number in range(2):
+        micro_batch(engine, number)
+    assert (engine.global_steps, engine.get_lr()) == (1, [0.5])
+    with pytest.raises(GptparError, match=r"2 learning rates for 1 parameter group"):
+        engine.set_lr([0.5, 0.25])
 
 
 def test_an_outlier_is_not_applied_and_no_overflow(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ engine.train_batch(batches(1))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_closes_nothing_has_written_its_last_step(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
     assert [step for step, _ in csv_of(tmp_path, LOSS)] == [6]

@@ -23,6 +23,10 @@ ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6
 FROM_FILE = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2, "bias_correction": 1.0}
 
 
+def groups(*args: Any) -> list[dict[str, Any]]:
+    return groups_of(*args)[0]
+
+
 def options(**keys: Any) -> EngineOptions:
     return read_options({"train_batch_size": 1, **keys}, world=1)
 
@@ -43,7 +47,7 @@ def problems(optimizer: Any, params: Any, module: nn.Module | None = None, **key
 def test_all_trainable_parameters_are_one_group() -> None:
     module = model()
     module[0].weight.requires_grad_(False)
-    (group,) = groups_of(None, None, module, options(optimizer=ADAM))
+    (group,) = groups(None, None, module, options(optimizer=ADAM))
     assert [id(p) for p in group.pop("params")] == [id(p) for p in list(module.parameters())[1:]]
     assert group == FROM_FILE
 
@@ -53,10 +57,10 @@ def test_parameters_may_come_in_any_of_torchs_forms(named: bool) -> None:
     module = model()
     expected = [id(p) for p in module.parameters()]
     form = (module.named_parameters if named else module.parameters)()
-    (group,) = groups_of(None, form, module, options(optimizer=ADAM))
+    (group,) = groups(None, form, module, options(optimizer=ADAM))
     assert [id(p) for p in group["params"]] == expected
     form = (module.named_parameters if named else module.parameters)()
-    (group,) = groups_of(None, {"params": form, "lr": 1}, module, options(optimizer=ADAM))
+    (group,) = groups(None, {"params": form, "lr": 1}, module, options(optimizer=ADAM))
     assert [id(p) for p in group["params"]] == expected and group["lr"] == 1
 
 
@@ -66,7 +70,7 @@ def test_groups_numbers_go_before_the_configurations() -> None:
         {"params": [module[0].weight, module[2].weight], "weight_decay": 0.5, "name": "matrices"},
         {"params": [module[0].bias, module[2].bias, *module[1].parameters()], "lr": 1e-2},
     ]
-    matrices, others = groups_of(None, given, module, options(optimizer=ADAM))
+    matrices, others = groups(None, given, module, options(optimizer=ADAM))
     assert {k: v for k, v in matrices.items() if k != "params"} == {
         **FROM_FILE,
         "weight_decay": 0.5,
@@ -82,18 +86,17 @@ def test_groups_numbers_go_before_the_configurations() -> None:
 def test_a_clients_optimizer_goes_before_the_configurations(kind: Any) -> None:
     module = model()
     client = kind(module.parameters(), lr=1e-2, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
-    groups = groups_of(client, None, module, options(optimizer=ADAM))
-    assert groups[0] is client.param_groups[0]
-    (group,) = groups_of(kind, [module[0].weight, module[0].bias, *module[1:].parameters()], module, options())
+    assert groups(client, None, module, options(optimizer=ADAM))[0] is client.param_groups[0]
+    (group,) = groups(kind, [module[0].weight, module[0].bias, *module[1:].parameters()], module, options())
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 0.01)
 
 
 def test_adam_without_weight_decay_is_adamw() -> None:
     module = model()
-    (group,) = groups_of(torch.optim.Adam(module.parameters(), lr=0.5), None, module, options())
+    (group,) = groups(torch.optim.Adam(module.parameters(), lr=0.5), None, module, options())
     assert (group["lr"], group["weight_decay"]) == (0.5, 0)
     decoupled = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
-    assert groups_of(decoupled, None, module, options())[0]["weight_decay"] == 0.1
+    assert groups(decoupled, None, module, options())[0]["weight_decay"] == 0.1
 
 
 def test_trainable_parameters_in_no_group_are_told() -> None:
@@ -107,15 +110,15 @@ def test_trainable_parameters_in_no_group_are_told() -> None:
         groups_of(None, [module[2].bias], module, options(optimizer=ADAM))
 
 
-def test_an_optimizer_that_is_not_adamw_is_refused() -> None:
+def test_an_optimizer_without_an_update_of_the_engine_is_refused() -> None:
     module = model()
-    use = (
-        "gptpar's optimizer is AdamW, updated by the engine; pass a torch.optim.AdamW, whose groups it takes over, or "
-        "none and the configuration's optimizer."
-    )
-    assert problems(torch.optim.SGD(module.parameters(), lr=1), None, module) == [f"optimizer is of type SGD: {use}"]
-    twin = TwinFlowAdamW(module.parameters(), offload_ratio=0.0)
-    assert problems(twin, None, module) == [f"optimizer is of type TwinFlowAdamW: {use}"]
+    names = "AdamW, Adam, SGD, Adagrad or RMSprop"
+    use = f"pass an optimizer of torch ({names}), or none and the configuration's optimizer."
+    for other in (torch.optim.Rprop(module.parameters()), TwinFlowAdamW(module.parameters(), offload_ratio=0.0)):
+        assert problems(other, None, module) == [
+            f"optimizer is of type {type(other).__name__}: the engine has the updates of torch's {names}: pass one of "
+            "these."
+        ]
     assert problems(3, None) == [f"optimizer is of type int: {use}"]
     assert problems(lambda params: len(params), None) == [f"the function optimizer returns what is of type int: {use}"]
     assert problems(None, None, gradient_clipping=1) == [
@@ -136,11 +139,9 @@ def test_everything_wrong_with_an_optimizer_is_told_at_once() -> None:
     client.param_groups[0]["lr"] = -1
     client.param_groups[1]["params"].append(module[0].weight)
     assert problems(client, None, module) == [
-        "optimizer is an Adam whose group 0 has the weight decay 0.1: Adam adds it to the gradient, and gptpar takes "
-        "it off the weights; pass AdamW, or weight_decay=0.",
-        "optimizer has amsgrad=True in group 0, which gptpar's AdamW does not have: leave it out.",
-        "optimizer has maximize=True in group 1, which gptpar's AdamW does not have: leave it out.",
-        "optimizer has taken steps: it has moments of 1 parameters, which the engine would not take over; pass it "
+        "optimizer has amsgrad True, False in its groups, which share one update: make it the same in all.",
+        "optimizer has maximize=True in group 1, which gptpar's updates do not have: leave it out.",
+        "optimizer has taken steps: it has states of 1 parameters, which the engine would not take over; pass it "
         "before its first step, and resume by engine.load_checkpoint.",
         "0.weight is in the groups 0 and 1: name each parameter once.",
         "not among the model's parameters: a tensor of shape (4, 5) (group 1, place 1): pass those of the model that "

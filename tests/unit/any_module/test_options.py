@@ -68,7 +68,11 @@ def test_a_path_a_dictionary_and_a_scripts_arguments_say_the_same() -> None:
         ),
         (3, None, "config is of type int: a path or a dictionary is needed."),
         ("no.json", None, "no.json: cannot be read (No such file or directory): name a file."),
-        ({**BATCH, "gradient_clipping": float("inf")}, None, "config: Infinity is not a number"),
+        (
+            {**BATCH, "gradient_clipping": float("inf")},
+            None,
+            "config: gradient_clipping is Infinity: a number is needed.",
+        ),
         ({"a": torch.float32}, None, "config: Object of type dtype is not JSON serializable"),
     ],
 )
@@ -195,7 +199,7 @@ def test_bf16_may_cast_inputs_and_messages() -> None:
     assert found.dtype is torch.bfloat16 and found.cast_inputs and found.reduce_in_bf16
     assert options(bf16={"enabled": False, "auto_cast": True}).cast_inputs is False
     assert "data_types.grad_accum_dtype: gradients are always summed in fp32" in (
-        options(data_types={"grad_accum_dtype": "bf16"}).without_effect
+        options(data_types={"grad_accum_dtype": "bf16", "param_dtype": "fp32"}).without_effect
     )
 
 
@@ -230,7 +234,8 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert problems(config, world=2) == [
         f"config: {sentence}"
         for sentence in (
-            'optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or "Lion", or '
+            "optimizer.type is \"Lamb\", and gptpar's optimizers are AdamW and Lion (and torch's sgd, adagrad, "
+            'rmsprop): set it to "AdamW" or "Lion", or '
             f"leave optimizer out and {OTHER_OPTIMIZER}.",
             'scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest can be '
             "made from a configuration; pass gptpar.initialize an lr_scheduler, for example a function from the "
@@ -262,8 +267,6 @@ def test_contradictions_within_the_optimizer_and_the_schedule() -> None:
     assert problems({**BATCH, "optimizer": optimizer, "scheduler": scheduler, "gradient_clipping": -1}) == [
         f"config: {sentence}"
         for sentence in (
-            "optimizer.params.adam_w_mode is false: Adam would add the weight decay 0.1 to the gradient, and gptpar "
-            "takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0.",
             "scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
             "optimizer.params.lr 0.002: give it.",
             "scheduler.params.total_num_steps is missing: the number of steps until the lowest rate.",
@@ -323,3 +326,21 @@ def test_no_reason_names_a_flag_of_the_command_line() -> None:
     told = reasons(keys_for({"scheduler": {"type": "WarmupLR"}}, Door.ENGINE))
     assert not [why for why in told if "--" in why or "GPT" in why]
     assert len(told) > 100
+
+
+def test_number_formats_tags_and_unused_parameters() -> None:
+    wrong = {
+        "data_types": {"grad_accum_dtype": "fp8", "param_dtype": "bf16", "buffer_dtype": "fp32"},
+        "checkpoint": {"tag_validation": "maybe"},
+        "zero_optimization": {"stage": 1, "ignore_unused_parameters": 3},
+    }
+    assert problems({**BATCH, **wrong}) == [
+        'config: data_types.grad_accum_dtype is "fp8": one of fp32, fp16, bf16 is needed.',
+        "config: data_types.buffer_dtype: another number format of buffers is not part of gptpar; leave it out.",
+        'config: checkpoint.tag_validation is "maybe": Ignore, Warn or Fail is needed.',
+        "config: zero_optimization.ignore_unused_parameters is 3: true or false is needed.",
+        'config: data_types.param_dtype is "bf16", and fp16 and bf16 say fp32: make them agree.',
+    ]
+    assert not options(zero_optimization={"stage": 1, "ignore_unused_parameters": False}).ignore_unused
+    told = options(checkpoint={"tag_validation": "WARN"}).without_effect
+    assert "checkpoint.tag_validation: a tag that differs between processes is refused" in told

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from gptpar.cli.fit.choose import Choice, choose, for_command, training_minutes
-from gptpar.cli.fit.machine import Machine
+from gptpar.cli.fit.choose import LESSONS, Choice, Course, choose, for_command, teachable, training_minutes
+from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
 from gptpar.training.batch_plan import BatchPlan
@@ -20,8 +20,47 @@ TWO_CORES = Machine(0, "fp32", 20 * GIB, 0.0, "test")
 MINUTES = Choice("train-minutes", "8", "")
 
 
+COURSE = Course(Choice("preset", "350M", ""), MINUTES, LESSONS[0], 300)
+PARAMETERS = 302_904_320
+"""Of the 350M preset with 512 tokens and 64 positions."""
+
+
 def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
-    return {choice.flag: choice.value for choice in choose(machine, "350M", vocab_size, MINUTES)}
+    return {choice.flag: choice.value for choice in choose(machine, COURSE, vocab_size)}
+
+
+def taught(seconds: float, preset: str | None = None) -> Course:
+    """What a CPU is given on which a step of the 350M model takes ``seconds``, in eight minutes."""
+    return teachable(Pace(seconds / PARAMETERS, 1.0), preset, 512, lambda parameters: MINUTES)
+
+
+@pytest.mark.parametrize(("seconds", "preset"), [(1.5, "350M"), (3.1, "350M"), (3.4, "124M"), (20, "70M"), (60, "31M")])
+def test_a_slow_cpu_gets_the_largest_model_that_it_can_teach(seconds: float, preset: str) -> None:
+    course = taught(seconds)
+    assert (course.preset.value, course.lesson.preset) == (preset, preset)
+    assert course.steps >= course.lesson.steps
+
+
+def test_the_choice_of_a_smaller_model_is_one_sentence_with_the_numbers() -> None:
+    assert taught(6.0).preset.reason == (
+        "the largest model that this machine can teach something in the time: about 283 steps of its 85.50 M "
+        "parameters fit into 8 minutes; of the 350M model about 80 fit, and about 150 are needed"
+    )
+    assert taught(2.0).preset.reason == (
+        "about 240 steps of its 302.90 M parameters fit into 8 minutes, and about 150 teach it something"
+    )
+
+
+def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -> None:
+    course = taught(2000.0)
+    assert (course.preset.value, course.steps) == ("31M", 14)
+    flags = {choice.flag: choice.value for choice in choose(TWO_CORES, course, 512)}
+    assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "100", "1e-3")
+
+
+def test_a_model_that_the_user_names_is_taken() -> None:
+    assert taught(60.0, "124M").preset.value == "124M" and taught(60.0, "124M").lesson.lr == "3e-4"
+    assert taught(60.0, "1.3B").preset.value == "1.3B"
 
 
 def test_choice_for_two_cpu_cores() -> None:
@@ -42,19 +81,21 @@ def test_choice_for_four_gpus() -> None:
 
 def test_a_model_too_large_is_told_with_the_numbers() -> None:
     with pytest.raises(GptparError, match="the 350M model needs .* and the host has 2.00 GiB free: choose a smaller"):
-        choose(Machine(0, "fp32", 2 * GIB, 0.0, "test"), "350M", 1024, MINUTES)
+        choose(Machine(0, "fp32", 2 * GIB, 0.0, "test"), COURSE, 1024)
 
 
 def test_training_gets_what_twelve_minutes_leave() -> None:
-    quick, slow = training_minutes(5, 12_000_000), training_minutes(100, 12_000_000)
-    assert (quick.value, slow.value) == ("9.8", "8.3")
-    assert "less 1.7 used so far, 0.1 to prepare the text and 2 to save and sum up" in slow.reason
-    late = training_minutes(600, 12_000_000)
+    quick, slow = (training_minutes(used, 12_000_000, PARAMETERS, 1.0) for used in (5, 100))
+    assert (quick.value, slow.value) == ("9.7", "8.2")
+    assert "less 1.7 used so far, 0.1 to prepare the text and 2.1 to start, save and sum up" in slow.reason
+    late = training_minutes(600, 12_000_000, PARAMETERS, 1.0)
     assert late.value == "3.0" and "the whole takes more than 12" in late.reason
+    busy = training_minutes(60, 12_000_000, 5_000_000, 8.0)  # other programs slow the preparation and the end, too
+    assert busy.value == "5.4" and "0.6 to prepare the text and 5.0 to start" in busy.reason
 
 
 def test_what_the_command_line_says_is_not_chosen() -> None:
-    choices = choose(TWO_CORES, "350M", 1024, MINUTES)
+    choices = choose(TWO_CORES, COURSE, 1024)
     steps = {choice.flag: choice.value for choice in for_command(choices, ["--train-iters", "30", "--lr=1e-2"])}
     assert not {"train-iters", "train-minutes", "train-iters-needed", "lr-warmup-iters", "lr"} & steps.keys()
     assert steps["lr-warmup-fraction"] == "0.1" and steps["seq-length"] == "64"
@@ -100,7 +141,19 @@ def test_never_more_steps_than_wanted_and_never_fewer_than_taken() -> None:
     assert after_ten_steps(100.0)[0] == 10
 
 
-def test_the_length_is_decided_once() -> None:
+def test_the_length_is_decided_again_where_steps_become_slower() -> None:
+    """Steps of 1 s fill eight minutes; after 100 of them others take 4 s, and the run ends in time all the same."""
+    now = 0.0
+    length = FittedLength(8.0, 2000, now=lambda: now)
+    steps, taken = 2000, 0
+    while taken < steps:
+        now, taken = now + (1.0 if taken < 100 else 4.0), taken + 1
+        if length.is_due():
+            steps, _ = length.decide(taken, *length.measured())
+    assert 470 < now <= 480 and steps == taken
+
+
+def test_a_run_that_goes_on_keeps_its_length() -> None:
     batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000, train_minutes=8)
     assert FittedLength.of(batch, Progress(iteration=4, consumed_samples=8)) is not None
     assert FittedLength.of(batch, Progress(iteration=40, fitted_iters=231)) is None

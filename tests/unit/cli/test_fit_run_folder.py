@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from gptpar.checkpoint import save_checkpoint
 from gptpar.cli.fit import main
-from gptpar.cli.fit.machine import Machine
+from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.cli.fit.text import Text
 from gptpar.errors import GptparError
 
@@ -16,6 +20,7 @@ from gptpar.errors import GptparError
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptpar.cli.fit.this_machine", lambda: Machine(0, "fp32", 20 << 30, 0.0, "test"))
+    monkeypatch.setattr("gptpar.cli.fit.measure_pace", lambda precision: Pace(1.0 / 303e6, 1.0))
 
 
 @pytest.fixture
@@ -32,13 +37,44 @@ def refusal(*words: object) -> str:
 
 
 def test_the_same_command_gets_the_same_flags(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--run", str(tmp_path / "run"), "--data", str(text), "--seconds-used"]
-    assert main([*words, "60"]) == 0
+    words = ["--run", str(tmp_path / "run"), "--data", str(text), "--began"]
+    assert main([*words, str(time.time() - 60)]) == 0
     first = capsys.readouterr().out.splitlines()
-    assert first[:2] == ["--vocab-size", "1024"] and first[first.index("--train-minutes") + 1] == "9.0"
+    assert first[:2] == ["--vocab-size", "1024"] and first[first.index("--train-minutes") + 1] == "8.9"
     os.utime(text, (1, 1))  # touched, not changed
-    assert main([*words, "3"]) == 0
+    assert main([*words, str(time.time() - 3)]) == 0
     assert capsys.readouterr().out.splitlines() == first
+
+
+def test_a_finished_run_gets_no_flags_and_is_told_how_to_train_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--run", str(tmp_path / "run")]
+    main(run)
+    for iteration, is_finished in ((20, False), (30, True)):
+        progress = {"iteration": iteration, "fitted_iters": 30}
+        save_checkpoint(tmp_path / "run", iteration, {"w": torch.ones(2)}, {"progress": progress})
+        capsys.readouterr()
+        assert main(run) == 0
+        said = capsys.readouterr()
+        assert (said.out == "") == is_finished
+    assert "is finished: it has taken its 30 steps" in said.err
+    assert "--train-iters 60 --override-opt-param-scheduler" in said.err
+    main([*run, "--", "--train-iters", "60"])
+    assert "--preset\n350M\n" in capsys.readouterr().out
+
+
+def test_a_folder_that_was_made_before_the_model_was_a_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--run", str(tmp_path / "run"), "--preset", "124M"])
+    now = capsys.readouterr().out
+    made = tmp_path / "run/made_with.json"
+    values = json.loads(made.read_text())
+    values["choices"] = [choice for choice in values["choices"] if choice[0] != "preset"]
+    made.write_text(json.dumps(values))
+    main(["--run", str(tmp_path / "run")])
+    assert capsys.readouterr().out == now and "--preset\n124M\n" in now
 
 
 def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:

@@ -118,6 +118,7 @@ def test_the_command_of_each_host_is_printed(
     for name in [name for name in os.environ if name.startswith(PASSED_ON)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "it's on")
+    monkeypatch.setenv("NCCL_A;touch X;B", "1")  # no name of a shell's variable: not passed on
     monkeypatch.setenv("PYTHON", "/opt/python")
     monkeypatch.chdir(tmp_path)
     words = ["-H", str(path), "--include", "a:0,1@b:2,3", "--master_port=4000", "--ssh_port", "23", "--dry-run"]

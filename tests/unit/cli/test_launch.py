@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -13,13 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from gptpar.cli import launch
-from gptpar.cli.launch import relay, worker
+from gptpar.cli.launch import agent, relay, worker
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
+from gptpar.system.restart import note_stopped
+from gptpar.topology.world import world_from_environment
 
 ROOT = Path(__file__).parents[3]
 OURS = Program("module", "gptpar", ("pretrain",))
@@ -251,16 +255,75 @@ def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.main(["x.py"])
 
 
-@pytest.mark.parametrize(("size", "rank"), [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
-def test_processes_of_mpirun_without_ranks_do_not_each_start_workers(
-    size: str, rank: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("size", "rank", "local", "others"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", {}),
+        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", {}),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),
+        ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}),
+        ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_PROCID": "1"}),
+    ],
+)
+def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselves(
+    size: str, rank: str, local: str, others: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(size, "1")
-    assert launch.workers_wanted(3) == 3
+    for name, value in {**others, size: "1"}.items():
+        monkeypatch.setenv(name, value)
+    if "SLURM_NTASKS" not in others:
+        assert launch.workers_wanted(3) == 3 and world_from_environment() == (0, 0, 1)
     monkeypatch.setenv(size, "8")
-    with pytest.raises(GptparError) as caught:
-        launch.workers_wanted(3)
-    assert str(caught.value) == (
-        f"mpirun or srun started 8 processes ({size}) without RANK and WORLD_SIZE, so that each would train by itself: "
-        f"export RANK=${rank} WORLD_SIZE=${size} in each, and MASTER_ADDR and MASTER_PORT, or start them with torchrun."
-    )
+    for refuses in (lambda: launch.workers_wanted(3), world_from_environment):
+        with pytest.raises(GptparError) as caught:
+            refuses()
+        assert f" started 8 processes ({size}) without RANK and WORLD_SIZE, so that each would train" in str(
+            caught.value
+        )
+        assert f": export RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} in each" in str(caught.value)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert world_from_environment() == (0, 0, 1)
+
+
+@pytest.mark.parametrize("shell", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_batch_script_or_a_shell_of_salloc_is_one_process(
+    shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", **shell}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.workers_wanted(2) == 2 and world_from_environment() == (0, 0, 1)
+
+
+@pytest.mark.parametrize("error", [RendezvousTimeoutError(), RendezvousConnectionError("the store\nis away")])
+def test_machines_that_do_not_meet_are_told_also_by_an_error_without_text(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def run(words: argparse.Namespace) -> None:
+        assert "read_timeout=900" in words.rdzv_conf and "join_timeout=7" in words.rdzv_conf
+        raise error
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    what = "the store" if str(error) else "RendezvousTimeoutError"
+    with pytest.raises(GptparError, match=rf"did not meet at node1:29500 \({what}\): see"):
+        launch.main(["--rdzv-endpoint", "node1:29500", "--rdzv-conf", "join_timeout=7", *SEVERAL])
+
+
+def test_a_long_wait_for_another_machine_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "QUIET_SECONDS", 0.05)
+    with agent.waiting("node1"):
+        time.sleep(0.3)
+    with agent.waiting("node2"):
+        pass
+    assert capsys.readouterr().err == "waiting for node1\nwaited 0 s\n"
+
+
+def test_a_run_that_another_machines_launcher_was_asked_to_stop_ends_with_143(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = relay.Relay(tmp_path, 1.0, relay.Children(), Program("module", "gptpar", ()))
+    assert told.exit_code(None) == 0
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    note_stopped()
+    assert told.exit_code(None) == 143

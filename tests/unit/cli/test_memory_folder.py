@@ -8,33 +8,70 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from gptpar.cli.launch.memory import OWNER, PREFIX, UNNAMED_SECONDS, folder_in_memory, keep_newest, remove_abandoned
+import pytest
+
+from gptpar.checkpoint import save_checkpoint
+from gptpar.cli.launch.memory import (
+    OWNER,
+    PREFIX,
+    UNNAMED_SECONDS,
+    folder_in_memory,
+    keep_copies,
+    owned_folder,
+    remove_abandoned,
+)
 from gptpar.system.processes import Process
+from gptpar.system.restart import MEMORY_VARIABLE
 
 
 def test_it_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
-    with folder_in_memory(tmp_path) as one, folder_in_memory(tmp_path) as other:
+    with folder_in_memory(print, tmp_path) as one, folder_in_memory(print, tmp_path) as other:
         assert one is not None and other is not None and one != other
         assert one.stat().st_mode & 0o777 == 0o700
         (one / "iter_0000010").mkdir()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_newest_copy_of_a_failed_run_is_kept(tmp_path: Path) -> None:
-    with folder_in_memory(tmp_path) as folder:
-        assert folder is not None and keep_newest(folder) is None
-        for iteration in (10, 20):
+@pytest.mark.parametrize(("is_alone", "kept"), [(True, [20]), (False, [10, 20])])
+def test_the_newest_copies_of_a_failed_run_are_kept(tmp_path: Path, is_alone: bool, kept: list[int]) -> None:
+    with folder_in_memory(print, tmp_path) as folder:
+        assert folder is not None and keep_copies(folder, is_alone=is_alone) is None
+        for iteration in (5, 10, 20):
             (folder / f"iter_{iteration:07d}").mkdir()
-            (folder / f"iter_{iteration:07d}" / "manifest.json").write_text(str(iteration))
-        sentence = keep_newest(folder)
-    (kept,) = tmp_path.iterdir()
-    assert sentence is not None and "iteration 20 in memory" in sentence and f"--load {kept};" in sentence
-    assert kept.stat().st_mode & 0o777 == 0o700
-    assert [path.read_text() for path in kept.glob("iter_*/manifest.json")] == ["20"]
+        sentence = keep_copies(folder, is_alone=is_alone)
+    assert sentence is not None and "iteration 20 in memory" in sentence and f"--load {folder})" in sentence
+    assert f"{MEMORY_VARIABLE}={folder} before" in sentence and folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(int(path.name[5:]) for path in folder.glob("iter_*")) == kept
+
+
+def test_a_folder_that_the_user_names_is_used_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path / "kept"))
+    with folder_in_memory(print, tmp_path) as folder:
+        assert folder == tmp_path / "kept" and (folder / OWNER).exists()
+    assert folder.exists()
+
+
+def test_a_copy_outlives_a_killed_launcher_until_the_disk_has_a_newer_state(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folder, save = tmp_path / f"{PREFIX}dead", tmp_path / "run"
+    owner = {**replace(Process.this(), pid=ended.pid).to_dict(), "started_in": str(tmp_path)}
+    for iteration in (10, 20):
+        save_checkpoint(folder, iteration, {}, {"config": {"checkpoint": {"save": "run"}}})
+    (folder / OWNER).write_text(json.dumps(owner))
+    for newest in (None, 19):
+        if newest is not None:
+            (save / f"iter_{newest:07d}").mkdir(parents=True)
+        said: list[str] = []
+        remove_abandoned(tmp_path, say=said.append)
+        assert folder.exists() and len(said) == 1 and "copy of iteration 20 in memory" in said[0], newest
+    (save / "iter_0000020").mkdir()
+    remove_abandoned(tmp_path, say=said.append)
+    assert not folder.exists() and len(said) == 1
 
 
 def test_without_such_a_place_there_is_none(tmp_path: Path) -> None:
-    with folder_in_memory(tmp_path / "nowhere") as folder:
+    with folder_in_memory(print, tmp_path / "nowhere") as folder:
         assert folder is None
 
 
@@ -59,3 +96,14 @@ def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
     remove_abandoned(tmp_path)
     left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
     assert left == {"alive", "elsewhere", "other-container", "being-made", "gptpar-else"}
+
+
+def test_a_killed_launchers_notes_are_removed_by_the_next_launcher(tmp_path: Path) -> None:
+    dead = tmp_path / "gptpar-activity-dead"
+    dead.mkdir()
+    (dead / OWNER).write_text(json.dumps({**Process.this().to_dict(), "started": "long ago"}))
+    with owned_folder(tmp_path, "gptpar-activity-") as mine:
+        assert list(tmp_path.iterdir()) == [mine]
+        with owned_folder(tmp_path, "gptpar-activity-") as other:
+            assert set(tmp_path.iterdir()) == {mine, other}
+    assert not list(tmp_path.iterdir())

@@ -50,7 +50,7 @@ def test_a_command(program: str, words: str) -> None:
         ("tools/estimate_memory.py", "torch"),
         ("examples/pretrain_gpt.py", "torch"),
         ("examples/train_hf_model.py", "torch"),
-        ("examples/train_hf_model.py", "transformers"),
+        pytest.param("examples/train_hf_model.py", "transformers", marks=pytest.mark.slow),  # it imports torch
     ],
 )
 def test_a_script(script: str, package: str) -> None:

@@ -203,6 +203,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_schedule_is_its_sequence_of_batches_also_where_it_is_resumed(tmp_path: Path) -> None:
     constant = [*MODEL.split(), "--lr-decay-style", "constant", "--log-interval", "100"]
     scheduled = [*constant, "--train-iters", "6", "--step-batch-size-schedule", "0:2 96:4"]  # 2 2 2 4 4 4

@@ -150,7 +150,7 @@ def test_keys_of_older_versions_of_deepspeed_are_read_as_they_read_them(folder: 
         "bf16.hysteresis: fp16 alone has a loss scale",
         "fp16.dynamic_loss_scale: fp16.loss_scale says it: 0, which is its default, is dynamic",
         "checkpoint.tag_validation_mode: DeepSpeed has no such key, and ignores it",
-        "checkpoint: checkpoints load into any layout; see --save and --load",
+        "checkpoint.load_universal: checkpoints load into any layout; see --save and --load",
         "aio.block_count: DeepSpeed has no such key, and ignores it",
         "aio: the operating system reads ahead and writes back",
     ]

@@ -13,6 +13,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
+from gptpar.model.gpt import gpt_model
 from gptpar.training.stored import stored_config
 from tests.helpers import every_field
 from tests.unit.config.flag_problems import GOOD, problems
@@ -47,6 +48,27 @@ def test_a_preset_may_set_options_and_what_is_typed_still_wins(monkeypatch: pyte
 def test_every_preset_resolves(preset: str) -> None:
     config, _ = resolve(parse_flags(f"{GOOD} --preset {preset}".split()), 1)
     assert config.model.hidden_size == PRESETS[preset]["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocab_size", "billions"), [("7B", 32000, 6.738), ("8B", 128256, 8.030), ("70B", 128256, 70.554)]
+)
+def test_llamas_presets_have_the_published_numbers_of_parameters(preset: str, vocab_size: int, billions: float) -> None:
+    config, _ = resolve(parse_flags(f"{GOOD} --preset {preset} --vocab-size {vocab_size}".split()), 1)
+    assert gpt_model(complete(config).model).num_parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--max-steps", "--train-iters"),
+        ("--resume", "--load"),
+    ],
+)
+def test_usual_names_of_other_programs_find_ours(word: str, meant: str) -> None:
+    assert parse_flags([word, "3"]).problems == [f"unknown flag {word}; did you mean {meant}?"]
 
 
 def test_flags_keep_megatrons_spellings() -> None:

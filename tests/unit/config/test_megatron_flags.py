@@ -160,7 +160,7 @@ def test_older_and_other_names_mean_the_same() -> None:
     assert older == resolved("--micro-batch-size 4 --lr-warmup-fraction 0.1")
     assert parse_flags(["--distribute-checkpointed-activations"]).flags.recompute.distribute_saved_activations
     assert resolved("--wandb_project p --use_wandb").logging.wandb_project == "p"
-    assert resolved("--clip_grad=0.5 --no_bias_gelu_fusion") == resolved("--clip-grad 0.5")
+    assert resolved("--clip_grad=0.5 --no_bias_dropout_fusion") == resolved("--clip-grad 0.5")
     assert problems("--clip_grade 1") == ["unknown flag --clip_grade; did you mean --clip-grad?"]
     assert parse_flags(["--save-total-limit", "2"]).flags == parse_flags(["--keep-checkpoints", "2"]).flags
     assert parse_flags(["--use-packed-seq-params"]).flags == parse_flags(["--reset-attention-mask"]).flags

@@ -101,6 +101,17 @@ def test_no_document_at_all(tmp_path: Path):
     assert names(tmp_path) == ["c.jsonl"]
 
 
+def test_texts_that_are_all_empty_are_no_data_set(tmp_path: Path):
+    corpus = write_lines(tmp_path / "c.jsonl", {"text": ""}, {"text": ""})
+    with pytest.raises(DataError) as caught:
+        main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
+    assert str(caught.value) == (
+        f"{corpus}: the texts of all 2 documents are empty, and nothing can be trained on no token: name the key of "
+        "the texts (--json-keys text has none)"
+    )
+    assert names(tmp_path) == ["c.jsonl"]
+
+
 def test_flags_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
     arguments = ["--input", corpus, "--output-prefix", str(tmp_path / "c")]

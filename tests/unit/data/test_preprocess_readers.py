@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from gptpar.data.readers import find_inputs, parse_block, read_blocks, read_documents
+from gptpar.data.zst import ZstdReader
 from gptpar.errors import DataError
 
 TEXTS = ["one", "", "zwei é\n\t", "日本😀\u2028", "x" * 5000]
@@ -47,6 +50,17 @@ def test_a_compressed_file_that_is_cut_short_or_damaged(name: str, tmp_path: Pat
         path.write_bytes(content)
         with pytest.raises(DataError, match=f"{path} cannot be read"):
             list(read_blocks([str(path)]))
+
+
+def test_zst_of_one_letter_is_read_in_time_linear_in_its_length():
+    """A frame of a few bytes becomes one block of many megabytes, which is handed out in small parts without copies."""
+    zstandard = pytest.importorskip("zstandard")
+    reader = ZstdReader(io.BytesIO(zstandard.compress(b"a" * (64 << 20))))
+    copied, most, buffer, started = 0, 0, bytearray(1 << 10), time.process_time()
+    while size := reader.readinto(buffer):
+        copied, most = copied + size, max(most, len(reader._output))
+    assert copied == 64 << 20 and most <= 32 << 20
+    assert time.process_time() - started < 5  # 20 s and more, if each part copied the rest
 
 
 def test_zst_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -144,3 +144,23 @@ def test_loss_and_gradient_whole_and_in_shares(terms: LossTerms) -> None:
     assert_same((plain_loss.token_losses(lse, own + other, terms),), (losses.detach(),))
     parts = [plain_loss.local_grad(*share, lse, weights, scale, terms) for share in shares]
     assert_same((torch.cat(parts, 1),), (wanted,))
+
+
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(3.0, 0.1)], ids=str)
+@pytest.mark.parametrize("padding", [1.0, 1e4, float("inf")])
+def test_columns_of_padding_change_no_number(terms: LossTerms, padding: float) -> None:
+    """Whatever stands there; also in shares, of which one has 3 of 6 valid columns and one none."""
+    logits, labels, weights = random(6, 10).detach(), torch.tensor([0, 9, 4, 5, 3, 7]), random(6, seed=1).detach()
+    scale, softcap = torch.tensor(8.0, dtype=torch.float64), terms.softcap
+    padded = torch.cat([logits, torch.full((6, 8), padding, dtype=torch.float64)], 1)
+    wanted_loss, wanted = plain_loss.loss_and_grad(logits, labels, weights, scale, terms)
+    loss, grad = plain_loss.loss_and_grad(padded, labels, weights, scale, terms, 10)
+    assert torch.equal(loss, wanted_loss) and torch.equal(grad[:, :10], wanted) and not grad[:, 10:].any()
+
+    shares = [(padded[:, i : i + 6], labels - i, max(0, min(6, 10 - i))) for i in (0, 6, 12)]
+    maxima, sums, own = zip(*(plain_loss.local_statistics(x, y, softcap, valid) for x, y, valid in shares), strict=True)
+    maximum = torch.stack(maxima).amax(0)
+    lse = sum(s * (m - maximum).exp() for s, m in zip(sums, maxima, strict=True)).log() + maximum
+    assert_same(((plain_loss.token_losses(lse, sum(own), terms) * weights).sum(),), (wanted_loss,))
+    parts = [plain_loss.local_grad(x, y, lse, weights, scale, terms, valid) for x, y, valid in shares]
+    assert_same((torch.cat(parts, 1),), (F.pad(wanted, (0, 8)),))

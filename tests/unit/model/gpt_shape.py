@@ -16,6 +16,7 @@ class GPTShape:
     seq_length: int = 1024
     max_position_embeddings: int = 1024
     padded_vocab_size: int = 50304
+    softmax_vocab_size: int = 50257
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
     apply_layernorm_1p: bool = False

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gptpar.config.roles import Role, layer_roles
 from gptpar.kernels import plain_loss
+from gptpar.kernels.plain_loss import LossTerms
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_model
@@ -82,6 +83,41 @@ def test_linear_cross_entropy_equals_logits_then_loss(
         got = torch.autograd.grad(loss * 3.0, (hidden, weight))
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_rows_that_pad_the_vocabulary_change_no_number(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss, both gradients, the losses of tokens and the logits, in fp64, against the matrix without these rows."""
+    n, v, d, rows = 20, 50, 8, 64
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 8 * (n // chunks))
+    hidden = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(rows, d, dtype=torch.float64, requires_grad=True)
+    labels, weights, scale = torch.randint(0, v, (n,)), torch.rand(n, dtype=torch.float64), torch.ones(()).double()
+    terms = LossTerms(3.0, 0.1)
+    entering = 3 * torch.tanh(hidden @ weight[:v].t() / 3)
+    losses, lse = F.cross_entropy(entering, labels, reduction="none"), torch.logsumexp(entering, -1)
+    expected = ((losses + 0.1 * lse**2) * weights).sum()
+    loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, scale, ALONE, None, None, terms, v)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    got, wanted = (torch.autograd.grad(one, (hidden, weight)) for one in (loss, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+    of_tokens = cross_entropy.losses_of_tokens(hidden, weight, labels, ALONE, rows, LossTerms(3.0), v)
+    torch.testing.assert_close(of_tokens, losses.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_padding_trains_nothing_and_is_no_logit() -> None:
+    """The same tiny model with 60 rows and with 64: losses and gradients; with --softmax-over-padding another loss."""
+    tokens = random_tokens(2, 16, 60)
+    fields = {"labels": tokens[:, 1:], "seq_length": 16}
+    losses = {}
+    for name, words in (("none", "--pad-vocab-size-to 60"), ("padded", ""), ("Megatron", "--softmax-over-padding")):
+        stage = build(words)
+        losses[name] = stage(tokens[:, :-1], fields)
+        assert stage(tokens[:, :-1], {"seq_length": 16}).shape[-1] == (64 if name == "Megatron" else 60)
+        (grad,) = torch.autograd.grad(losses[name], stage.global_parameters()["embedding.weight"])
+        assert bool(grad[60:].any()) == (name == "Megatron")
+        losses[name] = losses[name].item()
+    assert losses["padded"] == losses["none"] < losses["Megatron"] - 0.05
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

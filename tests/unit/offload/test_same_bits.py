@@ -26,7 +26,7 @@ def state_after(words: str, ratio: str, *, count: int) -> tuple[str, int]:
         *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("--fp64", "", "--fp16 --initial-loss-scale 3000")),
     ],
 )
-@pytest.mark.parametrize(("count", "speculation"), [(1, "on"), (2, "off")])
+@pytest.mark.parametrize(("count", "speculation"), [(1, "on"), pytest.param(2, "off", marks=pytest.mark.slow)])
 def test_no_ratio_changes_a_bit(dtype: str, count: int, speculation: str) -> None:
     """One micro-batch, whose gradient may travel in 16 bits, and two, whose sum may not; some steps are clipped."""
     words = f"{dtype} --clip-grad 0.9 --micro-batch-size {4 // count} --offload-speculation {speculation}"
@@ -35,7 +35,9 @@ def test_no_ratio_changes_a_bit(dtype: str, count: int, speculation: str) -> Non
     assert len(set(found)) == 1, found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float64))]
+)
 def test_no_ratio_changes_a_bit_of_any_module(dtype: torch.dtype) -> None:
     """TwinFlowAdamW, with two groups, a parameter that has no gradient now and then, clipping and other rates."""
     states = []

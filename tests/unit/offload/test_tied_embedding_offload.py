@@ -106,7 +106,9 @@ def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
 
 
-@pytest.mark.parametrize("bucket_elements, pieces", [(1 << 24, False), (333, False), (333, True)])
+@pytest.mark.parametrize(
+    "bucket_elements, pieces", [(1 << 24, False), pytest.param(333, False, marks=pytest.mark.slow), (333, True)]
+)
 @pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", [SOMETIMES, *(pytest.param(clip, marks=pytest.mark.slow) for clip in (NEVER, ALWAYS))])
 def test_no_bit_is_changed(

@@ -33,7 +33,7 @@ def test_ranges_that_are_none_are_refused(library):
 
 def test_all_problems_are_told_at_once():
     p, m, v, grad = make(10)
-    how = replace(HOW, lr=float("nan"), step=0, beta1=1.0, beta2=-0.5, divisor=0.0)
+    how = replace(HOW, lr=float("nan"), step=0, beta1=1.5, beta2=-0.5, divisor=0.0)
     with pytest.raises(ValueError) as caught:
         CpuAdam(1).step(
             p,
@@ -52,8 +52,8 @@ def test_all_problems_are_told_at_once():
         "grad has the shape (9,), not (10,)",
         "low is float64, not bfloat16 or float16 or float32",
         "low has the shape (2, 5), not (10,)",
-        "beta1 is 1.0, not in [0, 1)",
-        "beta2 is -0.5, not in [0, 1)",
+        "beta1 is 1.5, not in [0, 1]",
+        "beta2 is -0.5, not in [0, 1]",
         "step is 0 and not at least 1",
         "lr is nan, not finite and at least 0",
         "divisor is 0.0, not at least 1e-37, as fp32 needs it",

@@ -131,6 +131,7 @@ def test_calls_from_several_threads_at_once_do_not_mix(library):
     assert results == [True] * 20
 
 
+@pytest.mark.slow
 def test_the_benchmarks_bound_compiles_and_runs() -> None:
     """It shares the kernel's headers."""
     library = native.load("bandwidth", Path(__file__).parents[3] / "benchmarks")

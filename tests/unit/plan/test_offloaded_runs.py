@@ -310,7 +310,6 @@ def test_a_run_far_too_large_for_its_gpu_is_refused_with_numbers(monkeypatch: py
         else:
             with pytest.raises(GptparError, match=r"stage 0 .* its GPU has 16.00 MiB: lower --micro-batch-size 2, add"):
                 refuse_what_cannot_fit(config, topology)
-    refuse_what_cannot_fit(config, Topology(Layout(), 0, torch.device("cpu")))
 
 
 # --- gradients and parameters on the host ---------------------------------------------------------------------------

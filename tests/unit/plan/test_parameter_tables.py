@@ -72,6 +72,7 @@ def described(table: ParameterTable) -> Iterator[tuple[Any, ...]]:
         (Layout(pipeline=2), CUT),
         (Layout(pipeline=2), CUT + LLAMA),
         (Layout(pipeline=2), CUT + "--num-virtual-stages-per-pipeline-rank 2"),
+        (Layout(pipeline=4), CUT),
         (Layout(2, 2, 2), CUT + LLAMA + "--sequence-parallel --zero-stage 1"),
         (Layout(2, 2, 1), CUT + "--sequence-parallel --qk-layernorm --zero-stage 3"),
     ],

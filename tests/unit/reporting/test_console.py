@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from gptpar.reporting.console import format_duration, iteration_line, timing_line, validation_lines
+from gptpar.reporting.console import format_duration, iteration_line, short_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, ValidationRecord
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, 89)
@@ -65,6 +65,22 @@ def test_line_of_a_skipped_iteration_on_a_cpu():
     line = iteration_line(record, now=NOW)
     assert "lm loss" not in line and "grad norm" not in line and "MFU" not in line
     assert " skipped iterations:   1 | number of nan iterations:   0 | tokens/s: 188700.0 | 12.3%" in line
+
+
+def test_a_cpu_reaches_more_than_no_teraflops() -> None:
+    line = iteration_line(replace(RECORD, tflops_per_gpu=0.03123), log_throughput=True)
+    assert "throughput per GPU (TFLOP/s/GPU): 0.0312 |" in line
+
+
+def test_short_lines_for_people() -> None:
+    assert short_line(RECORD, now=NOW) == (
+        " 05:06:07 iteration 100/500000 | loss 6.7890 | lr 1.50e-04 | norm 1.23 | 188,700 tokens/s | MFU 46.2% | "
+        "ETA 0:12:34"
+    )
+    skipped = replace(RECORD, lm_loss=None, grad_norm=None, mfu=None, num_skipped=1, num_nan=1, tokens_per_s=61.04)
+    assert short_line(skipped, now=NOW) == (
+        " 05:06:07 iteration 100/500000 | lr 1.50e-04 | skipped 1 | nan 1 | 61.0 tokens/s | ETA 0:12:34"
+    )
 
 
 def test_a_usual_megatron_log_parser_reads_the_line():

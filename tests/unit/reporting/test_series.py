@@ -40,11 +40,6 @@ def test_no_verb_ends_in_a_traceback(verb: str, text: str, tmp_path: Path, capsy
     assert "is empty, perhaps by an unset shell variable" in capsys.readouterr().err
 
 
-def test_an_entropy_needs_a_data_set(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", "run", "--entropy-only"]) == 1
-    assert capsys.readouterr().err.startswith("error: --entropy-only needs --data-path PREFIX")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "drawn"),

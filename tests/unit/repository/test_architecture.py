@@ -6,8 +6,8 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -50,26 +50,48 @@ MAX_BRANCHES = 14
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.comprehension, ast.ExceptHandler, ast.Assert)
 
 
+class Function(NamedTuple):
+    """A function of a file; ``branches`` is counted in gptpar alone."""
+
+    line: int
+    name: str
+    lines: int
+    branches: int
+
+
+class Facts(NamedTuple):
+    """What the tests ask of a file; its syntax tree would be a million objects for each garbage collection."""
+
+    lines: int
+    functions: list[Function]
+    classes: list[str]
+    imports: list[tuple[int, str]]
+    """(line, absolute module name) of every import, those inside functions too."""
+
+
 @functools.cache
-def tree_of(file: Path) -> ast.Module:
-    """A file's syntax tree, parsed once for all tests."""
-    return ast.parse(file.read_text(), str(file))
-
-
-def room_of(file: Path) -> str:
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_modules(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module name) of every import of ``file``, those inside functions too."""
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+def facts_of(file: Path) -> Facts:
+    """A file is parsed once for all tests."""
+    text = file.read_text()
+    found = Facts(len(text.splitlines()), [], [], [])
+    for node in ast.walk(ast.parse(text, str(file))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            branches = branches_of(node) if file.is_relative_to(PACKAGE) else 0
+            found.functions.append(Function(node.lineno, node.name, node.end_lineno - node.lineno + 1, branches))
+        elif isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif isinstance(node, ast.Import):
+            found.imports.extend((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parts = file.relative_to(ROOT).with_suffix("").parts
             base = ".".join(parts[: -node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found.imports.extend((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+    return found
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -91,7 +113,7 @@ def test_every_room_has_its_place():
 def test_imports_point_one_way():
     wrong = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        for line, module in imported_modules(file):
+        for line, module in facts_of(file).imports:
             package, _, inner = module.partition(".")
             imported = inner.split(".")[0]
             known = {imported, room_of(file)} <= set(ROW_OF) | STANDALONE
@@ -115,7 +137,7 @@ def test_pure_rooms_do_not_import_torch_distributed(room):
     wrong = [
         f"{file.relative_to(ROOT)}:{line} {module}"
         for file in files
-        for line, module in imported_modules(file)
+        for line, module in facts_of(file).imports
         if f"{module}.".startswith("torch.distributed.")
     ]
     assert not wrong, "\n".join(wrong)
@@ -124,9 +146,9 @@ def test_pure_rooms_do_not_import_torch_distributed(room):
 def test_no_two_public_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+        for name in facts_of(file).classes:
+            if not name.startswith("_"):
+                homes.setdefault(name, []).append(str(file.relative_to(ROOT)))
     assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
@@ -151,16 +173,13 @@ def test_files_and_functions_are_short():
         *(f for d in ("gptpar", "tools", "benchmarks", "tests") for f in (ROOT / d).rglob("*.py")),
     ]
     for file in sorted(files):
-        text = file.read_text()
-        lines = len(text.splitlines())
-        if lines > MAX_FILE_LINES:
-            long.append(f"{file.relative_to(ROOT)} has {lines} lines, more than {MAX_FILE_LINES}")
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines > MAX_FUNCTION_LINES:
-                    place = f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
-                    long.append(f"{place} has {lines} lines, more than {MAX_FUNCTION_LINES}")
+        facts = facts_of(file)
+        if facts.lines > MAX_FILE_LINES:
+            long.append(f"{file.relative_to(ROOT)} has {facts.lines} lines, more than {MAX_FILE_LINES}")
+        for one in facts.functions:
+            if one.lines > MAX_FUNCTION_LINES:
+                place = f"{file.relative_to(ROOT)}:{one.line} {one.name}"
+                long.append(f"{place} has {one.lines} lines, more than {MAX_FUNCTION_LINES}")
     assert not long, "\n".join(long)
 
 
@@ -181,10 +200,10 @@ def branches_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_functions_have_few_branches():
     wrong = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and branches_of(node) > MAX_BRANCHES:
-                place = f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
-                wrong.append(f"{place} has {branches_of(node)} branches, more than {MAX_BRANCHES}: split it by subject")
+        for one in facts_of(file).functions:
+            if one.branches > MAX_BRANCHES:
+                place = f"{file.relative_to(ROOT)}:{one.line} {one.name}"
+                wrong.append(f"{place} has {one.branches} branches, more than {MAX_BRANCHES}: split it by subject")
     assert not wrong, "\n".join(wrong)
 
 

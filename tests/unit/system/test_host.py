@@ -46,6 +46,15 @@ def old_group(folder: Path, limit: int, used: int, inactive: int) -> None:
     (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
 
 
+def test_free_swap(tmp_path: Path) -> None:
+    assert host.free_swap(tmp_path / "nothing") == 0
+    machine(tmp_path, "0::/\n")
+    assert host.free_swap(tmp_path) == 0
+    with (tmp_path / "proc/meminfo").open("a") as file:
+        file.write("SwapTotal: 4096 kB\nSwapFree: 1024 kB\n")
+    assert host.free_swap(tmp_path) == 1 << 20
+
+
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert host.available_memory() > 1 << 28  # of this machine
     assert host.available_memory(tmp_path / "nothing") == 0

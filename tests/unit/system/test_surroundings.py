@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.system import command_line, surroundings
 from gptpar.system.files import MAX_TEXT_BYTES, read_regular
 
@@ -62,8 +64,10 @@ def test_the_limit_of_open_files_is_raised() -> None:
 
 
 def test_letters_that_the_locale_lacks_are_escaped(tmp_path: Path) -> None:
-    (tmp_path / "r\u00fcn").mkdir()
-    done = ran(["runs", "r\u00fcn"], tmp_path, lambda: None, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    with IndexedDatasetWriter(tmp_path / "r\u00fcn/corpus", np.uint16) as writer:
+        writer.add_document([1, 2])
+    words = ["merge", "--input", "r\u00fcn/corpus", "--output-prefix", "r\u00fcn/merged"]
+    done = ran(words, tmp_path, lambda: None, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
     assert done.returncode == 0 and "r\\xfcn" in done.stdout, done.stderr
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gptpar.cli import main
 from gptpar.cli.benchmark import measure
 from gptpar.cli.plan import make_planner
+from gptpar.config import ModelConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.training.checkpoint_args import with_checkpoint_args
+from gptpar.training.resume import progress_to_resume
 from tests.helpers import tiny_config
-from tests.unit.training.saved_runs import saved
+from tests.unit.training.saved_runs import inputs_of, saved
 
 MODEL = "--position-embedding-type rope --disable-bias-linear --num-query-groups 2 --hidden-dropout 0.2"
 RUN = "--micro-batch-size 2 --train-iters 20 --lr 1e-2 --mock-data --eval-iters 0"
@@ -94,3 +97,38 @@ def test_a_benchmark_counts_the_parameters_of_a_model_with_a_tokenizer(capsys: p
 def test_without_the_flag_nothing_is_read() -> None:
     parsed = parse_flags(["--load", "/nowhere"])
     assert with_checkpoint_args(parsed) is parsed
+
+
+def keeping(folder: Path, words: str) -> ModelConfig:
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60"
+    line = f"{RUN} {sizes} --make-vocab-size-divisible-by 64 --load {folder} {words}"
+    return resolve(with_checkpoint_args(parse_flags(line.split())), 1)[0].model
+
+
+def test_older_runs_keep_padding_in_the_softmax(tmp_path: Path) -> None:
+    def former(meta: dict[str, Any]) -> None:
+        del meta["config"]["model"]["softmax_vocab_size"], meta["config"]["model"]["softmax_over_padding"]
+
+    for name, change, rows in (("former", former, 64), ("today", lambda meta: None, 60)):
+        saved(tmp_path / name, change=change)
+        for words in ("", "--finetune", "--use-checkpoint-args"):
+            assert keeping(tmp_path / name, words).softmax_vocab_size == rows, (name, words)
+    config = tiny_config(f"--load {tmp_path / 'today'} --softmax-over-padding")
+    with pytest.raises(CheckpointError, match="--softmax-over-padding: token ids in the softmax 60 there, 64 here"):
+        progress_to_resume(config, inputs_of(config))
+
+
+@pytest.mark.parametrize("words", ["--disable-bias-linear", "--no-bias-gelu-fusion"])
+def test_without_a_fused_bias_gelu_is_exact_but_in_runs_that_began_with_tanh(tmp_path: Path, words: str) -> None:
+    assert tiny_config(words).model.mlp_activation == "gelu" and tiny_config().model.mlp_activation == "gelu_tanh"
+    for own, wanted in (
+        ("--swiglu", "gelu_tanh"),
+        ("--squared-relu", "squared_relu"),
+        ("--mlp-activation gelu_tanh",) * 2,
+    ):
+        assert tiny_config(f"{words} {own}").model.mlp_activation == wanted.split()[-1]
+    saved(tmp_path, f"{words} --mlp-activation gelu_tanh")
+    for more in ("", "--use-checkpoint-args"):
+        assert keeping(tmp_path, f"{words} {more}").mlp_activation == "gelu_tanh"
+    saved(tmp_path / "new", words)
+    assert keeping(tmp_path / "new", words).mlp_activation == "gelu"

@@ -1,4 +1,4 @@
-"""``--train-minutes``: the number of steps is fixed once, and a resumed run is the uninterrupted one."""
+"""``--train-minutes``: the number of steps fits the time, and a resumed run is the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FITS = 24
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One on which 24 steps fit."""
-    monkeypatch.setattr(FittedLength, "measured", lambda length: (1.0, FITS - 10 + 0.5))
+    monkeypatch.setattr(FittedLength, "measured", lambda length: (1.0, FITS + 1.5 - len(length._times)))
 
 
 def train(folder: Path, more: str = "") -> list[dict[str, float]]:
@@ -64,3 +64,12 @@ def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> No
     progress = load_meta(tmp_path)["progress"]
     assert (progress["iteration"], progress["fitted_iters"]) == (5, None)
     assert len(train(tmp_path)) == 5 + FITS  # ten more steps are timed, and 14 fit after them
+
+
+def test_before_the_decision_no_more_time_is_left_than_the_minutes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The 500 steps that --train-iters allows would take seconds."""
+    train(tmp_path, "--train-minutes 0.0001 --exit-interval 2 --log-interval 1")
+    said = capsys.readouterr().out
+    assert said.count("ETA: 0:00:00 |") == 2 and "iteration        2/     500" in said

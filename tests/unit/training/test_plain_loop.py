@@ -44,7 +44,7 @@ def plain_loop(config, tokens: list[torch.Tensor]) -> list[float]:  # type: igno
     return losses
 
 
-@pytest.mark.parametrize("micro_batch_size", [4, 1])
+@pytest.mark.parametrize("micro_batch_size", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_fifty_steps_follow_a_plain_loop(micro_batch_size: int) -> None:
     """Loss by loss to 1e-5 in fp32, whether a batch is run whole or accumulated from four micro-batches."""
     config = tiny_config(

@@ -18,6 +18,7 @@ def losses(folder: Path) -> list[float]:
     return [record["lm_loss"] for line in lines if "lm_loss" in (record := json.loads(line))]
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_and_goes_on_from_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert gptpar.cli.main(["pretrain", *FLAGS.split(), "--train-iters", "3", "--save", "a"]) == 0

@@ -27,6 +27,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "config.model is [1]": lambda m: m["config"].update(model=[1]),
     "config.model.hidden_size is '32', where a whole number": lambda m: m["config"]["model"].update(hidden_size="32"),
     "config.model.num_layers is -2, where at least 1": lambda m: m["config"]["model"].update(num_layers=-2),
+    "config.model.num_layers is 10000000, where at most": lambda m: m["config"]["model"].update(num_layers=10**7),
     "config.model.norm_epsilon is 'x', where a number": lambda m: m["config"]["model"].update(norm_epsilon="x"),
     "config.model.normalization is 'New', where one of": lambda m: m["config"]["model"].update(normalization="New"),
     "config.model holds 'qk_norm' = True": lambda m: m["config"]["model"].update(qk_norm=True),
@@ -89,7 +90,7 @@ def test_generate_tells_it_too(tmp_path: Path, told: str) -> None:
     ("values", "told"),
     [
         ({"hidden_size": 2**16}, "says hidden_size 65,536, but it holds"),
-        ({"num_layers": 10**9}, "says num_layers 1,000,000,000, but it holds"),
+        ({"num_layers": 10**4}, "says num_layers 10,000, but it holds"),
         ({"num_layers": None}, "the model's num_layers is not known"),
         ({"kv_channels": 4}, "in the model that its meta describes"),
         ({"padded_vocab_size": None}, "padded_vocab_size is missing"),

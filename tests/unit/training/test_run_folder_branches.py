@@ -62,6 +62,7 @@ def curve(root: Path, name: str = "lm loss") -> list[int]:
     return sorted(event.step for event in events.Scalars(name))
 
 
+@pytest.mark.slow
 def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain: Run) -> None:
     before = read_tensors(folder / "iter_0000008")
     history = (folder / "metrics.jsonl").read_bytes()

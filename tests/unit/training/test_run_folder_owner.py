@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, FolderTakenError
 from gptpar.system.processes import Process
 from gptpar.training.run_folder import owner
 from gptpar.training.run_folder.owner import Owner, current_claim
@@ -209,6 +209,20 @@ def test_an_owner_file_that_was_removed_is_written_again_if_nobody_came(tmp_path
         Owner(tmp_path, silent)
 
 
+def test_an_owner_file_that_is_listed_late_is_still_this_runs(
+    tmp_path: Path, owned: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems list new entries seconds later, and find them by name at once."""
+    listed = os.listdir
+    monkeypatch.setattr(owner.os, "listdir", lambda folder: [])
+    owned.require()
+    assert sorted(listed(tmp_path)) == ["owner-1.json"]
+    (tmp_path / "owner-2.json").write_text((tmp_path / "owner-1.json").read_text())
+    monkeypatch.setattr(owner.os, "listdir", listed)
+    with pytest.raises(FolderTakenError, match="was taken by another run while this one trained"):
+        owned.require()
+
+
 def test_a_folder_that_was_removed_is_made_again_by_the_next_save(tmp_path: Path) -> None:
     root, said = tmp_path / "a" / "run", []
     with closed_after(Owner(root, said.append)) as mine:
@@ -262,3 +276,18 @@ def test_signs_of_life_are_given_and_only_to_its_own_file(tmp_path: Path, monkey
         edit(tmp_path, host="elsewhere", silent_seconds=1000)
         time.sleep(0.1)
         assert time.time() - (tmp_path / "owner-1.json").stat().st_mtime > 900
+
+
+@pytest.mark.parametrize("broken", ["read_regular", "listdir"])
+def test_an_error_of_the_disk_is_not_told_as_another_run(
+    owned: Owner, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.os if broken == "listdir" else owner, broken, fails)
+        with pytest.raises(CheckpointError, match=r"the disk failed .*Input/output error\)") as error:
+            owned.require()
+    assert not isinstance(error.value, FolderTakenError)
+    owned.require()

@@ -21,7 +21,7 @@ import torch
 from gptpar.checkpoint.exchange.distcp import DistcpFolder
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
 from gptpar.errors import CheckpointError
-from gptpar.training.exchange.megatron.arguments import MAX_LAYERS
+from gptpar.training.exchange.hf_folder import MAX_LAYERS
 from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import EVERY_LAYER, our_name
 from gptpar.training.exchange.megatron.rank_files import with_arguments

@@ -89,7 +89,11 @@ def random_checkpoint(root: Path, model: ModelConfig) -> tuple[Path, dict[str, t
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float64))],
+    ids=str,
+)
 def test_an_export_and_the_way_back(family: str, dtype: torch.dtype, counted: Counted, tmp_path: Path) -> None:
     model = tiny_config(MODELS[family]).model
     path, weights = random_checkpoint(tmp_path / "run", model)

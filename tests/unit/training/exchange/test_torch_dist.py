@@ -89,15 +89,31 @@ def boxes(name: str, value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.T
     return found
 
 
+def edited(folder: Path, edit: Any) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    edit(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def save_torch_dist(folder: Path, state: dict[str, Any], common: dict[str, Any], *, in_boxes: bool) -> None:
     folder.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planner = InBoxes() if in_boxes else None
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=2), planner=planner, no_dist=True)
+    edited(folder, lambda metadata: setattr(metadata, "all_local_plans", [a_plan(state)]))
     save(folder / "common.pt", common)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("30")
+
+
+def a_plan(state: dict[str, Any]) -> SavePlan:
+    """What Megatron leaves in ``.metadata``: objects of other classes of torch, enums and torch's descriptions."""
+    named = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    planner = InBoxes()
+    planner.state_dict = named
+    items = [WriteItem(MetadataIndex("an_object"), WriteItemType.BYTE_IO), *planner.create_local_plan().items]
+    return SavePlan(items, planner_data={name: ("model", name) for name in named})
 
 
 def common_of(flags: str, **more: Any) -> dict[str, Any]:
@@ -238,12 +254,6 @@ def test_truncated_files_are_told(tmp_path: Path) -> None:
     assert f"{data[0]} is no file of torch.save, or damaged" in refused(tmp_path)
 
 
-def edited(folder: Path, edit: Any) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    edit(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 def test_metadata_that_cannot_be_is_told(tmp_path: Path) -> None:
     folder = a_checkpoint(tmp_path)
     whole, name = (folder / ".metadata").read_bytes(), "decoder.layers.mlp.linear_fc2.weight"
@@ -269,6 +279,15 @@ def test_metadata_that_cannot_be_is_told(tmp_path: Path) -> None:
         edited(folder, edit)
         assert told in refused(tmp_path), told
         (folder / ".metadata").write_bytes(whole)
+
+
+def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path) -> None:
+    metadata = a_checkpoint(tmp_path) / ".metadata"
+    text = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
+    ours, theirs = b"torch.distributed.checkpoint.metadata\nMetadata\n", b"MCoreMetadata\n"
+    assert text.count(ours) == 1
+    metadata.write_bytes(text.replace(ours, b"megatron.core.dist_checkpointing.strategies.torch\n" + theirs))
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
 
 
 def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:

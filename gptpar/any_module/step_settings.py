@@ -1,0 +1,82 @@
+"""An engine's setters, with DeepSpeed's names: what the next steps do otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gptpar.errors import GptparError
+
+if TYPE_CHECKING:
+    from gptpar.any_module.batches import BatchSource
+    from gptpar.any_module.optimizer import EngineOptimizer
+    from gptpar.any_module.options import EngineOptions
+    from gptpar.engine.engine import Engine
+    from gptpar.topology.groups import Topology
+
+
+class StepSettings:
+    """Changes the numbers of the following steps."""
+
+    engine: Engine
+    options: EngineOptions
+    topology: Topology
+    optimizer: EngineOptimizer
+    data: BatchSource
+    _require_open: Callable[[], None]
+    _require_no_step: Callable[[], None]
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of the next steps; their size stays.
+
+        Args:
+            train_batch_size: samples of a step, on all processes.
+
+        Raises:
+            GptparError: it is no multiple of a micro-batch on each process, a step has begun, or sums of gradients
+                cannot get memory.
+        """
+        self._require_open()
+        self._require_no_step()
+        batch = self.options.batch.resized(train_batch_size, self.topology.layout.data)
+        if batch.accumulation_steps > 1:
+            self._require_sums("set_train_batch_size()")
+            self._add_gradients()
+        self.options, self.data.number = replace(self.options, batch=batch), batch.accumulation_steps
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Change the number of micro-batches of the next steps; see :meth:`set_train_batch_size`."""
+        self.set_train_batch_size(steps * self.options.batch.micro_batch_size * self.topology.layout.data)
+
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate of the next steps; a schedule replaces it when it steps.
+
+        Args:
+            lr: of all parameter groups, or a list with one for each.
+
+        Raises:
+            GptparError: there are more or fewer rates than groups.
+        """
+        groups = self.optimizer.param_groups
+        rates = list(lr) if isinstance(lr, Sequence) else [lr] * len(groups)
+        if len(rates) != len(groups):
+            raise GptparError(f"set_lr() got {len(rates)} learning rates for {len(groups)} parameter groups.")
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _require_sums(self, verb: str) -> None:
+        """Check that steps can add up gradients of several micro-batches.
+
+        The CPU optimizer has pinned memory for gradients of one width.
+        """
+        if self.engine.subscriber is not None and not self.engine.can_add_gradients:
+            raise GptparError(
+                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
+                "that the CPU optimizer gets memory for the sums."
+            )
+
+    def _add_gradients(self) -> None:
+        """Between two steps: give sums over several micro-batches memory, if they have none."""
+        if not self.engine.can_add_gradients:
+            self.engine.add_gradients()

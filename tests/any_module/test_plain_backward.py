@@ -1,0 +1,167 @@
+"""Backward passes that the user begins, and gradients in ``.grad``, against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar
+from gptpar.errors import GptparError
+from tests.any_module.case import Setup
+from tests.any_module.matrix import Bench
+from tests.any_module.scenarios.beside import LossBackward
+
+STEPS = 6
+NAMES = [
+    "mlp",
+    "two_backward_calls_of_one_graph",
+    "detached_weight_read_late_recomputed",
+    "detached_weight_read_late_recomputed_reentrant",
+    "other_blocks_weight_read_late",
+    "gpt2_checkpointed_reentrant",
+]
+SETUPS = [
+    Setup(1, 0, 1.0, accumulation=3, steps=STEPS),
+    Setup(2, 0, 0.0, accumulation=2, steps=STEPS),
+    Setup(2, 3, 0.6, accumulation=3, steps=STEPS),
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_may_go_backward_without_the_engine(bench: Bench, name: str, setup: Setup) -> None:
+    bench.check(name, setup, LossBackward)
+
+
+CLIP, LR, ACCUMULATION = 0.05, 0.1, 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def change(parameters: list[nn.Parameter]) -> float:
+    """What a user does with gradients: clips them, replaces one, drops one."""
+    norm = nn.utils.clip_grad_norm_(parameters, CLIP)
+    first, second = parameters[:2]
+    assert first.grad is not None
+    first.grad = 2 * first.grad
+    second.grad = None
+    return norm.item()
+
+
+def in_plain_torch(ranks: int) -> tuple[list[float], list[torch.Tensor]]:
+    model, norms = network(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        for number in range(ACCUMULATION * ranks):
+            loss = model(batch(100 * step + number)).square().mean()
+            (loss / (ACCUMULATION * ranks)).backward()
+        norms.append(change(list(model.parameters())))
+        for p in model.parameters():  # the engine updates a parameter without gradient, too
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer.step()
+    return norms, [p.detach() for p in model.parameters()]
+
+
+def by_engine(rank: int, ranks: int, plain: bool) -> tuple[list[float], list[torch.Tensor]]:
+    model, norms = network(), []
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+    }
+    engine: Any = gptpar.initialize(model=model, config=config)[0]
+    for step in range(STEPS):
+        for number in range(ACCUMULATION):
+            loss = engine(batch(100 * step + number * ranks + rank)).square().mean()
+            if plain:
+                loss.backward()
+            else:
+                assert engine.backward(loss).item() == loss.item() / ACCUMULATION
+            if number == ACCUMULATION - 1:
+                norms.append(change(list(engine.parameters())))
+            engine.step()
+        assert all(p.grad is None for p in model.parameters())
+    engine.close()
+    return norms, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_in_grad_without_zero(bench: Bench, ranks: int, plain: bool) -> None:
+    wanted_norms, wanted = in_plain_torch(ranks)
+    for norms, weights in bench.on_ranks(ranks, by_engine, ranks, plain):
+        assert norms == pytest.approx(wanted_norms, rel=1e-12)
+        for got, want in zip(weights, wanted, strict=True):
+            assert torch.allclose(got, want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("ends_step", [True, False])
+def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(ends_step: bool) -> None:
+    """Accumulation 1: a boundary before every backward pass, and ``no_sync``, give fp32 sums."""
+    model = network().bfloat16()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+    }
+    engine: Any = gptpar.initialize(model=model, config=config)[0]
+    losses = [lambda number=number: engine(batch(number).bfloat16()).float().square().mean() for number in range(2)]
+    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    for loss in losses:
+        found = torch.autograd.grad(loss(), list(model.parameters()))
+        for into, grad in zip(total.values(), found, strict=True):
+            into += grad.float()
+    if ends_step:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(losses[0]())
+        assert engine.engine.gradients.shard.dtype == torch.bfloat16
+        assert model[0].weight.grad.dtype == torch.bfloat16
+        engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(losses[0]())
+        engine.set_gradient_accumulation_boundary(True)
+    else:
+        with engine.no_sync():
+            engine.backward(losses[0]())
+    engine.backward(losses[1]())
+    assert all(torch.equal(engine.full_gradient(name), value) for name, value in total.items())
+    engine.step()
+    assert engine.global_steps == 1
+    engine.close()
+
+
+def test_a_plain_backward_pass_that_is_refused_or_fails() -> None:
+    model = network()
+    config = {"train_batch_size": 4, "fp16": {"enabled": True, "loss_scale": 8}, "optimizer": {"type": "AdamW"}}
+    engine: Any = gptpar.initialize(model=model, config=config)[0]
+    x = batch(0).half()
+    with pytest.raises(GptparError, match=r"engine.scale\(loss\).backward\(\) or engine.backward"):
+        engine(x).float().square().mean().backward()
+    loss = engine(x).float().square().mean()
+    with pytest.raises(ZeroDivisionError):
+        handle = model[0].weight.register_hook(lambda grad: 1 / 0)
+        engine.scale(loss).backward()
+    handle.remove()
+    loss = engine(x).float().square().mean()
+    engine.scale(loss).backward()
+    wanted = torch.autograd.grad(8 * engine(x).float().square().mean(), list(model.parameters()))
+    for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
+        assert torch.equal(p.grad, grad) and torch.equal(engine.full_gradient(name), grad.float() / 8)
+    with pytest.raises(GptparError, match="after the step's gradient became final"):
+        engine.scale(engine(x).float().square().mean())
+    engine.step(lr_kwargs={})
+    assert engine.global_steps == 1
+    engine.close()

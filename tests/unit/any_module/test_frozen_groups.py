@@ -1,0 +1,153 @@
+"""Parameter groups that are frozen and trained again while an engine has them, beside torch's own optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar
+from gptpar.errors import GptparError
+
+STEPS, CLIP = 10, 0.4
+FROZEN = {0: range(0, 4), 1: range(6, 8)}
+"""Group -> steps in which it is frozen."""
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "AMSGrad": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.2, "lr_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+
+
+def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 3e-2}]
+
+
+def freeze(model: nn.Sequential, step: int) -> None:
+    for group, layer in ((0, model[0]), (1, model[2])):
+        layer.requires_grad_(step not in FROZEN[group])
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
+
+
+def in_plain_torch(kind: type, params: dict[str, Any]) -> list[torch.Tensor]:
+    model = network()
+    optimizer = kind(groups_of(model), **params)
+    for step in range(STEPS):
+        freeze(model, step)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def make(name: str, ratio: float) -> Any:
+    (kind, params), model = KINDS[name], network()
+    config: dict[str, Any] = {
+        "train_batch_size": 4,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
+    }
+    return gptpar.initialize(model=model, config=config, optimizer=kind(groups_of(model), **params))[0]
+
+
+def train(engine: Any, start: int, stop: int, by_batch: bool) -> None:
+    for step in range(start, stop):
+        freeze(engine.module, step)
+        if by_batch:
+            x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            engine._work._loss_fn = lambda output, batch: output.square().mean()
+            engine.train_batch(iter([x]))
+        else:
+            engine.backward(loss_of(engine, step))
+            engine.step()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_frozen_group_misses_steps_as_in_torch(tmp_path: Path, name: str, ratio: float) -> None:
+    """An engine of another ratio goes on while a group is frozen."""
+    first, second = make(name, ratio), make(name, 0.3)
+    second.save_checkpoint(tmp_path / "fresh")
+    train(second, 0, 2, by_batch=False)  # misses two steps, of which it knows nothing after the loads
+    train(first, 0, 3, by_batch=ratio == 1.0)
+    first.save_checkpoint(tmp_path / "three")
+    second.load_checkpoint(tmp_path / "fresh")
+    assert "missed_steps" not in second.optimizer.param_groups[0]
+    second.load_checkpoint(tmp_path / "three")
+    train(second, 3, STEPS, by_batch=ratio == 0.0)
+    first.close()
+    second.close()
+    for got, want in zip(second.module.parameters(), in_plain_torch(*KINDS[name]), strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
+def test_what_cannot_be_frozen_or_trained() -> None:
+    model = network()
+    model[2].bias.requires_grad_(False)
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+    engine: Any = gptpar.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    model[2].bias.requires_grad_(True)
+    with pytest.raises(GptparError, match=r"requires_grad of 2.bias was set after gptpar.*in a group of their own"):
+        engine(torch.zeros(4, 5, dtype=torch.float64))
+    model[2].bias.requires_grad_(False)
+    model[0].requires_grad_(False)
+    for _ in range(2):
+        with pytest.raises(GptparError, match=r"2 of the 3 trained parameters of group 0, 0\.bias among them"):
+            engine.backward(loss_of(engine, 0))
+    model[0].requires_grad_(True)
+    engine.backward(loss_of(engine, 0))
+    model[0].requires_grad_(False)
+    with pytest.raises(GptparError, match=r"requires_grad of 2 parameters, 0\.bias among them, was changed within a"):
+        engine.step()
+    model[0].requires_grad_(True)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    engine.step()
+    assert engine.global_steps == 1 and not torch.equal(model[0].weight, before[0])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_unused_parameters_are_told_if_they_may_not_be(stage: int) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)}).double()
+    model.forward = lambda x, name: model[name](x)  # type: ignore[method-assign]
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage, "ignore_unused_parameters": False},
+    }
+    groups = [{"params": list(model[name].parameters())} for name in "ab"]
+    engine: Any = gptpar.initialize(model=model, config=config, model_parameters=groups)[0]
+    x = torch.ones(4, 5, dtype=torch.float64)
+    for names in ("ab", "aa"):
+        for name in names:
+            engine.backward(engine(x, name).square().mean())
+            if names == "aa" and engine.is_gradient_accumulation_boundary():
+                with pytest.raises(GptparError, match=r"2 parameters had no gradient .*\(b.bias, b.weight\), 2 on all"):
+                    engine.step()
+                engine.zero_grad()
+            else:
+                engine.step()
+    assert engine.global_steps == 1
+    model["b"].requires_grad_(False)
+    for _ in range(2):
+        engine.backward(engine(x, "a").square().mean())
+        engine.step()
+    assert engine.global_steps == 2
+    engine.close()

@@ -179,7 +179,7 @@ def test_logits_equal_theirs(name: str) -> None:
     with torch.no_grad():
         found, wanted = stage.eval()(tokens, {"seq_length": 16}), reference(tokens).logits.flatten(0, 1)
     assert wanted.abs().mean() > 0.1
-    # Both form the angles of rotary positions in fp32.
+    # transformers forms the angles of rotary positions in fp32.
     exact = model.position_embedding_type != "rope"
     torch.testing.assert_close(found, wanted, rtol=1e-11 if exact else 1e-5, atol=1e-11 if exact else 1e-5)
 

@@ -11,6 +11,7 @@ from typing import Any
 from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
+from gptpar.config.ranges import range_problems
 from gptpar.errors import CheckpointError, ConfigError, printable
 from gptpar.training.exchange.hf_folder import MAX_LAYERS
 
@@ -56,10 +57,10 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
     problems += _uneven(given)
     problems += [] if problems else _lacking(given)
     try:
-        flags = ModelFlags(**values)
-        problems += check_model(Flags(model=flags))
+        flags = Flags(model=ModelFlags(**values))
+        problems += [*range_problems(flags), *check_model(flags)]
         if not problems:
-            return complete_model(flags, TokenizerConfig())
+            return complete_model(flags.model, TokenizerConfig())
     except (TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
         problems.append(f"its arguments are not those of a GPT: {printable(str(error)[:200])}")
     raise CheckpointError(f"gptpar cannot compute what the model in {path} does:\n" + "\n".join(problems))

@@ -187,7 +187,7 @@ def test_an_uneven_vocabulary() -> None:
             assert_equal(got, expected, (sequence_parallel, rank))
 
 
-ONE_BLOCK = "--num-layers 1 --position-embedding-type rope --normalization RMSNorm --swiglu --num-query-groups 2"
+ONE_BLOCK = "--num-layers 1 --normalization RMSNorm --swiglu --num-query-groups 2"
 NORMS = "--qk-layernorm --qk-layernorm-scope width --norm-placement peri --attention-output-gate"
 
 

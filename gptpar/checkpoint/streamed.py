@@ -67,17 +67,27 @@ class StreamedCheckpoint:
         self._place += numel * dtype.itemsize
         return tensor
 
-    def write(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, parts: Sequence[StreamedPart]) -> None:
+    def write(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        parts: Sequence[StreamedPart],
+        look: Callable[[str, int, torch.Tensor], None],
+    ) -> None:
         """Add a tensor, and write it; memory holds no more than the tensor takes, or 64 MiB, beside the parts' values.
 
         Args:
             parts: they have all of its elements, each once.
+            look: called with values as they are copied, the number of the first of them, and which part of the tensor
+                they are from, as ``name, part 0``.
         """
         views = {str(number): part.view for number, part in enumerate(parts)}
         tensor = self.add(name, shape, dtype, views)
         assembly = Assembly(Room.within(torch.Size(shape).numel() * dtype.itemsize))
 
         def give(key: str, start: int, values: torch.Tensor, blocks: Sequence[FileBlock]) -> None:
+            look(f"{name}, part {key}", start, values)
             assembly.fill(blocks, key, views[key].of_elements(start, values.contiguous()))
 
         def readings() -> Iterator[Reading]:

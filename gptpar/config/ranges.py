@@ -40,18 +40,19 @@ def _problem(value: Any, limits: Any) -> str:
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
-        if limits["least"] is not None and number < limits["least"]:
+        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is told, too
             return f"is {_short(number)}; it must be at least {limits['least']}"
-        if limits["above"] is not None and number <= limits["above"]:
+        if limits["above"] is not None and not number > limits["above"]:
             return f"is {_short(number)}; it must be more than {limits['above']}"
-        if abs(number) > most:
+        if not abs(number) <= most:
             return f"is {_short(number)}; it must be at most {most:,}"
     return ""
 
 
 def _short(number: float) -> str:
     """A number of any size, in few characters."""
-    return f"{number:g}" if abs(number) <= sys.float_info.max else f"a number of {len(str(abs(number)))} digits"
+    huge = isinstance(number, int) and abs(number) > sys.float_info.max
+    return f"a number of {len(str(abs(number)))} digits" if huge else f"{number:g}"
 
 
 def range_problems(flags: Flags) -> list[str]:

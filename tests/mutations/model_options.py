@@ -133,7 +133,7 @@ MODEL_OPTIONS = [
     Mutation(
         "qwen3-with-heads-of-hidden-over-heads",
         "gptpar/model/families/qwen3.py",
-        'config.get("head_dim", 128)',
+        'config.size("head_dim", 128)',
         'config["hidden_size"] // config["num_attention_heads"]',
         FAMILY_TESTS,
     ),

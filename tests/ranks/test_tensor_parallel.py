@@ -187,7 +187,6 @@ def test_an_uneven_vocabulary() -> None:
             assert_equal(got, expected, (sequence_parallel, rank))
 
 
-# No rotary positions: their angles are fp32, which a compiler rounds in its own way.
 ONE_BLOCK = "--num-layers 1 --normalization RMSNorm --swiglu --num-query-groups 2"
 NORMS = "--qk-layernorm --qk-layernorm-scope width --norm-placement peri --attention-output-gate"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,9 @@ LLAMA3: dict[str, Any] = {
 """transformers' fields of Llama 3.1's rotary positions, but for the factor."""
 
 
+MAX_SIZE = 2**31 - 1
+"""Of a width, a count or a vocabulary: token ids have 32 bits."""
+
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int, float), "a number"),
     float: ((int, float), "a number"),
@@ -92,10 +96,27 @@ class HfConfig:
         value = self._fields.get(name)
         if value is None:
             raise KeyError(name)
-        if type(value) is not int or value < 1:
-            self.problems.append(f"{name} is {_shown(value)}; a whole number from 1 is needed.")
-            return 1
-        return value
+        return self._size_of(name, value)
+
+    def size(self, name: str, default: int) -> int:
+        """A size, or its default where the field is missing or ``null``; 1, and a problem noted, if it is none."""
+        value = self._fields.get(name)
+        return default if value is None else self._size_of(name, value)
+
+    def _size_of(self, name: str, value: object) -> int:
+        if type(value) is int and 1 <= value <= MAX_SIZE:
+            return value
+        most = f" to {MAX_SIZE:,}" if type(value) is int and value > MAX_SIZE else ""
+        self.problems.append(f"{name} is {_shown(value)}; a whole number from 1{most} is needed.")
+        return 1
+
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0, or its default; the default, and a problem noted, if the field is another number."""
+        value = self.get(name, default)
+        if value > 0:
+            return float(value)
+        self.problems.append(f"{name} is {_shown(value)}; a number above 0 is needed.")
+        return default
 
     def get(self, name: str, default: Any) -> Any:
         """A field, or its default where it is missing or ``null``, or, with a problem noted, of another kind."""
@@ -105,6 +126,9 @@ class HfConfig:
         kinds, needed = _KINDS[type(default)]
         if type(value) not in kinds:
             self.problems.append(f"{name} is {_shown(value)}; {needed} is needed.")
+            return default
+        if isinstance(value, float) and not math.isfinite(value):
+            self.problems.append(f"{name} is {_shown(value)}; a finite number is needed.")
             return default
         return value
 
@@ -136,8 +160,10 @@ class HfConfig:
         """The flags for rotary positions: transformers 5 has one dictionary of them, version 4 had a field each."""
         together = self.get("rope_parameters", {})
         scaling = self.get("rope_scaling", {})
-        base = together.get("rope_theta", self.get("rope_theta", self.get("rotary_emb_base", default_base)))
-        share = together.get("partial_rotary_factor", self.get("rotary_pct", default_share))
+        inner = HfConfig(together)
+        base = inner.positive("rope_theta", self.positive("rope_theta", self.positive("rotary_emb_base", default_base)))
+        share = inner.positive("partial_rotary_factor", self.positive("rotary_pct", default_share))
+        self.problems += inner.problems
         kind = together.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
         scaled = self._scaled(kind, {**scaling, **together})
         if base != int(base):
@@ -158,7 +184,11 @@ class HfConfig:
         for name, value in LLAMA3.items():
             if name != "rope_type" and (found := numbers.get(name)) != value:
                 self.problems.append(f"{name} of the rotary positions is {found}, and gptpar computes with {value}.")
-        return {"use_rope_scaling": True, "rope_scaling_factor": float(numbers.get("factor", 0))}
+        factor = numbers.get("factor", 0)
+        if type(factor) not in (int, float) or not 1 <= factor < math.inf:
+            self.problems.append(f"factor of the rotary positions is {_shown(factor)}; a number from 1 is needed.")
+            factor = 1
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 
     def windows(self) -> dict[str, Any]:
         """The flags for sliding windows."""

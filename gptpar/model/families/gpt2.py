@@ -17,11 +17,11 @@ def gpt2(config: HfConfig) -> ModelFlags:
     config.require("add_cross_attention", False, "there is no encoder")
     config.require("embd_pdrop", config.get("resid_pdrop", 0.1), "one dropout holds for all hidden states")
     hidden, heads = config["n_embd"], config["n_head"]
-    length = config.get("n_positions", config.get("n_ctx", 1024))
+    length = config.size("n_positions", config.size("n_ctx", 1024))
     return ModelFlags(
         num_layers=config["n_layer"],
         hidden_size=hidden,
-        ffn_hidden_size=config.get("n_inner", 4 * hidden),
+        ffn_hidden_size=config.size("n_inner", 4 * hidden),
         num_attention_heads=heads,
         num_query_groups=heads,
         kv_channels=hidden // heads,
@@ -30,7 +30,7 @@ def gpt2(config: HfConfig) -> ModelFlags:
         padded_vocab_size=config["vocab_size"],
         position_embedding_type="learned_absolute",
         normalization="LayerNorm",
-        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+        norm_epsilon=config.positive("layer_norm_epsilon", 1e-5),
         mlp_activation=config.activation("activation_function", "gelu_new"),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", True),
         init_method_std=config.get("initializer_range", 0.02),

@@ -26,7 +26,7 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
         padded_vocab_size=config["vocab_size"],
         **config.rotary(10000, 0.25),
         normalization="LayerNorm",
-        norm_epsilon=config.get("layer_norm_eps", 1e-5),
+        norm_epsilon=config.positive("layer_norm_eps", 1e-5),
         use_parallel_residual=config.get("use_parallel_residual", True),
         mlp_activation=config.activation("hidden_act", "gelu"),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),

@@ -12,7 +12,7 @@ from gptpar.model.families.llama import fields_like_llama, like_llama
 def qwen3(config: HfConfig) -> ModelFlags:
     """The flags of a ``Qwen3ForCausalLM``."""
     config.require("attention_bias", False, "biases are in all linear layers, in the QKV projection alone, or in none")
-    head_width = config.get("head_dim", 128)
+    head_width = config.size("head_dim", 128)
     return like_llama(config, kv_channels=head_width, qk_layernorm=True, **config.windows())
 
 

@@ -21,6 +21,7 @@ from gptpar.checkpoint.patches import ParameterView
 from gptpar.config import Flags, ModelConfig, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
+from gptpar.config.ranges import range_problems
 from gptpar.errors import CheckpointError, ConfigError, printable
 from gptpar.model.families import FAMILIES, HfTensor, flags_of, tensors_of
 from gptpar.model.gpt import gpt_model
@@ -147,16 +148,22 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: with all reasons why gptpar cannot compute the same as that model.
     """
-    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
-    if layers is not None and (type(layers) is not int or not 1 <= layers <= MAX_LAYERS):
-        raise ConfigError([f"{CONFIG} says {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}."])
+    problems = []
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = fields.get(name)
+        if layers is not None and (type(layers) is not int or not 1 <= layers <= MAX_LAYERS):
+            problems.append(f"{CONFIG} says {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}.")
+            fields = {**fields, name: 1}  # so that all other problems are told, too
     try:
-        flags = flags_of(fields)
-        if problems := list(check_model(Flags(model=flags))):
-            raise ConfigError([f"{CONFIG}: {problem}" for problem in problems])
-        return complete_model(flags, TokenizerConfig())
+        flags = Flags(model=flags_of(fields))
+        problems += [f"{CONFIG}: {problem}" for problem in (*range_problems(flags), *check_model(flags))]
+        if not problems:
+            return complete_model(flags.model, TokenizerConfig())
+    except ConfigError as error:
+        problems += error.problems
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-        raise ConfigError([f"{CONFIG} has a value of a wrong kind: {printable(str(error)[:200])}."]) from None
+        problems.append(f"{CONFIG} has a value of a wrong kind: {printable(str(error)[:200])}.")
+    raise ConfigError(problems)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

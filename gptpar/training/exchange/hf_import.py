@@ -19,6 +19,7 @@ from gptpar.config import TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
+from gptpar.training.exchange.finite import Finite
 from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
 from gptpar.training.exchange.kept import FOLDER, keep
 from gptpar.training.exchange.meta import converted_meta
@@ -60,7 +61,7 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
     views = {name: model.views(name, shapes[name]) for name in model.parameters}
     new = {name: file.add(f"weights/{name}", shapes[name], model.dtype(name), views[name]) for name in views}
     room = Room.within(max(prod(shapes[name]) * model.dtype(name).itemsize for name in new))
-    assembly, buffers = Assembly(room), AlignedBuffers(room.readers)
+    assembly, buffers, finite = Assembly(room), AlignedBuffers(room.readers), Finite()
 
     def reading(part: SourcePart) -> Reading:
         view = views[part.ours][part.theirs]
@@ -69,9 +70,11 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
 
     def give(part: SourcePart, view: ParameterView, blocks: Sequence[FileBlock]) -> None:
         with part.read(buffers, past_cache=True) as values:
+            finite.look(part.theirs, part.start, values)
             assembly.fill(blocks, part.theirs, view.of_elements(part.start, values))
 
     assembly.run([reading(part) for part in model.parts(name)] for name in new)
+    finite.require(model.folder)
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
@@ -103,7 +106,8 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
         weights: by our global name.
 
     Raises:
-        CheckpointError: the Hugging Face model lacks a parameter, or has it in another shape.
+        CheckpointError: the Hugging Face model lacks a parameter, has it in another shape, or has values that are not
+            finite.
     """
     shapes = shapes_of(model.model)
     problems = [
@@ -116,13 +120,15 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     held = [name for name, parts in weights.items() if parts.num_held]
     views = {name: model.views(name, shapes[name]) for name in held}
 
-    buffers = AlignedBuffers(NUM_THREADS)
+    buffers, finite = AlignedBuffers(NUM_THREADS), Finite()
 
     def give(part: SourcePart) -> None:
         view = views[part.ours][part.theirs]
         with part.read(buffers, past_cache=False) as values:  # other processes read the same files
+            finite.look(part.theirs, part.start, values)
             for offsets, held in weights[part.ours].parts:
                 here = view.of_parameter((offsets, tuple(held.shape)), held)
                 copy_elements(common_parts(view.of_elements(part.start, values), here))
 
     run_parallel([partial(give, part) for name in held for part in model.parts(name)])
+    finite.require(model.folder)

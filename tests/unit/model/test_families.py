@@ -179,7 +179,7 @@ def test_logits_equal_theirs(name: str) -> None:
     with torch.no_grad():
         found, wanted = stage.eval()(tokens, {"seq_length": 16}), reference(tokens).logits.flatten(0, 1)
     assert wanted.abs().mean() > 0.1
-    # Both form the angles of rotary positions in fp32.
+    # transformers forms the angles of rotary positions in fp32.
     exact = model.position_embedding_type != "rope"
     torch.testing.assert_close(found, wanted, rtol=1e-11 if exact else 1e-5, atol=1e-11 if exact else 1e-5)
 
@@ -227,6 +227,21 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             {**LLAMA, "model_type": "llama", "num_attention_heads": 0, "rms_norm_eps": "1e-5", "attention_bias": 1},
             "(?s)attention_bias is 1; true or false is needed..*num_attention_heads is 0; a whole number from 1 is "
             'needed..*rms_norm_eps is "1e-5"; a number is needed.',
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "rms_norm_eps": 0, "head_dim": 0, "vocab_size": 2**62}
+            | {"num_key_value_heads": -2, "rope_parameters": {**ROTARY_31, "factor": 0, "rope_theta": float("inf")}},
+            "(?s)llama: rope_theta is Infinity; a finite number is needed..*factor of the rotary positions is 0; a "
+            "number from 1 .*num_key_value_heads is -2; .*head_dim is 0; .*vocab_size is 4611686018427387904; a whole "
+            "number from 1 to 2,147,483,647 is needed..*rms_norm_eps is 0; a number above 0 is needed.",
+        ),
+        (
+            {**NEOX, "layer_norm_eps": -1e-5, "rotary_pct": float("nan"), "hidden_dropout": float("nan")},
+            "(?s)rotary_pct is NaN; a finite .*layer_norm_eps is -1e-05; a number above.*hidden_dropout is NaN; a f",
+        ),
+        (
+            {**GPT2, "layer_norm_epsilon": float("nan"), "n_positions": 0, "n_inner": 0},
+            "(?s)n_positions is 0; .*n_inner is 0; .*layer_norm_epsilon is NaN; a finite number is needed.",
         ),
         ({**GPT2, "n_head": 2.0}, "gpt2: n_head is 2.0; a whole number from 1 is needed."),
         ({**NEOX, "quantization_config": {"quant_method": "gptq"}}, "quantization_config is set, and gptpar has no"),

@@ -259,8 +259,8 @@ def test_attention_with_head_norms_equals_its_definition(normalization: str, pos
     def turned(head_SK: torch.Tensor) -> torch.Tensor:
         if positions == "none":
             return head_SK
-        angles_SR = torch.arange(16)[:, None].float() * 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
-        turns_SR = torch.polar(torch.ones(16, 4).double(), angles_SR.double())
+        angles_SR = torch.arange(16)[:, None].double() * 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
+        turns_SR = torch.polar(torch.ones(16, 4).double(), angles_SR)
         both_SR = torch.complex(head_SK[:, :4], head_SK[:, 4:]) * turns_SR
         return torch.cat((both_SR.real, both_SR.imag), dim=-1)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
+from gptpar.model.block import Block
 from gptpar.model.rotary import frequencies_of, rotate
-from tests.helpers import TINY
+from tests.helpers import TINY, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -42,13 +44,55 @@ def test_frequencies_are_kept_divided_or_between_by_their_turns_in_8192_tokens()
     assert between.any() and ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
-def test_positions_turn_by_the_scaled_frequencies() -> None:
-    x = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    positions = torch.tensor([[0, 5000, 100_000]])
-    angles = positions[0, :, None].float() * frequencies_of(16, 500_000, 8, CPU)
-    turned = torch.complex(*x.split(8, -1)) * torch.polar(torch.ones(()).double(), angles.double())
-    found = rotate(x, positions, 16, 500_000, 8)
-    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), -1), rtol=0, atol=1e-6)
+def float64_turned(x: np.ndarray, positions: np.ndarray, rotated: int, base: int, factor: float) -> np.ndarray:
+    """Rotary positions as complex numbers, all in float64."""
+    frequencies = float(base) ** -(np.arange(0, rotated, 2) / rotated)
+    kept = np.clip((frequencies * 8192 / (2 * np.pi) - 1) / 3, 0, 1)
+    frequencies = frequencies * kept + frequencies / factor * (1 - kept)
+    pairs = x[..., : rotated // 2] + 1j * x[..., rotated // 2 : rotated]
+    turned = pairs * np.exp(1j * (positions[:, None, :, None] * frequencies))
+    return np.concatenate((turned.real, turned.imag, x[..., rotated:]), axis=-1)
+
+
+@pytest.mark.parametrize("rotated", [16, 4])
+@pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
+@pytest.mark.parametrize(("base", "spacing"), [(10_000, 1), (500_000, 3)])
+def test_fp64_turns_by_fp64_angles(rotated: int, factor: float, base: int, spacing: int) -> None:
+    x = np.random.default_rng(0).uniform(-1, 1, (2, 3, 32, 16))
+    positions = np.stack((np.arange(32) * spacing, np.arange(32)))
+    wanted = float64_turned(x, positions, rotated, base, factor)
+    given = torch.from_numpy(x)
+    found = rotate(given, torch.from_numpy(positions), rotated, base, factor).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
+    plain = rotate(given[1:], None, rotated, base, factor).numpy()
+    np.testing.assert_allclose(plain, wanted[1:], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("scaling", ["", "--use-rope-scaling --rope-scaling-factor 32"])
+def test_attention_in_fp64_is_that_of_float64(scaling: str) -> None:
+    flags = f"--position-embedding-type rope --rotary-base 500000 --disable-bias-linear {scaling}"
+    attention = Block(tiny_config(flags).model).attention.double()
+    random = np.random.default_rng(0)
+    for parameter in attention.parameters():
+        parameter.data = torch.from_numpy(random.uniform(-0.2, 0.2, parameter.shape))
+    x, positions = random.uniform(-1, 1, (16, 32)), np.arange(16)[None] * 100
+    heads = (x @ attention.qkv.weight.detach().numpy().T).reshape(1, 16, 4, 3, 8).transpose(3, 0, 2, 1, 4)
+    q, k = (float64_turned(part, positions, 8, 500_000, 32.0 if scaling else 1.0) for part in heads[:2])
+    scores = q @ k.swapaxes(-1, -2) / 8**0.5 + np.triu(np.full((16, 16), -np.inf), 1)
+    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    wanted = (shares @ heads[2])[0].transpose(1, 0, 2).reshape(16, 32) @ attention.out.weight.detach().numpy().T
+    found = attention(torch.from_numpy(x), torch.from_numpy(positions), None, 16).detach().numpy()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    angles = torch.tensor([0, 5000, 100_000])[:, None].float() * frequencies_of(16, 500_000, 8, CPU)
+    first, second = x.chunk(2, -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), 16, 500_000, 8), wanted)
 
 
 def test_the_flags_are_megatrons() -> None:

@@ -25,6 +25,7 @@ from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.training.exchange.finite import Finite
 from gptpar.training.exchange.megatron.arguments import count_in, model_of
 from gptpar.training.exchange.megatron.found import WEIGHTS, Found, RankPart
 from gptpar.training.exchange.megatron.progress import progress_meta
@@ -55,13 +56,19 @@ class MegatronModel:
     infos: Mapping[str, ParameterInfo]
 
     def write(self, file: StreamedCheckpoint) -> None:
-        """Write all tensors of our checkpoint, in the order in which Megatron's files are read fastest."""
+        """Write all tensors of our checkpoint, in the order in which Megatron's files are read fastest.
+
+        Raises:
+            CheckpointError: values are not finite, or the disk refuses.
+        """
+        finite = Finite()
         for kind, parts in self.found.states.items():
             for name in parts:
                 if name in self.infos:
-                    self._write_tensor(file, kind, name)
+                    self._write_tensor(file, kind, name, finite)
+        finite.require(self.found.path)
 
-    def _write_tensor(self, file: StreamedCheckpoint, kind: str, name: str) -> None:
+    def _write_tensor(self, file: StreamedCheckpoint, kind: str, name: str, finite: Finite) -> None:
         """Write a parameter of ours, or an optimizer state of it: fp64 if Megatron's tensor is fp64, else fp32."""
         info = self.infos[name]
         splits = [part.read() for part in self.found.states[kind][name]]
@@ -71,7 +78,7 @@ class MegatronModel:
                 f"{kind} of {name!r} in {self.found.path} is no plain tensor of {', '.join(map(str, NAME_OF))}"
             )
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-        file.write(f"{kind}/{name}", tuple(info.shape), dtype, list(_parts(info, splits)))
+        file.write(f"{kind}/{name}", tuple(info.shape), dtype, list(_parts(info, splits)), finite.look)
 
 
 def _parts(info: ParameterInfo, splits: Sequence[Sequence[torch.Tensor]]) -> Iterator[StreamedPart]:

@@ -44,7 +44,7 @@ def logits_of(stage: Stage, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def require_equal_logits(ours: torch.Tensor, reference: Any, tokens: torch.Tensor) -> None:
-    """fp64: but for the angles of rotary positions, which both form in fp32."""
+    """fp64: but for the angles of rotary positions, which transformers forms in fp32."""
     with torch.no_grad():
         wanted = reference(tokens).logits.flatten(0, 1)
     assert wanted.abs().mean() > 0.1

@@ -82,7 +82,8 @@ def random_checkpoint(root: Path, model: ModelConfig) -> tuple[Path, dict[str, t
     def fill(file: StreamedCheckpoint) -> None:
         for name, value in weights.items():
             view = ParameterView(value.shape, lambda whole: whole)
-            file.write(f"weights/{name}", tuple(value.shape), value.dtype, [StreamedPart(view, [value])])
+            parts = [StreamedPart(view, [value])]
+            file.write(f"weights/{name}", tuple(value.shape), value.dtype, parts, lambda *_: None)
 
     meta = converted_meta(model, TokenizerConfig(), "nothing", vocab_size=60)
     return write_checkpoint(root, 0, fill, meta), weights

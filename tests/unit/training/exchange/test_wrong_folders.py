@@ -15,6 +15,9 @@ from gptpar.cli.convert import main as convert
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import CheckpointError, ConfigError
+from gptpar.topology.tensor_parts import whole
+from gptpar.training.exchange.hf_folder import open_hf, shapes_of
+from gptpar.training.exchange.hf_import import fill_from_hf
 from gptpar.training.exchange.start_from_hf import take_model_of_hf
 from tests.unit.training.exchange.hf_models import contents, save_theirs
 
@@ -77,6 +80,36 @@ def test_a_wrong_folder_is_told_with_a_remedy_and_stays_as_it_is(name: str, tmp_
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert told in str(error.value)
     assert contents(tmp_path / "theirs") == before
+    assert not (tmp_path / "run").exists()
+
+
+NAN, INFINITE = float("nan"), float("inf")
+BROKEN = {"model.layers.1.mlp.up_proj.weight": (2, 1), "model.norm.weight": (1, 0), "lm_head.weight": (0, 3)}
+"""Tensor -> its NaN and infinite values."""
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["convert", "--load-hf"])
+def test_weights_that_are_not_finite_are_named_with_their_number(load: bool, tmp_path: Path) -> None:
+    model = save_theirs(tmp_path / "theirs", "Llama")
+    values = dict(model.named_parameters())
+    for name, (nans, infinite) in BROKEN.items():
+        flat = values[name].data.view(-1)
+        flat[:nans], flat[len(flat) - infinite :] = NAN, -INFINITE
+    model.float().save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as error:
+        if load:
+            opened = open_hf(tmp_path / "theirs")
+            shapes = shapes_of(opened.model)
+            fill_from_hf(opened, {name: whole(torch.empty(shape)) for name, shape in shapes.items()})
+        else:
+            convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert str(error.value).splitlines() == [
+        f"{tmp_path / 'theirs'} has weights that no model can compute with:",
+        "tensor 'lm_head.weight' has 0 NaN and 3 infinite values",
+        "tensor 'model.layers.1.mlp.up_proj.weight' has 2 NaN and 1 infinite values",
+        "tensor 'model.norm.weight' has 1 NaN and 0 infinite values",
+        "take weights from before the training failed, or copy or download the files again",
+    ]
     assert not (tmp_path / "run").exists()
 
 

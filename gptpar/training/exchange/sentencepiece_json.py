@@ -26,7 +26,7 @@ UNREACHABLE = 1000.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """An entry of the vocabulary; ``kind`` is NORMAL, CONTROL and so on."""
 
     text: str
@@ -44,7 +44,7 @@ class SentencePieceModel:
         trims: whether spaces at the ends, and all but one of a row of spaces, are removed.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[VocabularyPiece]
     kind: int
     byte_fallback: bool
     charsmap: bytes
@@ -104,19 +104,27 @@ class SentencePieceModel:
             "padding": None,
             "added_tokens": list(self._added_tokens()),
             "normalizer": {"type": "Sequence", "normalizers": steps},
-            "pre_tokenizer": None,
+            "pre_tokenizer": self._isolating(),
             "post_processor": None if first is None else _beginning(first, self.pieces[first].text),
             "decoder": {"type": "Sequence", "decoders": back},
             "model": self._unigram() if self.kind == UNIGRAM else self._bpe(),
         }
 
     def _added_tokens(self) -> Iterator[dict[str, Any]]:
-        """Control pieces are special; user-defined ones are found in any text before others."""
+        """Control pieces are special; BPE finds user-defined ones in any text before others."""
         for number, piece in enumerate(self.pieces):
-            if piece.kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            if piece.kind in (UNKNOWN, CONTROL) or (piece.kind == USER_DEFINED and self.kind != UNIGRAM):
                 special = piece.kind != USER_DEFINED
                 rules = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
                 yield {"id": number, "content": piece.text, **rules, "normalized": not special, "special": special}
+
+    def _isolating(self) -> dict[str, Any] | None:
+        """The rule that parts characters without pieces: Unigram would find bytes' names, ``<0x41>``, with them."""
+        there = {character for piece in self.pieces if piece.kind in (NORMAL, USER_DEFINED) for character in piece.text}
+        absent = "".join(sorted({*"<0x123456789ABCDEF>"} - there))
+        if self.kind != UNIGRAM or not self.byte_fallback or not absent:
+            return None
+        return {"type": "Split", "pattern": {"Regex": f"[{absent}]"}, "behavior": "Isolated", "invert": False}
 
     def _unigram(self) -> dict[str, Any]:
         written = (NORMAL, USER_DEFINED)
@@ -151,14 +159,15 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 def _beginning(first: int, name: str) -> dict[str, Any]:
     """The rule that puts a token before each text."""
-    begin, a, b = ({"SpecialToken": {"id": name, "type_id": 0}}, *({"Sequence": {"id": one, "type_id": 0}} for one in "AB"))
+    begin = {"SpecialToken": {"id": name, "type_id": 0}}
+    a, b = ({"Sequence": {"id": one, "type_id": 0}} for one in "AB")
     tokens = {name: {"id": name, "ids": [first], "tokens": [name]}}
     return {"type": "TemplateProcessing", "single": [begin, a], "pair": [begin, a, begin, b], "special_tokens": tokens}
 
 
-def _piece(fields: dict[int, Any]) -> Piece:
+def _piece(fields: dict[int, Any]) -> VocabularyPiece:
     (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
-    return Piece(fields.get(1, b"").decode(), score, fields.get(3, NORMAL))
+    return VocabularyPiece(fields.get(1, b"").decode(), score, fields.get(3, NORMAL))
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, Any]]:

@@ -73,6 +73,22 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a text behind the one with which documents begin: bos where texts are known to begin with it, or eod.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue; without a text, those of an empty document.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
+        ...
+
     def dropped(self, texts: Iterable[str]) -> Counter[str]:
         """How often each character that no token represents occurs in texts that can be encoded."""
         ...
@@ -140,6 +156,12 @@ class TokenizerBase:
         for end, ids in zip(np.cumsum(lengths), encoded, strict=True):
             tokens[end - len(ids) : end] = ids
         return tokens, lengths
+
+    def encode_document(self, text: str) -> list[int]:
+        return self.encode(text) if self.begins_texts else [self.eod, *self.encode(text)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text) or self.encode_document(text)
 
     def dropped(self, texts: Iterable[str]) -> Counter[str]:
         found: Counter[str] = Counter()

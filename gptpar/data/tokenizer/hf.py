@@ -23,8 +23,9 @@ class HFTokenizer(TokenizerBase):
     """A tokenizer.json, or a local folder that holds one. Nothing is downloaded.
 
     `eod` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only
-    well-known name (COMMON_EOD) in the vocabulary; `bos` is their bos_token. Special tokens written in a text are
-    encoded as ordinary characters, and none are added.
+    well-known name (COMMON_EOD) in the vocabulary; `bos` is their bos_token, with which documents begin. Special tokens
+    written in a text are encoded as ordinary characters. None are added, except that a prompt begins with `bos` where
+    the file's own rule puts it before each text.
     """
 
     name = "HFTokenizer"
@@ -68,6 +69,13 @@ class HFTokenizer(TokenizerBase):
         utf8(text)
         with _errors_told(f"{self._path} has neither tokens for all characters nor one for unknown text"):
             return self._encoder.encode(text, add_special_tokens=False).ids
+
+    def encode_document(self, text: str) -> list[int]:
+        return super().encode_document(text) if self.bos is None else [self.bos, *self.encode(text)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        added = self._tokenizer.encode("", add_special_tokens=True).ids
+        return self.encode_document(text) if added[:1] == [self.bos] else super().encode_prompt(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return decode_known(ids, self.vocab_size, lambda run: self._tokenizer.decode(run, skip_special_tokens=False))

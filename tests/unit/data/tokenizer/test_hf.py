@@ -133,3 +133,19 @@ def test_documents_can_begin_with_bos(tmp_path: Path):
     (other / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(DataError, match="--prepend-bos: the HFTokenizer has no bos token; leave it out"):
         processed(other, ["ab"], "--prepend-bos")
+
+
+def test_prompts_begin_with_bos_where_the_file_puts_it_before_texts(tmp_path: Path):
+    tokenizer = tokenizer_of(tmp_path, UNIGRAM)
+    assert (tokenizer.encode_prompt("ab"), tokenizer.encode_prompt("")) == ([4, 5], [1])
+    begin = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    rule = {"type": "TemplateProcessing", "single": begin, "pair": begin, "special_tokens": tokens}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": rule}))
+    tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(path))
+    assert (tokenizer.encode_prompt("ab"), tokenizer.encode_prompt("")) == ([1, 4, 5], [1])
+    assert tokenizer.encode("ab") == [4, 5]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(path))
+    assert (tokenizer.encode_prompt("ab"), tokenizer.encode_prompt(""), tokenizer.bos) == ([4, 5], [2], None)

@@ -49,10 +49,14 @@ def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes
 
 
 def _of_sentencepiece(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """The model's own file, and the same tokenizer as a ``tokenizer.json``, which transformers takes as it is."""
+    """The model's own file, and the same tokenizer as a ``tokenizer.json``, which transformers takes as it is.
+
+    A bos token is named where texts began with it in training: lm-evaluation-harness begins with it, or else with eos.
+    """
     content = tokenizer.files["tokenizer.model"]
     model = SentencePieceModel.parse(content)
-    special = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod, "unk_token": tokenizer.unknown}
+    begin = tokenizer.bos if tokenizer.begins_texts else None
+    special = {"bos_token": begin, "eos_token": tokenizer.eod, "unk_token": tokenizer.unknown}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -61,7 +65,7 @@ def _of_sentencepiece(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]
     }
     return {
         "tokenizer.model": content,
-        "tokenizer.json": _json(model.tokenizer_json(tokenizer.bos if tokenizer.begins_texts else None)),
+        "tokenizer.json": _json(model.tokenizer_json(begin)),
         "tokenizer_config.json": _json(settings),
     }
 

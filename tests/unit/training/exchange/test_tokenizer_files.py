@@ -61,7 +61,6 @@ def test_the_trainers_models_keep_their_ids(tmp_path: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 16,
-        "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
     }
@@ -101,4 +100,4 @@ def test_transformers_gives_the_same_ids(kind: str, settings: dict[str, Any], tm
         texts = [text for text in odd_texts(training) if not any(one in text for one in ("<s>", "</s>", "<unk>"))]
         assert len(texts) > 3500
         assert [reader(text).input_ids for text in texts] == [training.encode(text) for text in texts]
-        assert (reader.eos_token_id, reader.bos_token_id) == (2, 1)
+        assert (reader.eos_token_id, reader.bos_token_id) == (2, 1 if name == "Llama2Tokenizer" else None)

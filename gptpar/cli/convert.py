@@ -33,7 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gptpar convert",
         description="Convert a checkpoint of gptpar to a Hugging Face folder, or another program's model to a "
-        "checkpoint. The files of SOURCE tell its kind. SOURCE stays as it is; TARGET appears whole or not at all.",
+        "checkpoint.\nThe files of SOURCE tell its kind. SOURCE stays as it is; TARGET appears whole or not at all.\n"
+        "A Hugging Face folder comes back byte for byte if nothing was trained and its safetensors files hold each\n"
+        "weight once and nothing else. Otherwise the weights come back in files as transformers writes them.",
         epilog="examples:\n  gptpar convert runs/350M hf/350M --dtype bf16\n  gptpar convert hf/Llama-3 runs/Llama-3",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
         stop_at=tokenizer.eod,
         seed=args.seed,
     )
-    texts = make_texts([tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts], how)
+    texts = make_texts([tokenizer.encode_prompt(prompt) for prompt in prompts], how)
     printers = [_Printer(tokenizer, args.stop or ()) for _ in prompts]
     steps = continue_texts(stage, texts, how)
     if len(prompts) == 1 and (args.stream or sys.stdout.isatty()):

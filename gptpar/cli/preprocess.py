@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """Tokenize, and print a summary."""
     args = _parser().parse_args(argv)
     spec = TokenizerSpec(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(TokenizerSpec)})
-    encoder = Encoder(spec, tuple(args.json_keys), args.append_eod, args.skip_bad_lines)
+    encoder = Encoder(spec, tuple(args.json_keys), args.append_eod, args.skip_bad_lines, args.prepend_bos)
     workers = args.workers or len(cores())
     print(preprocess(args.input, args.output_prefix, encoder, workers=workers, log_interval=args.log_interval))
     return 0
@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument(
         "--append-eod", action="store_true", help="end each document that is not empty with the eod token"
+    )
+    data.add_argument(
+        "--prepend-bos",
+        action="store_true",
+        help="begin each document that is not empty with the tokenizer's bos token, as Llama's do",
     )
     data.add_argument(
         "--skip-bad-lines",

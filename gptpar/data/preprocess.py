@@ -7,9 +7,10 @@ workers.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -21,7 +22,7 @@ from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.data.workers import ordered_map, terminate_cleanly
 from gptpar.errors import DataError, TokenizerError
 
-BAD_LINES_SHOWN = 5
+BAD_LINES_SHOWN = CHARACTERS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,33 @@ def _tokenizer(spec: TokenizerSpec) -> Tokenizer:
     return build_tokenizer(**asdict(spec))
 
 
+@dataclass
+class TextLoss:
+    """What a tokenizer loses of texts; its text is empty if it loses nothing.
+
+    Attributes:
+        dropped: how often each character occurs that no token represents.
+        unknown: tokens that stand for text which the vocabulary lacks.
+    """
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    unknown: int = 0
+
+    def add(self, other: TextLoss) -> None:
+        self.dropped.update(other.dropped)
+        self.unknown += other.unknown
+
+    def __str__(self) -> str:
+        found = self.dropped.most_common(CHARACTERS_SHOWN)
+        shown = ", ".join(f"{character!r} {count:,} times" for character, count in found)
+        more = f" and {len(self.dropped) - len(found):,} others" if len(self.dropped) > len(found) else ""
+        lines = [
+            *([f"lost {self.dropped.total():,} characters that no token represents: {shown}{more}"] if found else []),
+            *([f"lost what {self.unknown:,} tokens stand for: the vocabulary lacks it"] if self.unknown else []),
+        ]
+        return "".join(f"\n{line}" for line in lines)
+
+
 @dataclass(frozen=True)
 class EncodedBlock:
     """The documents of one block, or one part of a document.
@@ -53,6 +81,7 @@ class EncodedBlock:
         consumed: as in TextBlock.
         part: whether this is part of a document, or a block.
         last: the document ends here.
+        loss: what the tokenizer lost of the texts.
     """
 
     columns: list[tuple[np.ndarray, np.ndarray]]
@@ -61,6 +90,7 @@ class EncodedBlock:
     consumed: int
     part: bool = False
     last: bool = True
+    loss: TextLoss = field(default_factory=lambda: TextLoss())
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +105,7 @@ class Encoder:
     keys: tuple[str, ...]
     append_eod: bool
     skip_bad_lines: bool
+    prepend_bos: bool = False
 
     def __call__(self, block: TextBlock | Part) -> EncodedBlock:
         return self._encode_part(block) if isinstance(block, Part) else self._encode_block(block)
@@ -87,8 +118,10 @@ class Encoder:
         except TokenizerError:
             documents = [document for document in documents if self._can_encode(block.path, *document, bad_lines)]
             columns = self._columns([texts for _, texts in documents])
-        text_bytes = sum(len(text.encode()) for _, texts in documents for text in texts)
-        return EncodedBlock(columns, bad_lines, text_bytes, block.consumed)
+        tokenizer, texts = _tokenizer(self.spec), [text for _, texts in documents for text in texts]
+        unknown = sum(int((tokens == tokenizer.unknown).sum()) for tokens, _ in columns)
+        loss = TextLoss(tokenizer.dropped(texts), unknown)
+        return EncodedBlock(columns, bad_lines, sum(len(text.encode()) for text in texts), block.consumed, loss=loss)
 
     def _encode_part(self, part: Part) -> EncodedBlock:
         try:
@@ -101,9 +134,11 @@ class Encoder:
 
     def _columns(self, documents: list[tuple[str, ...]], ends: bool = True) -> list[tuple[np.ndarray, np.ndarray]]:
         tokenizer = _tokenizer(self.spec)
-        after = tokenizer.eod if self.append_eod and ends else None
+        ends_with = tokenizer.eod if self.append_eod and ends else None
+        begins_with = tokenizer.bos if self.prepend_bos else None
         dtype = token_dtype(tokenizer.vocab_size)
-        batches = (tokenizer.encode_batch([texts[k] for texts in documents], after) for k in range(len(self.keys)))
+        columns = ([texts[k] for texts in documents] for k in range(len(self.keys)))
+        batches = (tokenizer.encode_batch(texts, ends_with, begins_with) for texts in columns)
         return [(tokens.astype(dtype, copy=False), lengths) for tokens, lengths in batches]
 
     def _can_encode(self, path: str, line: int, texts: tuple[str, ...], bad_lines: list[str]) -> bool:
@@ -134,11 +169,14 @@ def preprocess(
     Raises:
         ConfigError, TokenizerError: the tokenizer cannot be built.
         DataError: an input is missing or holds a bad line (unless they are skipped), there is no document or no token
-            at all, or a key cannot name a file of its own.
+            at all, a key cannot name a file of its own, or documents cannot begin with a bos token.
     """
     _check_keys(encoder.keys)
     files = find_inputs(inputs)
     tokenizer = _tokenizer(encoder.spec)
+    if encoder.prepend_bos and (tokenizer.bos is None or tokenizer.begins_texts):
+        reason = "has no bos token" if tokenizer.bos is None else "begins each text with its bos token"
+        raise DataError(f"--prepend-bos: the {tokenizer.name} {reason}; leave it out")
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoder.keys]
     progress = CorpusProgress(sum(map(os.path.getsize, files)), log_interval)
@@ -161,7 +199,7 @@ def preprocess(
         f"{progress.documents:,} documents, {progress.tokens:,} tokens ({dtype.name}) "
         f"in {progress.seconds():.1f} s: {progress.rates()}\n"
         f"wrote {', '.join(f'{prefix}.bin and .idx' for prefix in prefixes)}{bad}"
-        f"{removed_line(writers)}"
+        f"{output.loss}{removed_line(writers)}"
     )
 
 
@@ -188,6 +226,7 @@ class Output:
         self._writers, self._progress, self._bad = writers, progress, bad
         self._tokens = self._text_bytes = 0  # of the parts so far of a document that has not ended
         self._forgetting = False  # one of its parts was bad
+        self.loss = TextLoss()
 
     def add(self, block: EncodedBlock) -> None:
         if block.part:
@@ -195,6 +234,7 @@ class Output:
         for writer, column in zip(self._writers, block.columns, strict=True):
             writer.add_documents(*column)
         self._bad.add(block.bad_lines)
+        self.loss.add(block.loss)
         self._progress.update(block.consumed, len(block.columns[0][1]), block.num_tokens, block.text_bytes)
 
     def _add_part(self, block: EncodedBlock) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -23,12 +24,20 @@ class Tokenizer(Protocol):
         name: canonical name of the tokenizer type.
         vocab_size: number of ids, without padding for tensor parallelism; every id is below it.
         eod: id that ends a document; no text is ever encoded to it.
+        bos: id with which a document may begin, where the tokenizer's files name one.
+        begins_texts: whether `encode` puts `bos` before each text.
+        unknown: id of text that the vocabulary lacks, where there is one.
+        files: name -> contents of the files that the tokenizer is made from: a folder with them is the tokenizer.
         threads: whether `encode_batch` releases Python's lock, so that several threads encode faster than one.
     """
 
     name: ClassVar[str]
     vocab_size: int
     eod: int
+    bos: int | None
+    begins_texts: ClassVar[bool]
+    unknown: int | None
+    files: Mapping[str, bytes]
 
     @property
     def threads(self) -> bool: ...
@@ -50,16 +59,38 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(
+        self, texts: Sequence[str], after: int | None = None, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids of all texts end to end, int64 number of ids of each text).
 
         Args:
             texts: any number of texts, each encoded by itself.
-            after: id to put after each text that has ids; it counts in the number.
+            after, before: ids to put after and before each text that has ids; they count in the number.
 
         Raises:
             TokenizerError: a text cannot be represented.
         """
+        ...
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a text behind the one with which documents begin: bos where texts are known to begin with it, or eod.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue; without a text, those of an empty document.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
+        ...
+
+    def dropped(self, texts: Iterable[str]) -> Counter[str]:
+        """How often each character that no token represents occurs in texts that can be encoded."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -78,19 +109,29 @@ class TokenizerBase:
     options: ClassVar[tuple[str, ...]]  # the arguments of build_tokenizer that this type needs
     optional: ClassVar[tuple[str, ...]] = ()  # those that it takes beside them
     in_folder: ClassVar[str] = ""  # the name of its file, where a folder is given in its place
+    file_names: ClassVar[Mapping[str, str]] = {}  # argument that is a file's path -> its usual name
+    may_drop: ClassVar[bool] = False  # whether there may be characters that no token represents
     vocab_size: int
     eod: int
+    bos: int | None = None
+    begins_texts: ClassVar[bool] = False
+    unknown: int | None = None
 
     def __init__(self) -> None:
         self._sha256: dict[str, str] = {}
+        self._drops: dict[str, bool] = {}
+        self.files: dict[str, bytes] = {}
 
     def _read(self, role: str, path: str | Path) -> bytes:
-        try:
-            content = read_regular(path)
-        except OSError as error:
-            raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
+        content = self.files[self.file_names[role]] = _contents(path)
         self._sha256[role] = hashlib.sha256(content).hexdigest()
         return content
+
+    def _read_beside(self, path: Path, names: Iterable[str]) -> None:
+        """Read further files of the folder where they are; they are no part of the identity."""
+        for sibling in map(path.with_name, names):
+            if sibling.name not in (path.name, *self.files) and sibling.is_file():
+                self.files[sibling.name] = _contents(sibling)
 
     @property
     def threads(self) -> bool:
@@ -103,16 +144,38 @@ class TokenizerBase:
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(
+        self, texts: Sequence[str], after: int | None = None, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         encoded = [self.encode(text) for text in texts]
-        if after is not None:
-            for ids in filter(None, encoded):
-                ids.append(after)
+        for ids in filter(None, encoded):
+            ids[:0] = [] if before is None else [before]
+            ids += [] if after is None else [after]
         lengths = np.array([len(ids) for ids in encoded], np.int64)
         tokens = np.empty(int(lengths.sum()), np.int64)
         for end, ids in zip(np.cumsum(lengths), encoded, strict=True):
             tokens[end - len(ids) : end] = ids
         return tokens, lengths
+
+    def encode_document(self, text: str) -> list[int]:
+        return self.encode(text) if self.begins_texts else [self.eod, *self.encode(text)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text) or self.encode_document(text)
+
+    def dropped(self, texts: Iterable[str]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for text in texts if self.may_drop else ():
+            characters = set(text)
+            self._drops |= {one: self._is_dropped(one) for one in characters - self._drops.keys()}
+            found.update({one: text.count(one) for one in characters if self._drops[one]})
+        return found
+
+    def _is_dropped(self, character: str) -> bool:
+        """Whether a text has the same ids without the character; white space may divide words and have no ids."""
+        if self.encode(character) != self.encode(""):
+            return False
+        return not character.isspace() or self.encode(f"a{character}b") == self.encode("ab")
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -126,6 +189,13 @@ class TokenizerBase:
 def file_at(path: str | Path, in_folder: str) -> Path:
     """The file that a path means, be it the file's or that of the folder that holds it under its usual name."""
     return Path(path) / in_folder if in_folder and Path(path).is_dir() else Path(path)
+
+
+def _contents(path: str | Path) -> bytes:
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def utf8(text: str) -> bytes:

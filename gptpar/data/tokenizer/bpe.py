@@ -77,6 +77,7 @@ class GPT2BPETokenizer(TokenizerBase):
 
     name = "GPT2BPETokenizer"
     options = ("vocab_file", "merge_file")
+    file_names = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 
     def __init__(self, vocab_file: str, merge_file: str):
         import tiktoken
@@ -111,9 +112,11 @@ class GPT2BPETokenizer(TokenizerBase):
     def threads(self) -> bool:
         return self._kernel is not None
 
-    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        if self._kernel is None:
-            return super().encode_batch(texts, after)
+    def encode_batch(
+        self, texts: Sequence[str], after: int | None = None, before: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if self._kernel is None or before is not None:
+            return super().encode_batch(texts, after, before)
         return self._kernel.encode_batch([utf8(text) for text in texts], after)
 
     def decode(self, ids: Iterable[int]) -> str:

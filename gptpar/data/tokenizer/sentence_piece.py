@@ -18,6 +18,8 @@ class SentencePieceTokenizer(TokenizerBase):
     name = "SentencePieceTokenizer"
     options = ("tokenizer_model",)
     in_folder = "tokenizer.model"
+    file_names = {"tokenizer_model": in_folder}
+    may_drop = True
 
     def __init__(self, tokenizer_model: str):
         import sentencepiece
@@ -31,6 +33,7 @@ class SentencePieceTokenizer(TokenizerBase):
             raise TokenizerError(f"--tokenizer-model {tokenizer_model} is not a SentencePiece model") from error
         self.vocab_size = self._model.vocab_size()
         self.eod = self._model.eos_id()
+        self.bos, self.unknown = (one if one >= 0 else None for one in (self._model.bos_id(), self._model.unk_id()))
         if self.eod < 0:
             raise TokenizerError(
                 f"{tokenizer_model} has no eos piece, which must end each document; train it with eos_id"
@@ -52,15 +55,16 @@ class Llama2Tokenizer(SentencePieceTokenizer):
     """
 
     name = "Llama2Tokenizer"
+    begins_texts = True
 
     def __init__(self, tokenizer_model: str):
         super().__init__(tokenizer_model)
-        self.bos = self._model.bos_id()
-        if self.bos < 0:
+        if self.bos is None:
             raise TokenizerError(
                 f"{tokenizer_model} has no bos piece, with which a Llama2Tokenizer begins each text; take "
                 "--tokenizer-type SentencePieceTokenizer"
             )
 
     def encode(self, text: str) -> list[int]:
+        assert self.bos is not None
         return [self.bos, *super().encode(text)]

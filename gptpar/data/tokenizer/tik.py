@@ -20,7 +20,7 @@ NUM_IDS, NUM_SPECIAL = 1 << 17, 1000
 """Megatron's defaults of ``--vocab-size`` and ``--tiktoken-num-special-tokens``."""
 SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 """The first special tokens; the others are ``<SPECIAL_7>`` and so on."""
-EOD = "</s>"
+BOS, EOD = "<s>", "</s>"
 
 _BEFORE_LETTERS = r"[^\r\n\p{L}\p{N}]"
 _UPPER, _LOWER = (rf"[{first}\p{{Lm}}\p{{Lo}}\p{{M}}]" for first in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
@@ -46,6 +46,7 @@ class TikTokenizer(TokenizerBase):
 
     name = "TikTokenizer"
     options = ("tokenizer_model",)
+    file_names = {"tokenizer_model": "tiktoken.json"}
     optional = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
 
     def __init__(
@@ -73,7 +74,7 @@ class TikTokenizer(TokenizerBase):
                 f"{len(tokens) + self._num_special}"
             )
         ranks = {token: self._num_special + rank for rank, token in enumerate(tokens[:number])}
-        self.vocab_size, self.eod = vocab_size, SPECIAL.index(EOD)
+        self.vocab_size, self.bos, self.eod = vocab_size, SPECIAL.index(BOS), SPECIAL.index(EOD)
         self._encoding = tiktoken.Encoding(
             self.name, pat_str="|".join(PATTERNS[self._pattern]), mergeable_ranks=ranks, special_tokens={}
         )

@@ -6,7 +6,7 @@ lm_eval/utils.py, ``get_rolling_token_windows``):
 - white space at the end of a query moves to the beginning of its continuation;
 - query and continuation are encoded together; if the query alone has n tokens, the continuation's tokens are those
   after the first n;
-- an empty query is the end-of-document token;
+- an empty query is the token with which documents begin: bos where the tokenizer's files declare it, or eod;
 - a row that is longer than the context loses tokens on the left;
 - a document is cut into windows as long as the context, and each token is predicted once. The last window reaches back
   over the one before, so that its tokens see as much context as there is.
@@ -48,16 +48,16 @@ def continuation_rows(tokenizer: Tokenizer, query: str, continuations: Sequence[
     """
     stripped = query.rstrip()
     space = query[len(stripped) :]
-    query_ids = tokenizer.encode(stripped) if stripped else []
+    encode = tokenizer.encode if stripped else tokenizer.encode_document
+    query_ids = encode(stripped)
     rows = []
     for number, continuation in enumerate(continuations):
-        whole = tokenizer.encode(stripped + space + continuation)
-        scored = len(whole) - len(query_ids)
+        ids = encode(stripped + space + continuation)
+        scored = len(ids) - len(query_ids)
         if scored <= 0:
             raise ValueError(f"choice {number} (counted from 0) has no tokens beside those of the query")
         if scored > context:
             raise ValueError(f"choice {number} (counted from 0) has {scored:,} tokens, the model reads {context:,}")
-        ids = whole if stripped else [tokenizer.eod, *whole]
         rows.append(TokenRow(ids[-(context + 1) :], scored))
     return rows
 
@@ -68,7 +68,7 @@ def document_rows(tokenizer: Tokenizer, text: str, context: int) -> Iterator[Tok
     Args:
         context: the most tokens that the model reads.
     """
-    ids = [tokenizer.eod, *tokenizer.encode(text)]
+    ids = tokenizer.encode_document(text)
     for start in range(0, len(ids) - 1, context):
         end = min(start + context, len(ids) - 1)
         yield TokenRow(ids[max(0, end - context) : end + 1], end - start)

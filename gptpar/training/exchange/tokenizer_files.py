@@ -4,53 +4,70 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from gptpar.config import TokenizerConfig
-from gptpar.data.tokenizer.base import file_at
+from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.bpe import END_OF_TEXT
-from gptpar.data.tokenizer.hf import HFTokenizer
-from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
-from gptpar.errors import TokenizerError
-from gptpar.system.data_flags import TOKENIZERS
-from gptpar.system.files import read_regular
-
-BESIDE_TOKENIZER_JSON = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja"),
-)
+from gptpar.errors import ConfigError, TokenizerError
+from gptpar.training.data import tokenizer_of
+from gptpar.training.exchange.sentencepiece_json import SentencePieceModel
+from gptpar.training.exchange.tokenizer_check import require_same_ids
 
 
 def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes]:
     """File name -> contents; none for a run of bare token ids.
 
+    A ``tokenizer.json`` that is made here gives the ids of the training; see :func:`require_same_ids`.
+
     Args:
         max_length: positions of the model.
 
     Raises:
-        TokenizerError: a file is not where it was in training.
+        TokenizerError: a file is not where it was in training, or no ``tokenizer.json`` gives the same ids.
     """
-    match TOKENIZERS.get(config.tokenizer_type or ""):
+    try:
+        tokenizer = tokenizer_of(config)
+    except (ConfigError, TokenizerError) as error:
+        raise TokenizerError(
+            f"the tokenizer cannot be read ({error}): say where its files are now with --tokenizer-model, or "
+            "--vocab-file and --merge-file, or leave the tokenizer out with --no-tokenizer"
+        ) from None
+    if tokenizer is None:
+        return {}
+    match tokenizer.name:
         case "HFTokenizer":
-            return _of_tokenizer_json(file_at(str(config.tokenizer_model), HFTokenizer.in_folder))
+            return {"tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"}), **tokenizer.files}
         case "GPT2BPETokenizer":
-            return _of_bpe(_read(config.vocab_file), _read(config.merge_file), max_length)
-        case "SentencePieceTokenizer":
-            settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False}
-            model = file_at(str(config.tokenizer_model), SentencePieceTokenizer.in_folder)
-            return {"tokenizer.model": _read(model), "tokenizer_config.json": _json(settings)}
+            files = _of_bpe(tokenizer.files["vocab.json"], tokenizer.files["merges.txt"], max_length)
+        case "SentencePieceTokenizer" | "Llama2Tokenizer":
+            files = _of_sentencepiece(tokenizer, max_length)
         case _:
             return {}
-
-
-def _of_tokenizer_json(path: Path) -> dict[str, bytes]:
-    files = {"tokenizer.json": _read(path)}
-    beside = {name: path.with_name(name) for name in BESIDE_TOKENIZER_JSON}
-    files |= {name: _read(one) for name, one in beside.items() if one.is_file() and one != path}
-    if "tokenizer_config.json" not in files:
-        files["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast"})
+    require_same_ids(files["tokenizer.json"], tokenizer)
     return files
+
+
+def _of_sentencepiece(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
+    """The model's own file, and the same tokenizer as a ``tokenizer.json``, which transformers takes as it is.
+
+    A bos token is named where texts began with it in training: lm-evaluation-harness begins with it, or else with eos.
+    """
+    content = tokenizer.files["tokenizer.model"]
+    model = SentencePieceModel.parse(content)
+    begin = tokenizer.bos if tokenizer.begins_texts else None
+    special = {"bos_token": begin, "eos_token": tokenizer.eod, "unk_token": tokenizer.unknown}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        **{name: model.pieces[number].text for name, number in special.items() if number is not None},
+    }
+    return {
+        "tokenizer.model": content,
+        "tokenizer.json": _json(model.tokenizer_json(begin)),
+        "tokenizer_config.json": _json(settings),
+    }
 
 
 def _of_bpe(vocab: bytes, merges: bytes, max_length: int) -> dict[str, bytes]:
@@ -92,16 +109,6 @@ def _byte_level_bpe(vocab: Mapping[str, int], merges: str) -> dict[str, Any]:
             "merges": [line.split(" ") for line in lines],
         },
     }
-
-
-def _read(path: str | Path | None) -> bytes:
-    try:
-        return read_regular(str(path))
-    except OSError as error:
-        raise TokenizerError(
-            f"the tokenizer's file {path} cannot be read ({error.strerror}): say where it is now with "
-            "--tokenizer-model, or --vocab-file and --merge-file, or leave the tokenizer out with --no-tokenizer"
-        ) from None
 
 
 def _json(value: Any) -> bytes:

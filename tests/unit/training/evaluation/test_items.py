@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from gptpar.data.tokenizer import build_tokenizer
+from gptpar.data.tokenizer.train import train
 from gptpar.errors import ConfigError
 from gptpar.training.evaluation.items import Document, Question, all_problems, read_items
 from gptpar.training.evaluation.rows import TokenRow, continuation_rows, document_rows
 from gptpar.training.evaluation.tasks import read_tasks
+from tests.unit.data.tokenizer.test_hf import UNIGRAM, tokenizer_of
 from tests.unit.training.evaluation.task_files import write_lines
 
 TOKENIZER = build_tokenizer("ByteLevelTokenizer")
@@ -189,3 +191,22 @@ def test_each_token_of_a_document_is_scored_once(length: int) -> None:
     assert "".join(scored for _, scored in texts_of(rows)) == text
     assert all(len(row) == 4 for row in rows[1:])  # as much context as there is
     assert rows[0].tokens[0] == TOKENIZER.eod
+
+
+def test_rows_begin_with_the_bos_token_of_the_models_files(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = tokenizer_of(tmp_path, UNIGRAM)  # bos 1, eod 2, a 4, b 5
+    assert list(document_rows(tokenizer, "ab", 8)) == [TokenRow([1, 4, 5], 2)]
+    assert continuation_rows(tokenizer, "", ["ab"], 8) == [TokenRow([1, 4, 5], 2)]
+    assert continuation_rows(tokenizer, "a", ["b"], 8) == [TokenRow([4, 5], 1)]
+
+
+def test_rows_have_one_token_before_a_text(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(train(["ab ba", "b a"] * 5, 263))
+    for name, begin in (("SentencePieceTokenizer", 2), ("Llama2Tokenizer", 1)):
+        tokenizer = build_tokenizer(name, tokenizer_model=str(tmp_path))
+        (row,) = document_rows(tokenizer, "\u00e9", 8)
+        assert row == TokenRow([begin, 3 + 0xC3, 3 + 0xA9], 2)
+        assert continuation_rows(tokenizer, " ", ["\u00e9"], 8)[0].tokens[0] == begin
+        assert continuation_rows(tokenizer, "", ["\u00e9"], 8) == [row]
+        assert tokenizer.encode_prompt("") == [begin]

@@ -61,7 +61,7 @@ def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="is there already, and nothing is overwritten"):
         convert([str(run), str(out)])
     vocab.unlink()
-    with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*encoder.json cannot be read"):
+    with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*encoder.json is not there.*--no-tokenizer"):
         convert([str(run), str(out)])
     assert contents(out) == before
     convert([str(run), str(tmp_path / "bare"), "--no-tokenizer"])

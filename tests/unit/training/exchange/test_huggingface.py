@@ -93,6 +93,28 @@ def test_shards_of_bf16_and_tokenizer_files_come_back_byte_for_byte(tmp_path: Pa
     assert contents(back) == contents(theirs)
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["once", "twice"])
+def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_path: Path) -> None:
+    """Under the old names of GPT-2's own files, too; a second copy of the tied embedding does not come back."""
+    from safetensors.torch import load_file, save_file
+
+    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    save_theirs(theirs, "GPT-2")
+    whole = load_file(theirs / "model.safetensors")
+    weights = {name.removeprefix("transformer."): value for name, value in whole.items()}
+    head = {"lm_head.weight": weights["wte.weight"].clone()} if second else {}
+    save_file(weights | head, theirs / "model.safetensors", {"format": "pt"})
+    convert([str(theirs), str(run)])
+    convert([str(run), str(back)])
+    if second:
+        there = load_file(back / "model.safetensors")
+        assert {name: value.tolist() for name, value in there.items()} == {
+            name: value.tolist() for name, value in whole.items()
+        }
+    else:
+        assert contents(back) == contents(theirs)
+
+
 def test_names_without_the_base_models_prefix_and_buffers_are_read(tmp_path: Path) -> None:
     """As GPT-2's own files are."""
     from safetensors.torch import load_file, save_file

@@ -1,0 +1,103 @@
+"""Tokenizer files of an export give the ids of the training, in transformers, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from gptpar.config import TokenizerConfig
+from gptpar.data.tokenizer import build_tokenizer
+from gptpar.data.tokenizer.train import train
+from gptpar.errors import TokenizerError
+from gptpar.training.exchange.sentencepiece_json import SentencePieceModel
+from gptpar.training.exchange.tokenizer_check import odd_texts, require_same_ids
+from gptpar.training.exchange.tokenizer_files import tokenizer_files
+
+pytest.importorskip("tokenizers")
+
+TEXTS = [
+    "import os, sys",
+    "    def run(self) -> int:",
+    "return os.path.join(a, b)",
+    "Grüße an die Welt",
+    "x = [1, 2, 3]",
+] * 9
+IDENTITY = {"normalization_rule_name": "identity"}
+LLAMA = IDENTITY | {"byte_fallback": True, "remove_extra_whitespaces": False}
+BARE = LLAMA | {"add_dummy_prefix": False}
+USER = {"user_defined_symbols": ["\u2581\u2581", "<sep>"]}
+
+
+def config_of(folder: Path, content: bytes, kind: str = "SentencePieceTokenizer") -> TokenizerConfig:
+    (folder / "tokenizer.model").write_bytes(content)
+    return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(folder))
+
+
+def trained(kind: str, **settings: Any) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(TEXTS), model_writer=model, model_type=kind, minloglevel=2, num_threads=1,
+        vocab_size=340, hard_vocab_limit=False, **settings,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def test_the_trainers_models_keep_their_ids(tmp_path: Path) -> None:
+    config = config_of(tmp_path, train(TEXTS, 300))
+    files = tokenizer_files(config, 16)
+    tokenizers = pytest.importorskip("tokenizers")
+    written = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+    training = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path))
+    ids = training.encode("import os")
+    assert written.encode("import os").ids == ids and written.decode(ids) == "import os"
+    assert written.encode("\u00e9").ids == [3 + 0xC3, 3 + 0xA9]
+    assert json.loads(files["tokenizer_config.json"]) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 16,
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+
+
+def test_other_ids_are_told_with_a_text(tmp_path: Path) -> None:
+    content = train(TEXTS, 300)
+    config_of(tmp_path, content)
+    model = dataclasses.replace(SentencePieceModel.parse(content), prefix=True)
+    training = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path))
+    with pytest.raises(
+        TokenizerError, match=r"odd texts have other ids in transformers than in training.*--no-tokenizer"
+    ):
+        require_same_ids(json.dumps(model.tokenizer_json(None)).encode(), training)
+
+
+def test_what_no_tokenizer_json_can_say_is_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path, trained("bpe", treat_whitespace_as_suffix=True))
+    with pytest.raises(
+        TokenizerError, match="puts spaces behind words, which no tokenizer.json can say: .*--no-tokenizer"
+    ):
+        tokenizer_files(config, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "char"])
+@pytest.mark.parametrize("settings", [IDENTITY, LLAMA, BARE, BARE | USER], ids=["trims", "llama", "bare", "user"])
+def test_transformers_gives_the_same_ids(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, out = trained(kind, **settings), tmp_path / "out"
+    out.mkdir()
+    for name in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        for file, content in tokenizer_files(config_of(tmp_path, model, name), 16).items():
+            (out / file).write_bytes(content)
+        reader = transformers.AutoTokenizer.from_pretrained(out)
+        training = build_tokenizer(name, tokenizer_model=str(tmp_path))
+        texts = [text for text in odd_texts(training) if not any(one in text for one in ("<s>", "</s>", "<unk>"))]
+        assert len(texts) > 3500
+        assert [reader(text).input_ids for text in texts] == [training.encode(text) for text in texts]
+        assert (reader.eos_token_id, reader.bos_token_id) == (2, 1 if name == "Llama2Tokenizer" else None)

@@ -132,7 +132,7 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     if found and found.inside:
         raise CheckpointError(f"{args.source} holds {found}: give {args.source / found.inside}")
     # The error of a folder that has config.json alone says what is missing there, or wrong.
-    if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").is_file()):
+    if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").exists()):
         return import_hf(args.source, args.target)
     raise CheckpointError(
         f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert: give a checkpoint of gptpar or "

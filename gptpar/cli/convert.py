@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
-from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError
 from gptpar.reporting.banner import format_bytes
@@ -135,6 +135,7 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").exists()):
         return import_hf(args.source, args.target)
     raise CheckpointError(
-        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert: give a checkpoint of gptpar or "
-        "Megatron, or a Hugging Face folder with config.json and its weights"
+        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert"
+        f"{their_way(found) if found else ''}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
+        "config.json and its weights"
     )

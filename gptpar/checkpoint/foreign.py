@@ -188,9 +188,11 @@ def _remedy(path: Path, found: Foreign) -> str:
     return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
 
 
-def their_way(found: Foreign) -> str:
+def their_way(found: Foreign | None) -> str:
     """The end of a sentence: the program of their own that makes a Hugging Face folder; "" where none is known."""
-    return f" (a Hugging Face folder, which it reads, comes from {found.their_way})" if found.their_way else ""
+    return (
+        f" (a Hugging Face folder, which it reads, comes from {found.their_way})" if found and found.their_way else ""
+    )
 
 
 def why_not_to_save(path: str | Path, flag: str = "--save") -> str | None:

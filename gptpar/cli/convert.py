@@ -136,6 +136,6 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
         return import_hf(args.source, args.target)
     raise CheckpointError(
         f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert"
-        f"{their_way(found) if found else ''}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
+        f"{their_way(found)}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
         "config.json and its weights"
     )

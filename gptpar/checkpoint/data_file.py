@@ -25,6 +25,7 @@ import torch
 from gptpar.errors import CheckpointError
 from gptpar.system import pages
 from gptpar.system.crc32 import crc32, read_with_crc32
+from gptpar.system.files import open_regular
 from gptpar.system.snapshot import PIECE_BYTES
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)
@@ -110,7 +111,8 @@ class SourceFile:
     """
 
     def __init__(self, path: Path, *, past_cache: bool = False):
-        self._fd, self._direct = os.open(path, os.O_RDONLY), -1
+        with open_regular(path) as file:
+            self._fd, self._direct = os.dup(file.fileno()), -1
         if past_cache and hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT"):
             with suppress(OSError):  # a file system without direct reads
                 self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)

@@ -44,12 +44,14 @@ class Foreign:
         reader: what ``gptpar convert`` reads it with; ``None``: nothing does.
         inside: the folder inside that the reader is given; "": the folder itself.
         is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
+        their_way: the program of their own that makes a Hugging Face folder of it; "": none is known.
     """
 
     what: str
     reader: ForeignReader | None = None
     inside: str = ""
     is_our_hint: bool = False
+    their_way: str = ""
 
     def __str__(self) -> str:
         return self.what
@@ -62,12 +64,14 @@ class _Format:
     Attributes:
         certain: nothing else has such names, whatever the folder is called.
         reader: what ``gptpar convert`` reads it with, if anything. Hugging Face's is given the folder of the files.
+        their_way: the program of their own that makes a Hugging Face folder of it, if one is known.
     """
 
     what: str
     names: tuple[str, ...]
     certain: bool = True
     reader: ForeignReader | None = None
+    their_way: str = ""
 
 
 _HUGGING_FACE = (
@@ -75,6 +79,16 @@ _HUGGING_FACE = (
     *("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
 _MEGATRON = partial(_Format, reader=ForeignReader.MEGATRON)
+_DCP = partial(
+    _Format,
+    "a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it",
+    their_way="torchtitan's scripts/checkpoint_conversion/convert_to_hf.py (for what torchtitan saved)",
+)
+_NANOTRON = partial(_Format, "a nanotron checkpoint", their_way="nanotron's examples/llama/convert_nanotron_to_hf.py")
+_LLM_C = partial(_Format, "an llm.c checkpoint", their_way="llm.c's dev/eval/export_hf.py")
+_LITGPT = "litgpt convert_from_litgpt (its model.pth renamed to pytorch_model.bin, beside config.json)"
+_OLMO_CORE = "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py"
+_META = "transformers' models/llama/convert_llama_weights_to_hf.py (for Llama)"
 _FORMATS = (
     _MEGATRON("a Megatron-LM checkpoint, torch_dist format", (".metadata", "common.pt")),
     _MEGATRON("a Megatron-LM checkpoint, torch_dist format", ("*.distcp", "common.pt")),
@@ -83,22 +97,23 @@ _FORMATS = (
     _MEGATRON("a DeepSpeed universal checkpoint", ("*model_states.pt", "zero/")),
     _MEGATRON("a DeepSpeed checkpoint", ("*model_states.pt",)),
     _MEGATRON("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
-    _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", ("*.distcp",)),
-    _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", (".metadata",)),
+    _DCP(("*.distcp",)),
+    _DCP((".metadata",)),
     _Format("an Orbax checkpoint", ("_CHECKPOINT_METADATA",)),
-    _Format("an OLMo-core checkpoint", ("model_and_optim/",)),
-    _Format("a nanotron checkpoint", ("model/", "checkpoint_metadata.json")),
-    _Format("a nanotron checkpoint", ("model/", "model_config.json")),
+    _Format("an OLMo-core checkpoint", ("model_and_optim/",), their_way=_OLMO_CORE),
+    _NANOTRON(("model/", "checkpoint_metadata.json")),
+    _NANOTRON(("model/", "model_config.json")),
     _Format("a picotron checkpoint", ("weights_tp_rank_*.pth",)),
-    _Format("an llm.c checkpoint", ("model_????????.bin",)),
-    _Format("an llm.c checkpoint", ("state_????????_?????.bin",)),
+    _LLM_C(("model_????????.bin",)),
+    _LLM_C(("state_????????_?????.bin",)),
+    _Format("a LitGPT checkpoint", ("lit_model.pth",), their_way=_LITGPT),
     *(
         _Format("a Hugging Face model", (name,), certain=False, reader=ForeignReader.HUGGING_FACE)
         for name in _HUGGING_FACE
     ),
     *(_Format("a Hugging Face model", (name,), certain=False) for name in ("tf_model.h5", "flax_model.msgpack")),
     _Format("a Hugging Face adapter", ("adapter_model.*",), certain=False),
-    _Format("weights as Meta and Mistral publish them", ("consolidated*.pth",), certain=False),
+    _Format("weights as Meta and Mistral publish them", ("consolidated*.pth",), certain=False, their_way=_META),
     _Format("weights as Meta and Mistral publish them", ("consolidated*.safetensors",), certain=False),
     _Format("a nanoGPT checkpoint", ("ckpt.pt",), certain=False),
     _Format("a NeMo checkpoint", ("*.nemo",), certain=False),
@@ -167,10 +182,17 @@ def why_not_to_show(path: Path) -> str | None:
 
 def _remedy(path: Path, found: Foreign) -> str:
     if found.reader is None:
-        return "this version has no command that converts it"
+        return f"this version has no command that converts it{their_way(found)}"
     path /= found.inside
     begin = f" (a run begins with it by --load-hf {path})" if found.reader is ForeignReader.HUGGING_FACE else ""
     return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
+
+
+def their_way(found: Foreign | None) -> str:
+    """The end of a sentence: the program of their own that makes a Hugging Face folder; "" where none is known."""
+    return (
+        f" (a Hugging Face folder, which it reads, comes from {found.their_way})" if found and found.their_way else ""
+    )
 
 
 def why_not_to_save(path: str | Path, flag: str = "--save") -> str | None:
@@ -208,7 +230,8 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
         shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
-            return Foreign(what, known.reader, title if known.reader is ForeignReader.HUGGING_FACE else "")
+            inside = title if known.reader is ForeignReader.HUGGING_FACE else ""
+            return Foreign(what, known.reader, inside, their_way=known.their_way)
     return None
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
-from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours
+from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError
 from gptpar.reporting.banner import format_bytes
@@ -134,9 +134,10 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     if found and found.inside:
         raise CheckpointError(f"{args.source} holds {found}: give {args.source / found.inside}")
     # The error of a folder that has config.json alone says what is missing there, or wrong.
-    if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").is_file()):
+    if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").exists()):
         return import_hf(args.source, args.target)
     raise CheckpointError(
-        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert: give a checkpoint of gptpar or "
-        "Megatron, or a Hugging Face folder with config.json and its weights"
+        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert"
+        f"{their_way(found)}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
+        "config.json and its weights"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
+
+from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 SPLITS = ("train", "valid", "test")
 
@@ -46,7 +47,7 @@ def _words(value: Any, split: str) -> tuple[str, ...]:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return read_regular(path, MAX_SMALL_BYTES).decode()
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

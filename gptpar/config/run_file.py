@@ -177,5 +177,5 @@ def write_run_file(folder: Path, values: Mapping[str, Any], comment: str) -> Non
     # A path may hold bytes that are no text: they are kept readable, for the file need not stop a run.
     text = run_file_text(values, comment).encode("utf-8", "backslashreplace").decode()
     path = folder / FILE_NAME
-    if not path.exists() or path.read_bytes() != text.encode():
+    if not path.is_file() or path.read_bytes() != text.encode():
         replace_synced(path, text)

@@ -12,6 +12,7 @@ import numpy as np
 
 from gptpar.data.blend import normalize, parse_data_path
 from gptpar.data.indexed import DTYPES, HEADER, MAGIC
+from gptpar.system.files import open_regular
 
 FINGERPRINT_BYTES = 1 << 16
 
@@ -46,8 +47,8 @@ def corpus_identity(prefix: str) -> dict[str, Any]:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     digest = hashlib.sha256()
     for path in (index, tokens):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             digest.update(f"{size} ".encode() + file.read(FINGERPRINT_BYTES))
             file.seek(max(size - FINGERPRINT_BYTES, 0))
             digest.update(file.read(FINGERPRINT_BYTES))
@@ -56,7 +57,7 @@ def corpus_identity(prefix: str) -> dict[str, Any]:
 
 
 def _sequences_and_itemsize(index: Path) -> tuple[int, int]:
-    with open(index, "rb") as file:
+    with open_regular(index) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or header[: len(MAGIC)] != MAGIC:
         return 0, 1

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import time
 import warnings
 import zlib
@@ -20,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gptpar.system.files import atomic_output, read_regular, remove_abandoned
+from gptpar.system.files import atomic_output, open_regular, read_regular, remove_abandoned
 
 Arrays = dict[str, np.ndarray]
 Store = Callable[[str, np.ndarray], np.ndarray]
@@ -37,8 +38,8 @@ class DamagedIndex(Exception):
 
 def file_identity(path: Path) -> dict[str, Any]:
     """Identifies a file and its version: size, modification time, and a hash of its first and last 64 KiB."""
-    status = path.stat()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
         digest = hashlib.sha256(file.read(FINGERPRINT_BYTES))
         file.seek(max(status.st_size - FINGERPRINT_BYTES, 0))
         digest.update(file.read(FINGERPRINT_BYTES))

@@ -21,7 +21,14 @@ from typing import IO
 import numpy as np
 
 from gptpar.errors import DataError
-from gptpar.system.files import full_disk_named, name_full_disk, remove_abandoned, sync_file, temporary_name
+from gptpar.system.files import (
+    full_disk_named,
+    name_full_disk,
+    open_regular,
+    remove_abandoned,
+    sync_file,
+    temporary_name,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -61,7 +68,7 @@ class TokenFile:
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._path, self._dtype = path, dtype
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object lives
+        self._file = open_regular(path)
         self._length = os.fstat(self._file.fileno()).st_size // dtype.itemsize
 
     def __len__(self) -> int:
@@ -102,7 +109,8 @@ class IndexedDataset:
         self.idx_path, self.bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise DataError(f"{path} does not exist; a data path is the common prefix of a .bin and an .idx file")
+                wrong = "is no regular file" if path.exists() else "does not exist"
+                raise DataError(f"{path} {wrong}; a data path is the common prefix of a .bin and an .idx file")
         self._index = index = _map(self.idx_path)
         self.dtype, num_sequences, num_entries = self._read_header(index)
         start = HEADER.size
@@ -275,7 +283,7 @@ class IndexedDatasetWriter:
             self._extend_index(other.lengths[i : i + SCAN_CHUNK], ends[:0])
         for i in range(0, len(ends), SCAN_CHUNK):
             self._extend_index(other.lengths[:0], ends[i : i + SCAN_CHUNK] + shift)
-        with open(other.bin_path, "rb") as source:
+        with open_regular(other.bin_path) as source:
             shutil.copyfileobj(source, self._bin, 1 << 24)
 
     def finalize(self) -> None:
@@ -363,6 +371,6 @@ def removed_line(writers: Sequence[IndexedDatasetWriter]) -> str:
 
 
 def _map(path: Path) -> bytes | mmap.mmap:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         # an empty file cannot be mapped
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""

@@ -20,6 +20,7 @@ from typing import IO
 from gptpar.data.long_lines import PART_BYTES, Cut, Divider, LongLine
 from gptpar.data.zst import ZstdReader
 from gptpar.errors import DataError
+from gptpar.system.files import open_regular
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt",)
@@ -78,7 +79,9 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
     problems = []
     for name in inputs:
         found = _files_of(name)
-        if not found:
+        if not found and os.path.exists(name) and not os.path.isdir(name):
+            problems.append(f"{name}: it is no regular file")
+        elif not found:
             problems.append(f"{name}: no such file, or nothing in it ends in {FORMATS}")
         files += found
     problems += [f"{f}: unknown kind of file; known are {FORMATS}" for f in files if _suffixes(f) is None]
@@ -124,7 +127,7 @@ def read_parts(
     before = 0
     for path in files:
         try:
-            with open(path, "rb") as raw, _decompressed(raw, path) as file:
+            with open_regular(path) as raw, _decompressed(raw, path) as file:
                 read = _read_text if _is_text(path) else _read_lines
                 for block in read(path, file, keys, cut, block_bytes):
                     yield replace(block, consumed=before + raw.tell())

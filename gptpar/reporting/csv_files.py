@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gptpar.reporting.record_file import RecordFile
-from gptpar.system.files import atomic_output
+from gptpar.system.files import atomic_output, open_regular
 
 LOSS_SCALE = "Train/Samples/loss_scale"
 
@@ -69,7 +69,7 @@ def _cut_after(path: Path, samples: int) -> None:
     """Drop the rows of later samples, atomically; an incomplete last row, left by a crash, is dropped, too."""
     if not path.is_file():
         return
-    with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
+    with open_regular(path) as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
         for line in old:
             step = line.partition(b",")[0]
             if line.endswith(b"\n") and not (step.isdigit() and int(step) > samples):

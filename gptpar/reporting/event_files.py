@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gptpar.reporting.scalars import SAMPLES_SUFFIX
-from gptpar.system.files import atomic_output
+from gptpar.system.files import atomic_output, open_regular
 
 _LENGTH = struct.Struct("<Q")
 _HEADER, _FOOTER = 12, 4
@@ -48,7 +48,7 @@ def _end(path: Path, iteration: int, samples: int) -> int | None:
     if path.stat().st_size == 0:
         return None
     num_kept = 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for start, event in _records(data):
             step = _step(event)
             if step > (samples if _OVER_SAMPLES in event else iteration):
@@ -83,6 +83,6 @@ def _step(event: bytes) -> int:
 
 def _keep_beginning(path: Path, end: int) -> None:
     temporary = path.with_name(f".cut-{os.getpid()}.tmp")  # not a name that TensorBoard reads
-    with path.open("rb") as old, atomic_output(path, temporary) as new:
+    with open_regular(path) as old, atomic_output(path, temporary) as new:
         while (left := end - new.tell()) > 0:
             new.write(old.read(min(left, 1 << 20)))

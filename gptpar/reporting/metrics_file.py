@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from gptpar.errors import GptparError
 from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
-from gptpar.system.files import atomic_output, read_regular
+from gptpar.system.files import atomic_output, open_regular, read_regular
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
@@ -175,7 +175,7 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
     """
     aside: Path | None = None
     try:
-        with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
+        with open_regular(path) as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
             damage = _copy_until(old, new, iteration)
             if damage:
                 _keep(path, aside := _first_free(path, "damaged-"))
@@ -193,7 +193,7 @@ def last_iteration(path: Path) -> int | None:
     try:
         if not path.is_file():
             return None
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             line = file.read().split(b"\n")[-2]
         return int(_parse(line.decode(errors="replace"))["iteration"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.errors import GptparError
+from gptpar.system.files import read_regular
 
 COMMUNICATION, TRANSFERS = "communication", "to and from the host"
 KINDS = {
@@ -114,7 +115,7 @@ def load_trace(path: Path) -> Timeline:
         GptparError: the file is no such trace, or it is of a run without a GPU.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_regular(path))
         found = [e for e in content["traceEvents"] if e.get("ph") == "X"]
         device = [e for e in found if e.get("cat") in DEVICE_EVENTS]
         timeline = _timeline(found, origin=min((e["ts"] for e in device), default=0.0))

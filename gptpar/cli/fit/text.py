@@ -10,6 +10,7 @@ from typing import Any
 
 from gptpar.data.readers import find_inputs
 from gptpar.errors import GptparError
+from gptpar.system.files import open_regular
 
 LIBRARY = "Python's standard library"
 LIBRARY_BYTES = 12_000_000
@@ -34,7 +35,7 @@ class TextFile:
         before = known.get(path)
         if before is not None and (before.size, before.mtime_ns) == (status.st_size, status.st_mtime_ns):
             return before
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return TextFile(path, status.st_size, status.st_mtime_ns, digest)
 

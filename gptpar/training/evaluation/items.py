@@ -216,7 +216,7 @@ def _label_beside(path: Path, line: int) -> Callable[[], str]:
     def read() -> str:
         file = path.with_name(f"{path.stem}-labels.lst")
         try:
-            return file.read_text().splitlines()[line - 1]
+            return read_regular(file).decode().splitlines()[line - 1]
         except (OSError, IndexError):
             raise ValueError(f"'label' is missing, and {file} has no line {line}") from None
 

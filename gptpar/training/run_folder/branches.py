@@ -179,7 +179,7 @@ def _publish(root: Path, journal: Journal) -> Path:
     staged.mkdir(parents=True)
     try:
         history = root / metrics_file.FILE_NAME
-        copies = [(history, staged / history.name)] if history.exists() else []
+        copies = [(history, staged / history.name)] if history.is_file() else []
         if journal.tensorboard is not None:
             events = event_files.event_files(root / journal.tensorboard)
             copies += [(file, staged / TENSORBOARD_NAME / file.name) for file in events]
@@ -205,7 +205,7 @@ def _finish(root: Path, branch: Path, journal: Journal, say: Callable[[str], Non
             os.rename(source, target)
             proofs.move(source, target)
     history, hint = root / metrics_file.FILE_NAME, root / folders.HINT_NAME
-    if journal.iteration > 0 and history.exists():
+    if journal.iteration > 0 and history.is_file():
         metrics_file.cut_after(history, journal.iteration, say)
     else:  # all of it is the branch's
         history.unlink(missing_ok=True)

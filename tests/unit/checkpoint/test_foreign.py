@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from gptpar.checkpoint import save_checkpoint
 from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, why_not_to_load
+from gptpar.cli.convert import main as convert
 from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.cli.runs import main as runs
@@ -53,6 +55,7 @@ FOREIGN = {
     "model_00000100.bin state_00000100_00000.bin DONE_00000100 main.log": "an llm.c checkpoint (model_00000100.bin)",
     "latest.txt=10 10/config.yaml 10/model_config.json 10/model/model/a.safetensors": "a nanotron checkpoint (10)",
     "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/optimizer/x.pt": "a nanotron checkpoint (9)",
+    "final/lit_model.pth final/model_config.yaml": "a LitGPT checkpoint (final)",
     "50/weights_tp_rank_0.pth": "a picotron checkpoint (50)",
     "step9/config.json step9/model_and_optim/.metadata step9/train/rank0.pt": "an OLMo-core checkpoint (step9)",
     "config.json model_and_optim/.metadata train/rank0.pt .metadata.json": "an OLMo-core checkpoint (model_and_optim)",
@@ -114,6 +117,25 @@ def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: s
     with pytest.raises(ConfigError, match="nothing is written into it"):
         refuse_foreign_folders(tiny_config(f"--save {tmp_path}"))
     assert contents(tmp_path) == before
+
+
+THEIR_WAY = {
+    "step-1000/.metadata step-1000/__0_0.distcp": "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py",
+    "step9/model_and_optim/.metadata": "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py",
+    "10/model_config.json 10/model/w.safetensors": "nanotron's examples/llama/convert_nanotron_to_hf.py",
+    "model_00000100.bin DONE_00000100": "llm.c's dev/eval/export_hf.py",
+    "final/lit_model.pth": "litgpt convert_from_litgpt",
+    "consolidated.00.pth params.json": "transformers' models/llama/convert_llama_weights_to_hf.py",
+}
+
+
+@pytest.mark.parametrize("listing", THEIR_WAY)
+def test_a_foreign_checkpoint_is_sent_to_its_own_way_to_hugging_face(tmp_path: Path, listing: str) -> None:
+    way = re.escape(f"comes from {THEIR_WAY[listing]}")
+    with pytest.raises(CheckpointError, match=way):
+        checkpoint_to_resume(tiny_config(f"--load {make(tmp_path / 'theirs', listing)} --finetune"))
+    with pytest.raises(CheckpointError, match=way):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "ours")])
 
 
 @pytest.mark.parametrize("listing", UNRELATED)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gptpar.any_module.tags import _latest_tag
+from gptpar.checkpoint.data_file import SourceFile
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file, load_torch_part
 from gptpar.checkpoint.exchange.safetensors_file import open_safetensors
+from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from gptpar.cli.convert import main as convert
+from gptpar.cli.hostfile import read_hostfile
+from gptpar.config.data_files import read_data_args
+from gptpar.config.deepspeed_reader import read_file
+from gptpar.data.identity import corpus_identity
+from gptpar.data.index_cache import file_identity
+from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
+from gptpar.data.readers import find_inputs, read_blocks
 from gptpar.data.tokenizer.base import TokenizerBase
-from gptpar.errors import CheckpointError, TokenizerError
+from gptpar.errors import CheckpointError, GptparError
+from gptpar.reporting.metrics_file import cut_after
+from gptpar.reporting.trace import load_trace
 from gptpar.system.files import read_regular
 from gptpar.training.exchange.hf_folder import read_json
 
@@ -30,11 +44,34 @@ def a_hole(path: Path) -> None:
         file.truncate(1 << 40)
 
 
+def corpus_around(path: Path, end: str) -> str:
+    """A corpus, one of whose files is what is there."""
+    prefix = str(path.parent / "corpus")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    os.replace(path, prefix + end)
+    return prefix
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "JSON": read_json,
     "safetensors": open_safetensors,
     "torch.save": load_torch_file,
     "a part of it": lambda path: load_torch_part(path, 0, 100),
+    "manifest": lambda path: read_manifest(Path(shutil.move(path, path.parent / MANIFEST_NAME)).parent),
+    "a checkpoint's data": SourceFile,
+    "corpus": lambda path: IndexedDataset(corpus_around(path, ".idx")),
+    "its tokens": lambda path: IndexedDataset(corpus_around(path, ".bin")),
+    "its identity": lambda path: corpus_identity(corpus_around(path, ".idx")),
+    "the identity of its tokens": lambda path: corpus_identity(corpus_around(path, ".bin")),
+    "its index's identity": file_identity,
+    "text": lambda path: list(read_blocks([str(path)])),
+    "a name of text": lambda path: find_inputs([str(path)]),
+    "history": lambda path: cut_after(path, 1),
+    "trace": load_trace,
+    "DeepSpeed's JSON": read_file,
+    "data paths": lambda path: read_data_args(str(path)),
+    "hostfile": read_hostfile,
     "tokenizer": lambda path: TokenizerBase._read(object.__new__(TokenizerBase), "vocab", path),
 }
 
@@ -43,8 +80,16 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("make", [a_pipe, an_endless_link])
 def test_neither_a_pipe_nor_a_device_is_waited_for(make: Callable[[Path], None], reader: str, tmp_path: Path) -> None:
     make(tmp_path / "f")
-    with pytest.raises((CheckpointError, TokenizerError), match="it is no regular file"):
+    with pytest.raises((GptparError, OSError, ValueError), match="is no regular file") as raised:
         READERS[reader](tmp_path / "f")
+    assert isinstance(raised.value, ValueError) or str(tmp_path) in str(raised.value)  # its callers name the file
+
+
+@pytest.mark.parametrize("make", [a_pipe, an_endless_link])
+def test_a_folder_names_the_pipe_that_should_be_its_configuration(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="config.json cannot be read: it is no regular file"):
+        convert([str(tmp_path), str(tmp_path.parent / "new")])
 
 
 @pytest.mark.parametrize("make", [a_pipe, an_endless_link, a_hole])

@@ -183,13 +183,21 @@ def _value(value: Any, hint: Any, spellings: Mapping[str, str]) -> Any:
 def _activation(given: Mapping[str, Any]) -> str:
     """The activation of an MLP without a gate: GELU in its tanh form is what Megatron's fused kernels compute.
 
-    Megatron turns its own kernel off where linear layers have no biases.
+    Megatron turns its own kernel off where linear layers have no biases. Models of Megatron Core pass over
+    ``--openai-gelu``, which asks the legacy ones for the tanh form.
     """
     if _is_on(given.get("squared_relu"), None):
         return "squared_relu"
     fused = given.get("bias_gelu_fusion", given.get("add_bias_linear", True))
-    tanh = (fused, given.get("openai_gelu"), given.get("use_te_activation_func"))
+    legacy = not _is_core(given) and given.get("openai_gelu")
+    tanh = (fused, legacy, given.get("use_te_activation_func"))
     return "gelu_tanh" if any(_is_on(one, None) for one in tanh) else "gelu"
+
+
+def _is_core(given: Mapping[str, Any]) -> bool:
+    """Whether the model is Megatron Core's: once by ``--use-mcore-models``, now but for ``--use-legacy-models``."""
+    later = "use_legacy_models" in given or "deprecated_use_mcore_models" in given
+    return _is_on(given.get("use_mcore_models"), None) or (later and not _is_on(given.get("use_legacy_models"), None))
 
 
 def count_in(values: Mapping[str, Any], name: str) -> int | None:

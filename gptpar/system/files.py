@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +26,7 @@ MAX_SMALL_BYTES = 64 << 20
 """More than any configuration or tokenizer has; parsed, JSON takes some twenty times its bytes."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A regular file, opened for reading. A pipe or a device, which might never end, is refused.
 
     Raises:

@@ -285,8 +285,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
     if not options.moved_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
         return texts | {name: text for name, text in before.items() if name not in of_the_model}
     tokenizer = replace(exported.stored.tokenizer, **options.moved_tokenizer)
-    recorded = None if options.moved_tokenizer else _tokenizer(exported.meta).get("sha256")
-    return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings, recorded)
+    return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
 
 
 def _end_of_text(meta: Mapping[str, Any]) -> dict[str, int | None]:

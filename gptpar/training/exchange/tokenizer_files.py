@@ -15,18 +15,16 @@ from gptpar.training.exchange.sentencepiece_json import SentencePieceModel
 from gptpar.training.exchange.tokenizer_check import require_same_ids
 
 
-def tokenizer_files(config: TokenizerConfig, max_length: int, recorded: Any = None) -> dict[str, bytes]:
+def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes]:
     """File name -> contents; none for a run of bare token ids.
 
     A ``tokenizer.json`` that is made here gives the ids of the training; see :func:`require_same_ids`.
 
     Args:
         max_length: positions of the model.
-        recorded: SHA-256 of each file as the checkpoint has it. The paths are those of a stranger's checkpoint, which
-            may name any private file; a file with other contents is not copied. ``None``: the user named the files.
 
     Raises:
-        TokenizerError: a file is not where it was in training, or has other contents, or no ``tokenizer.json`` gives the same ids.
+        TokenizerError: a file is not where it was in training, or no ``tokenizer.json`` gives the same ids.
     """
     try:
         tokenizer = tokenizer_of(config)
@@ -37,11 +35,6 @@ def tokenizer_files(config: TokenizerConfig, max_length: int, recorded: Any = No
         ) from None
     if tokenizer is None:
         return {}
-    if recorded is not None and tokenizer.identity()["sha256"] != recorded:
-        raise TokenizerError(
-            "the tokenizer's files are not those of the training (their SHA-256 differs from the checkpoint's): name them "
-            "with --tokenizer-model, or --vocab-file and --merge-file, or leave the tokenizer out with --no-tokenizer"
-        )
     match tokenizer.name:
         case "HFTokenizer":
             return {"tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"}), **tokenizer.files}

@@ -105,13 +105,17 @@ class StreamedCheckpoint:
 
 
 def write_checkpoint(
-    root: Path, iteration: int, fill: Callable[[StreamedCheckpoint], None], meta: dict[str, Any]
+    root: Path,
+    iteration: int,
+    fill: Callable[[StreamedCheckpoint], None],
+    meta: dict[str, Any],
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write ``root/iter_...``; it appears whole or not at all.
 
     Args:
         fill: adds the tensors, and fills them.
-        meta: as ``save_checkpoint`` takes it.
+        meta, files: as ``save_checkpoint`` takes them.
 
     Returns:
         The checkpoint's path.
@@ -132,6 +136,7 @@ def write_checkpoint(
             entries = file.finish()
         finally:
             file.close()
+        folders.write_files(temporary, files or {})
         write_synced(temporary / MANIFEST_NAME, Manifest(iteration, entries, meta).to_json())
         folders.publish(temporary, final)
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, TokenizerConfig
@@ -12,17 +13,24 @@ CONVERTED = "converted"
 
 
 def converted_meta(
-    model: ModelConfig, tokenizer: TokenizerConfig, source: str, *, vocab_size: int | None
+    model: ModelConfig,
+    tokenizer: TokenizerConfig,
+    source: str,
+    *,
+    vocab_size: int | None,
+    tokenizer_files: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The meta of a converted checkpoint: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
         source: the program that it comes from.
         vocab_size: token ids that it has, if they are known.
+        tokenizer_files: the SHA-256 of each file in the checkpoint's copy of the tokenizer.
     """
     known = {} if vocab_size is None else {"vocab_size": vocab_size}
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
         "tokenizer": {"type": CONVERTED, **known},
         "converted_from": source,
+        **({"tokenizer_files": dict(tokenizer_files)} if tokenizer_files else {}),
     }

@@ -16,11 +16,10 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from gptpar.system.files import read_regular, replace_synced, sync_directory, write_synced
+from gptpar.system.files import read_regular, replace_synced, sync_directory
 from gptpar.system.processes import is_running
 
 HINT_NAME = "latest_checkpointed_iteration.txt"
@@ -80,16 +79,6 @@ def remove_dead_saves(root: Path) -> list[Path]:
     for path in dead:
         shutil.rmtree(path, ignore_errors=True)
     return dead
-
-
-def write_files(temporary: Path, files: Mapping[str, bytes]) -> None:
-    """Put further files, by their names in the folder, into a save in progress."""
-    for name, content in files.items():
-        path = temporary / name
-        path.parent.mkdir(exist_ok=True)
-        write_synced(path, content)
-    for folder in {(temporary / name).parent for name in files}:
-        sync_directory(folder)
 
 
 def publish(temporary: Path, final: Path) -> None:

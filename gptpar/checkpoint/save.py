@@ -56,7 +56,6 @@ def save_checkpoint(
     snapshot: Snapshot | None = None,
     ring: Ring | None = None,
     moved: Callable[[], None] = lambda: None,
-    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -84,8 +83,6 @@ def save_checkpoint(
         ring: of machines that have a folder `root` each. Each gets the files of its processes and of those of the
             machine before it, and all publish once all files are there; see `Copies`. `keep` must be None.
         moved: is called, by any thread, whenever this rank has written a piece or read one back.
-        files: name in the checkpoint -> contents of further files, such as a tokenizer's; ``meta`` should record their
-            hashes. Rank 0's are stored; with a ring those of each machine's first rank.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -108,7 +105,7 @@ def save_checkpoint(
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held), files or {})
+    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held))
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, retain, report, permit)
@@ -220,13 +217,11 @@ def _write(
     meta: dict[str, Any],
     permit: Callable[[], None],
     snapshot: Snapshot,
-    files: Mapping[str, bytes],
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
 
     def publish(manifest: Manifest) -> None:
-        folders.write_files(temporary, files)
         write_synced(temporary / MANIFEST_NAME, manifest.to_json())
         permit()
         folders.publish(temporary, final)

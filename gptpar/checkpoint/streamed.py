@@ -105,17 +105,13 @@ class StreamedCheckpoint:
 
 
 def write_checkpoint(
-    root: Path,
-    iteration: int,
-    fill: Callable[[StreamedCheckpoint], None],
-    meta: dict[str, Any],
-    files: Mapping[str, bytes] | None = None,
+    root: Path, iteration: int, fill: Callable[[StreamedCheckpoint], None], meta: dict[str, Any]
 ) -> Path:
     """Write ``root/iter_...``; it appears whole or not at all.
 
     Args:
         fill: adds the tensors, and fills them.
-        meta, files: as ``save_checkpoint`` takes them.
+        meta: as ``save_checkpoint`` takes it.
 
     Returns:
         The checkpoint's path.
@@ -136,7 +132,6 @@ def write_checkpoint(
             entries = file.finish()
         finally:
             file.close()
-        folders.write_files(temporary, files or {})
         write_synced(temporary / MANIFEST_NAME, Manifest(iteration, entries, meta).to_json())
         folders.publish(temporary, final)
     except BaseException:

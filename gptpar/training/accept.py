@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,11 @@ class Inputs:
         tokenizer: the tokenizer's identity.
         corpora: the corpora's identities when the run began, by the field that names them.
         data_order: what the order of the training samples depends on beside them.
-        tokenizer_files: name -> contents of the files that the tokenizer is made from; each checkpoint gets a copy.
-        document_start: the token with which documents begin; ``None`` without a tokenizer.
     """
 
     tokenizer: dict[str, Any]
     corpora: Corpora
     data_order: dict[str, Any]
-    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
-    document_start: int | None = None
 
     @staticmethod
     def of(config: Config, tokenizer: dict[str, Any], data_parallel_size: int = 1) -> Inputs:

@@ -29,7 +29,6 @@ from gptpar.optim.schedule import Schedule
 from gptpar.system.restart import memory_folder
 from gptpar.topology.tensor_parts import TensorParts, joined
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
-from gptpar.training.checkpoint_tokenizer import copies, digests
 from gptpar.training.exchange.start_from_hf import start_from_hf
 from gptpar.training.progress import Progress
 from gptpar.training.run_folder.branches import branch_with
@@ -55,8 +54,7 @@ def save(
     checkpoint = trainer.config.checkpoint
     assert checkpoint.save is not None
     tensors, meta = tensors_to_save(trainer), meta_of(trainer, progress, inputs)
-    files = copies(inputs.tokenizer_files)
-    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit, files=files)
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit)
 
 
 def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, TensorParts]:
@@ -92,8 +90,6 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
         "config": trainer.config.to_dict(),
         "torch": torch.__version__,
         **({} if trainer.skip_step is None else {"skip_step": trainer.skip_step.state()}),
-        **({"tokenizer_files": digests(inputs.tokenizer_files)} if inputs.tokenizer_files else {}),
-        **({} if inputs.document_start is None else {"document_start": inputs.document_start}),
     }
 
 

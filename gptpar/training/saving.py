@@ -20,7 +20,6 @@ from gptpar.config import CheckpointConfig
 from gptpar.engine.ranges import Home
 from gptpar.reporting.banner import format_bytes
 from gptpar.training import resume
-from gptpar.training.checkpoint_tokenizer import copies
 from gptpar.training.exchange.exports import Exports
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
@@ -213,7 +212,6 @@ class Saving:
             "retain": target.retain,
             "permit": permit,
             "ring": target.ring,
-            "files": copies(self._inputs.tokenizer_files),
         }
         write = partial(save_checkpoint, target.folder, iteration, meta=meta, **keeping)
         host, optimizer = trainer.host, trainer.engine.optimizer

@@ -57,7 +57,7 @@ class StoredModel:
     """A checkpoint's model, and the tokenizer that it was trained with.
 
     Attributes:
-        path, meta: of the checkpoint; ``checkpoint_tokenizer.py`` says which files the tokenizer has.
+        path, meta: of the checkpoint; ``checkpoint_tokenizer.py`` says which files it may use.
     """
 
     model: ModelConfig

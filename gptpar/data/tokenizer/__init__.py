@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase, contents_beside, contents_of, file_at
+from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase, file_at
 from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
 from gptpar.data.tokenizer.hf import HFTokenizer
 from gptpar.data.tokenizer.sentence_piece import Llama2Tokenizer, SentencePieceTokenizer
@@ -20,10 +19,7 @@ from gptpar.system.data_flags import TIKTOKEN, TOKENIZER_FILES, TOKENIZER_TYPES,
 _LEARNT = (GPT2BPETokenizer, SentencePieceTokenizer, Llama2Tokenizer, HFTokenizer, TikTokenizer)
 _CLASSES: dict[str, type[TokenizerBase]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
 
-__all__ = [
-    *("TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "file_names_of", "files_at"),
-    "tokenizer_problems",
-]
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
 
 
 def build_tokenizer(
@@ -64,25 +60,12 @@ def build_tokenizer(
     return tokenizer
 
 
-def file_names_of(tokenizer_type: str) -> Mapping[str, str]:
-    """Argument of `build_tokenizer` that is a file's path -> the usual name of the file; of one of TOKENIZER_TYPES."""
-    return _CLASSES[TOKENIZERS[tokenizer_type]].file_names
-
-
-def files_at(tokenizer_type: str, *, only: Collection[str] | None = None, **given: Any) -> dict[str, bytes]:
-    """The `files` that a tokenizer of these arguments would have; its library is not needed.
-
-    Args:
-        only: arguments whose files are read, without files beside them; None: all files.
-
-    Raises:
-        TokenizerError: a file cannot be read.
-    """
+def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:
+    """Argument of `build_tokenizer` -> the file that it means, of those that a tokenizer of this type reads."""
+    if tokenizer_type not in TOKENIZERS:
+        return {}
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
-    roles = [role for role in cls.file_names if only is None or role in only]
-    paths = [file_at(str(given[role]), cls.in_folder) for role in roles]
-    files = {cls.file_names[role]: contents_of(path) for role, path in zip(roles, paths, strict=True)}
-    return files | (contents_beside(paths[0], cls.beside) if paths and only is None else {})
+    return {role: file_at(str(path), cls.in_folder) for role in cls.file_names if (path := given.get(role)) is not None}
 
 
 def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[str]:

@@ -94,7 +94,6 @@ class TokenizerBase:
     optional: ClassVar[tuple[str, ...]] = ()  # those that it takes beside them
     in_folder: ClassVar[str] = ""  # the name of its file, where a folder is given in its place
     file_names: ClassVar[Mapping[str, str]] = {}  # argument that is a file's path -> its usual name
-    beside: ClassVar[tuple[str, ...]] = ()  # names of further files that belong to it, where they are there
     may_drop: ClassVar[bool] = False  # whether there may be characters that no token represents
     vocab_size: int
     eod: int
@@ -108,9 +107,15 @@ class TokenizerBase:
         self.files: dict[str, bytes] = {}
 
     def _read(self, role: str, path: str | Path) -> bytes:
-        content = self.files[self.file_names[role]] = contents_of(path)
+        content = self.files[self.file_names[role]] = _contents(path)
         self._sha256[role] = hashlib.sha256(content).hexdigest()
         return content
+
+    def _read_beside(self, path: Path, names: Iterable[str]) -> None:
+        """Read further files of the folder where they are; they are no part of the identity."""
+        for sibling in map(path.with_name, names):
+            if sibling.name not in (path.name, *self.files) and sibling.is_file():
+                self.files[sibling.name] = _contents(sibling)
 
     @property
     def threads(self) -> bool:
@@ -164,22 +169,7 @@ def file_at(path: str | Path, in_folder: str) -> Path:
     return Path(path) / in_folder if in_folder and Path(path).is_dir() else Path(path)
 
 
-def contents_beside(path: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Name -> contents of those files of a file's folder that are there.
-
-    Raises:
-        TokenizerError: one cannot be read.
-    """
-    there = (sibling for sibling in map(path.with_name, names) if sibling.is_file() and sibling != path)
-    return {sibling.name: contents_of(sibling) for sibling in there}
-
-
-def contents_of(path: str | Path) -> bytes:
-    """A tokenizer's file.
-
-    Raises:
-        TokenizerError: it cannot be read.
-    """
+def _contents(path: str | Path) -> bytes:
     try:
         return read_regular(path)
     except OSError as error:

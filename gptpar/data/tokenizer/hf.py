@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gptpar.data.tokenizer.base import TokenizerBase, contents_beside, decode_known, file_at, utf8
+from gptpar.data.tokenizer.base import TokenizerBase, decode_known, file_at, utf8
 from gptpar.errors import TokenizerError
 
 # Names of the end-of-document token in published models, for folders that do not declare it.
 COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DECLARING = ("tokenizer_config.json", "special_tokens_map.json")
 """Files beside a tokenizer.json that say which token is which."""
+BESIDE = (*DECLARING, "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
+"""Files that transformers reads beside a tokenizer.json."""
 
 
 class HFTokenizer(TokenizerBase):
@@ -29,7 +31,6 @@ class HFTokenizer(TokenizerBase):
     options = ("tokenizer_model",)
     in_folder = "tokenizer.json"
     file_names = {"tokenizer_model": in_folder}
-    beside = (*DECLARING, "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
     may_drop = True
 
     def __init__(self, tokenizer_model: str):
@@ -37,7 +38,7 @@ class HFTokenizer(TokenizerBase):
         path = self._path = file_at(tokenizer_model, self.in_folder)
         content = self._read("tokenizer_model", path)
         self._tokenizer = load_tokenizer_json(content, str(path))
-        self.files |= contents_beside(path, self.beside)
+        self._read_beside(path, BESIDE)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocab:
             raise TokenizerError(f"{path} holds no token: its vocabulary is empty; take the model's own tokenizer.json")
@@ -65,7 +66,7 @@ class HFTokenizer(TokenizerBase):
 
     def encode(self, text: str) -> list[int]:
         utf8(text)
-        with _errors_told(f"{self._path} cannot encode a text (it may lack a token for unknown ones)"):
+        with _errors_told(f"{self._path} has neither tokens for all characters nor one for unknown text"):
             return self._encoder.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:

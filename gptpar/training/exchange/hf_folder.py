@@ -305,16 +305,3 @@ def _mismatches(
     for name in sorted(files.keys() - used):
         if not NO_WEIGHT.fullmatch(name):
             yield f"tensor {printable(name[:80])!r} has no place in a {kind} model as gptpar knows it"
-
-
-def tokenizer_in(folder: Path) -> TokenizerConfig | None:
-    """The tokenizer of a Hugging Face folder, if gptpar can read it."""
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if (folder / "tokenizer.json").is_file():
-        return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
-    if vocab.is_file() and merges.is_file():
-        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
-    if (folder / "tokenizer.model").is_file():
-        kind = "GPTSentencePieceTokenizer"
-        return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(folder / "tokenizer.model"))
-    return None

@@ -18,19 +18,18 @@ def converted_meta(
     source: str,
     *,
     vocab_size: int | None,
-    tokenizer_files: Mapping[str, str] | None = None,
+    sha256: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The meta of a converted checkpoint: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
         source: the program that it comes from.
         vocab_size: token ids that it has, if they are known.
-        tokenizer_files: the SHA-256 of each file in the checkpoint's copy of the tokenizer.
+        sha256: of the tokenizer's files, as ``digests_of`` gives them.
     """
     known = {} if vocab_size is None else {"vocab_size": vocab_size}
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
-        "tokenizer": {"type": CONVERTED, **known},
+        "tokenizer": {"type": CONVERTED, **known, "sha256": dict(sha256 or {})},
         "converted_from": source,
-        **({"tokenizer_files": dict(tokenizer_files)} if tokenizer_files else {}),
     }

@@ -13,8 +13,8 @@ from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.errors import CheckpointError
 from gptpar.model.families import flags_of
-from gptpar.training.exchange.hf_folder import HfModel, open_hf, read_config, tokenizer_in
-from gptpar.training.exchange.hf_import import fill_from_hf
+from gptpar.training.exchange.hf_folder import HfModel, open_hf, read_config
+from gptpar.training.exchange.hf_import import fill_from_hf, tokenizer_in
 from gptpar.training.exchange.kept import files_to_keep, keep
 from gptpar.training.trainer import Trainer
 

@@ -14,7 +14,7 @@ from gptpar.data.tokenizer.hf import HFTokenizer
 from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
 from gptpar.errors import TokenizerError
 from gptpar.system.data_flags import TOKENIZERS
-from gptpar.system.files import read_regular
+from gptpar.system.files import lies_in, read_regular
 
 BESIDE_TOKENIZER_JSON = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -46,8 +46,8 @@ def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes
 
 def _of_tokenizer_json(path: Path) -> dict[str, bytes]:
     files = {"tokenizer.json": _read(path)}
-    beside = {name: path.with_name(name) for name in BESIDE_TOKENIZER_JSON}
-    files |= {name: _read(one) for name, one in beside.items() if one.is_file() and one != path}
+    beside = [one for one in map(path.with_name, BESIDE_TOKENIZER_JSON) if one.is_file() and one != path]
+    files |= {one.name: _read(one) for one in beside if lies_in(one, path.parent)}
     if "tokenizer_config.json" not in files:
         files["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast"})
     return files

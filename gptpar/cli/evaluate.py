@@ -114,7 +114,7 @@ def evaluate(
     model = load_pipeline(args.load, topology, dtype, args.ckpt_step)
     stored, iteration = model.loaded.stored, model.loaded.iteration
     context = stored.model.seq_length
-    tasks = read_tasks(args.eval_tasks, moved_tokenizer(stored.tokenizer, args), context, args.eval_limit)
+    tasks = read_tasks(args.eval_tasks, moved_tokenizer(stored, args), context, args.eval_limit)
     evaluator = Evaluator(model.pipeline, topology, context, args.micro_batch_size * context, activity.note)
     request.hold()  # until here nobody waits for this process to come to a batch's end
     scores: dict[str, Any] = {}

@@ -163,7 +163,7 @@ def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     prompts = _prompts(args)
     stage, stored = _model(args)
-    tokenizer = moved_tokenizer(stored.tokenizer, args)
+    tokenizer = moved_tokenizer(stored, args)
     how = Sampling(
         num_tokens=args.num_tokens,
         context=stored.model.seq_length,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
-from gptpar.config import TokenizerConfig
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.errors import CheckpointError
 from gptpar.training.data import tokenizer_of
+from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
+from gptpar.training.stored import StoredModel
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -18,14 +18,15 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
 
 
-def moved_tokenizer(config: TokenizerConfig, args: argparse.Namespace) -> Tokenizer:
+def moved_tokenizer(stored: StoredModel, args: argparse.Namespace) -> Tokenizer:
     """The tokenizer, with files from where the flags say.
 
     Raises:
         CheckpointError: the model was trained without one.
+        TokenizerError: a file is another one than in training, and no flag names it.
     """
     moved = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
-    tokenizer = tokenizer_of(dataclasses.replace(config, **{k: v for k, v in moved.items() if v}))
+    tokenizer = tokenizer_of(tokenizer_of_checkpoint(stored, {name: path for name, path in moved.items() if path}))
     if tokenizer is None:
         raise CheckpointError(
             "the model was trained without a tokenizer (--vocab-size alone), so there is no text to make"

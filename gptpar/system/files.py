@@ -55,6 +55,12 @@ def read_regular(path: str | os.PathLike[str], most: int = MAX_TEXT_BYTES) -> by
         return file.read(most)
 
 
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path, with all links followed, is in a folder; in a hub's cache, links to its ``blobs`` count, too."""
+    real, inside = path.resolve(), folder.resolve()
+    return real.is_relative_to(inside) or real.parent == inside.parent.parent / "blobs"
+
+
 def temporary_name(path: str | os.PathLike[str]) -> Path:
     """The name under which this process writes what will be `path`; it contains the host and the process id."""
     path = Path(path)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,16 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint's model, and the tokenizer that it was trained with."""
+    """A checkpoint's model, and the tokenizer that it was trained with.
+
+    Attributes:
+        path, meta: of the checkpoint; ``checkpoint_tokenizer.py`` says which files it may use.
+    """
 
     model: ModelConfig
     tokenizer: TokenizerConfig
+    path: Path
+    meta: Mapping[str, Any]
 
 
 def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> StoredRun:
@@ -123,7 +129,7 @@ def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
         raise _unusable(
             path, problems, "Load it with the version that saved it, or take another one with --ckpt-step N."
         )
-    return StoredModel(complete_model(config.model, config.tokenizer), config.tokenizer)
+    return StoredModel(complete_model(config.model, config.tokenizer), config.tokenizer, path, meta)
 
 
 def stored_config(values: object, wanted: Collection[str]) -> tuple[Flags, frozenset[str], list[str]]:

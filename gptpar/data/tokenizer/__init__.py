@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from pathlib import Path
+from typing import Any
 
 from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase, file_at
 from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
@@ -57,6 +58,14 @@ def build_tokenizer(
     taken = {name: given[name] for name in (*cls.options, *cls.optional) if given[name] is not None}
     tokenizer: Tokenizer = cls(**taken)  # type: ignore[assignment]
     return tokenizer
+
+
+def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:
+    """Argument of `build_tokenizer` -> the file that it means, of those that a tokenizer of this type reads."""
+    if tokenizer_type not in TOKENIZERS:
+        return {}
+    cls = _CLASSES[TOKENIZERS[tokenizer_type]]
+    return {role: file_at(str(path), cls.in_folder) for role in cls.file_names if (path := given.get(role)) is not None}
 
 
 def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from gptpar.errors import TokenizerError
-from gptpar.system.files import read_regular
+from gptpar.system.files import lies_in, read_regular
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -128,9 +128,9 @@ class TokenizerBase:
         return content
 
     def _read_beside(self, path: Path, names: Iterable[str]) -> None:
-        """Read further files of the folder where they are; they are no part of the identity."""
+        """Read further files that are in the folder, not links out of it; they are no part of the identity."""
         for sibling in map(path.with_name, names):
-            if sibling.name not in (path.name, *self.files) and sibling.is_file():
+            if sibling.name not in (path.name, *self.files) and sibling.is_file() and lies_in(sibling, path.parent):
                 self.files[sibling.name] = _contents(sibling)
 
     @property

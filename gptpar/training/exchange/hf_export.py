@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,7 +23,8 @@ from gptpar.checkpoint.pieces import run_parallel
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
-from gptpar.system.files import read_regular, write_synced
+from gptpar.system.files import lies_in, read_regular, write_synced
+from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
 from gptpar.training.exchange.kept import Kept, kept_in
 from gptpar.training.exchange.tokenizer_files import tokenizer_files
@@ -242,7 +243,8 @@ def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
         if one.dtype not in STORED_DTYPES or one.shape != by_name[name].shape:
             described = f"{one.dtype} of {list(one.shape)}, and {list(by_name[name].shape)} in the model"
             raise kept.damaged(f"{printable(name)} is {described}")
-    index = {INDEX: read_regular(kept.folder / INDEX)} if (kept.folder / INDEX).is_file() else {}
+    path = kept.folder / INDEX
+    index = {INDEX: read_regular(path)} if path.is_file() and lies_in(path, kept.folder) else {}
     return _Files({name: by_name[name] for name in stored}, kept.headers, index)
 
 
@@ -275,7 +277,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
     """The tokenizer's files, and the kept files of the import.
 
     Raises:
-        TokenizerError: a file is not where it was in training.
+        TokenizerError: a file is not where it was in training, or is another one.
     """
     of_the_model, kept = (CONFIG, GENERATION_CONFIG), exported.kept
     before = {path.name: read_regular(path) for path in kept.files()} if kept else {}
@@ -284,7 +286,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
         return texts
     if not options.moved_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
         return texts | {name: text for name, text in before.items() if name not in of_the_model}
-    tokenizer = replace(exported.stored.tokenizer, **options.moved_tokenizer)
+    tokenizer = tokenizer_of_checkpoint(exported.stored, options.moved_tokenizer)
     return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
 
 

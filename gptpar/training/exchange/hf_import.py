@@ -19,9 +19,10 @@ from gptpar.config import TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
+from gptpar.training.exchange.checkpoint_tokenizer import digests_of
 from gptpar.training.exchange.finite import Finite
 from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
-from gptpar.training.exchange.kept import FOLDER, keep
+from gptpar.training.exchange.kept import FOLDER, files_to_keep, keep
 from gptpar.training.exchange.meta import converted_meta
 
 
@@ -40,6 +41,7 @@ def import_hf(source: Path, target: Path) -> Path:
     problems = [problem] if (problem := why_not_new(target)) else []
     try:
         model = open_hf(source)
+        files_to_keep(source)
     except CheckpointError as error:
         raise CheckpointError("\n".join([*problems, str(error)])) from None
     if problems:
@@ -48,7 +50,11 @@ def import_hf(source: Path, target: Path) -> Path:
     if tokenizer is None:
         tokenizer = TokenizerConfig(vocab_size=model.model.padded_vocab_size)
     size = tokenizer.vocab_size or model.model.padded_vocab_size
-    meta = converted_meta(model.model, _moved(tokenizer, target), f"huggingface {model.kind}", vocab_size=size)
+    meta = converted_meta(
+        *(model.model, _moved(tokenizer, target), f"huggingface {model.kind}"),
+        vocab_size=size,
+        sha256=digests_of(tokenizer),
+    )
     with new_folder(target) as folder:
         keep(model, folder)
         path = write_checkpoint(folder, 0, partial(_write_weights, model), meta)

@@ -20,7 +20,7 @@ from typing import Any
 
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsFile, StoredTensor, tensors_of_header
 from gptpar.errors import CheckpointError, printable
-from gptpar.system.files import read_regular
+from gptpar.system.files import lies_in, read_regular
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, OLD_INDEX, HfModel, is_weight_file, read_json
 from gptpar.training.run_folder.branches import FOLDER_NAME as BRANCHES
 
@@ -51,13 +51,21 @@ class Kept:
         )
 
     def files(self) -> Iterator[Path]:
-        """All files but the headers and the index of weight files."""
-        return (path for path in sorted(self.folder.iterdir()) if path.name not in (HEADERS, INDEX) and path.is_file())
+        """All files but the headers and the index of weight files; links that lead out of the folder are left out."""
+        there = (path for path in sorted(self.folder.iterdir()) if path.name not in (HEADERS, INDEX))
+        return (path for path in there if path.is_file() and lies_in(path, self.folder))
 
     def has_tokenizer(self, identity: dict[str, Any]) -> bool:
         """Whether the files hold a run's tokenizer; also true for a run without a tokenizer."""
         wanted = set(identity["sha256"].values()) if isinstance(identity.get("sha256"), dict) else set()
         return wanted <= {hashlib.sha256(read_regular(path)).hexdigest() for path in self.files()}
+
+
+def kept_folder(root: Path) -> Path | None:
+    """Where the files are kept; ``None``: nothing was imported, or a link leads out of the run folder."""
+    places = [root, *([root.parent.parent] if root.parent.name == BRANCHES else [])]
+    found = ((place, place / FOLDER) for place in places if (place / FOLDER / CONFIG).is_file())
+    return next((folder for place, folder in found if lies_in(folder, place)), None)
 
 
 def kept_in(root: Path) -> Kept | None:
@@ -66,8 +74,7 @@ def kept_in(root: Path) -> Kept | None:
     Raises:
         CheckpointError: the files cannot be read.
     """
-    places = [root, *([root.parent.parent] if root.parent.name == BRANCHES else [])]
-    folder = next((place / FOLDER for place in places if (place / FOLDER / CONFIG).is_file()), None)
+    folder = kept_folder(root)
     if folder is None:
         return None
     headers = read_json(folder / HEADERS) if (folder / HEADERS).is_file() else {}
@@ -89,11 +96,23 @@ def keep(model: HfModel, root: Path) -> None:
     temporary = root / f".{FOLDER}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for path in sorted(model.folder.iterdir()):
-        wanted = any(fnmatchcase(path.name, pattern) for pattern in PATTERNS) and path.name != OLD_INDEX
-        if wanted and path.is_file() and path.stat().st_size <= MAX_BYTES:
-            shutil.copyfile(path, temporary / path.name)
+    for path in files_to_keep(model.folder):
+        shutil.copyfile(path, temporary / path.name)
     files = {source.file.path.name: source.file for parts in model.parameters.values() for _, source in parts}
     headers = {name: file.header for name, file in sorted(files.items()) if isinstance(file, SafetensorsFile)}
     (temporary / HEADERS).write_text(json.dumps(headers), encoding="utf-8")
     temporary.rename(root / FOLDER)
+
+
+def files_to_keep(folder: Path) -> list[Path]:
+    """The files beside the weights of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: a link leads out of the folder; the file may be private, and an export would copy it.
+    """
+    wanted = [path for path in sorted(folder.iterdir()) if any(fnmatchcase(path.name, pattern) for pattern in PATTERNS)]
+    found = [path for path in wanted if path.name != OLD_INDEX and path.is_file() and path.stat().st_size <= MAX_BYTES]
+    if outside := [path.name for path in found if not lies_in(path, folder)]:
+        names = ", ".join(map(printable, outside))
+        raise CheckpointError(f"{folder} has links to files outside of it: put the files in their places: {names}")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, TokenizerConfig
@@ -12,17 +13,23 @@ CONVERTED = "converted"
 
 
 def converted_meta(
-    model: ModelConfig, tokenizer: TokenizerConfig, source: str, *, vocab_size: int | None
+    model: ModelConfig,
+    tokenizer: TokenizerConfig,
+    source: str,
+    *,
+    vocab_size: int | None,
+    sha256: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The meta of a converted checkpoint: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
         source: the program that it comes from.
         vocab_size: token ids that it has, if they are known.
+        sha256: of the tokenizer's files, as ``digests_of`` gives them.
     """
     known = {} if vocab_size is None else {"vocab_size": vocab_size}
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
-        "tokenizer": {"type": CONVERTED, **known},
+        "tokenizer": {"type": CONVERTED, **known, "sha256": dict(sha256 or {})},
         "converted_from": source,
     }

@@ -15,7 +15,7 @@ from gptpar.errors import CheckpointError
 from gptpar.model.families import flags_of
 from gptpar.training.exchange.hf_folder import HfModel, open_hf, read_config
 from gptpar.training.exchange.hf_import import fill_from_hf, tokenizer_in
-from gptpar.training.exchange.kept import keep
+from gptpar.training.exchange.kept import files_to_keep, keep
 from gptpar.training.trainer import Trainer
 
 OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
@@ -36,6 +36,7 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
         return
     try:
         model = open_hf(Path(folder))
+        files_to_keep(Path(folder))
     except CheckpointError as error:
         _note_unread(parsed, Path(folder), error)
         return

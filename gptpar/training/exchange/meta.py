@@ -27,9 +27,10 @@ def converted_meta(
         vocab_size: token ids that it has, if they are known.
         sha256: of the tokenizer's files, as ``digests_of`` gives them.
     """
-    known = {} if vocab_size is None else {"vocab_size": vocab_size}
+    known: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
+    known |= {"sha256": dict(sha256)} if sha256 else {}
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
-        "tokenizer": {"type": CONVERTED, **known, "sha256": dict(sha256 or {})},
+        "tokenizer": {"type": CONVERTED, **known},
         "converted_from": source,
     }

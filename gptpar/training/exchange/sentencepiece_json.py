@@ -151,7 +151,8 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 def _beginning(first: int, name: str) -> dict[str, Any]:
     """The rule that puts a token before each text."""
-    begin, a, b = ({"SpecialToken": {"id": name, "type_id": 0}}, *({"Sequence": {"id": one, "type_id": 0}} for one in "AB"))
+    begin = {"SpecialToken": {"id": name, "type_id": 0}}
+    a, b = ({"Sequence": {"id": one, "type_id": 0}} for one in "AB")
     tokens = {name: {"id": name, "ids": [first], "tokens": [name]}}
     return {"type": "TemplateProcessing", "single": [begin, a], "pair": [begin, a, begin, b], "special_tokens": tokens}
 

@@ -18,8 +18,9 @@ import torch
 
 from gptpar.any_module import torch_optimizers
 from gptpar.any_module.monitor import MonitorOptions, monitor_problems
+from gptpar.any_module.option_problems import precision_problems
 from gptpar.any_module.step_batch import StepBatch, step_batch
-from gptpar.config import Flags, PrecisionConfig
+from gptpar.config import Flags
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import (
     Said,
@@ -231,7 +232,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
         *reader.problems,
         *contradictions,
         *values.out_of_range(),
-        *_precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
+        *precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
         *_zero_problems(values),
         *_offload_problems(values, raw),
         *_pipeline_problems(values, world, model),
@@ -283,19 +284,6 @@ class _Values:
 
 
 _BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
-
-
-def _precision_problems(precision: PrecisionConfig, wanted: str | None) -> Iterator[str]:
-    found = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
-    if wanted not in (None, found):
-        yield f"data_types.param_dtype is {json.dumps(wanted)}, and fp16 and bf16 say {found}: make them agree."
-    if precision.fp16 and precision.bf16:
-        yield "fp16 and bf16 are both enabled: choose one number format."
-    if precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale < precision.min_loss_scale:
-        yield (
-            f"fp16.initial_scale_power: the scale begins at {precision.initial_loss_scale:g}, below min_loss_scale "
-            f"{precision.min_loss_scale:g}: raise it, or lower min_loss_scale."
-        )
 
 
 def _zero_problems(values: _Values) -> Iterator[str]:

@@ -233,13 +233,16 @@ class Weights(NotCopied):
             GptparError: this process trains no parameter of that name, or the value has another shape.
         """
         self._engine.finish()
-        held = self._engine.optimizer.parts(kind).get(self._stage.plan.aliases.get(name, name))
-        if held is None:
+        first = self._stage.plan.aliases.get(name, name)
+        param = self._engine.table.params.get(first)
+        if param is None:
             raise GptparError(f"{name} is no parameter that is trained on this process.")
-        if held.shape != value.shape:
-            raise GptparError(f"{name} has the shape {tuple(held.shape)}, and its new value {tuple(value.shape)}.")
-        self._engine.optimizer.guard.before_write(part for _, part in held.parts)
-        held.fill(value)
+        if (shape := param.info.full_shape) != value.shape:
+            raise GptparError(f"{name} has the shape {tuple(shape)}, and its new value {tuple(value.shape)}.")
+        held = self._engine.optimizer.parts(kind).get(first)  # none where other processes have all of its shards
+        if held is not None:
+            self._engine.optimizer.guard.before_write(part for _, part in held.parts)
+            held.fill(value)
         if kind == "weights":
             self._engine.publish()
 

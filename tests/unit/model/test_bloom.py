@@ -69,7 +69,7 @@ def test_logits_equal_blooms(heads: int) -> None:
     tokens = random_tokens(2, 15, 60)
     with torch.no_grad():
         found = stage(tokens, {"seq_length": 16})
-        wanted = theirs(tokens).logits.flatten(0, 1)
+        wanted = theirs(tokens).logits.flatten(0, 1)[:, :60]
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # its slopes are fp32
 
 

@@ -62,7 +62,7 @@ def test_logits_equal_gpt2() -> None:
     tokens = random_tokens(3, 15, 64)
     with torch.no_grad():
         torch.testing.assert_close(
-            stage(tokens, {"seq_length": tokens.shape[1]}), reference(tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5
+            stage(tokens, {"seq_length": tokens.shape[1]}), reference(tokens).logits.flatten(0, 1)[:, :60], rtol=1e-5, atol=1e-5
         )
 
 
@@ -120,5 +120,5 @@ def test_logits_equal_llama_and_qwen3(head_norms: bool) -> None:
     tokens = random_tokens(3, 15, 64)
     with torch.no_grad():
         torch.testing.assert_close(
-            stage(tokens, {"seq_length": tokens.shape[1]}), reference(tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5
+            stage(tokens, {"seq_length": tokens.shape[1]}), reference(tokens).logits.flatten(0, 1)[:, :60], rtol=1e-5, atol=1e-5
         )

@@ -28,7 +28,7 @@ TEXTS = [{"text": "short"}, {"text": "This text is longer than the context of th
 def byte_config(flags: str = "", world_size: int = 1) -> Config:
     """The tiny model of bytes with further flags, resolved."""
     config, _ = resolve(parse_flags(f"{BYTES} {flags}".split()), world_size)
-    return config.update("model", padded_vocab_size=320)
+    return config.update("model", padded_vocab_size=320, softmax_vocab_size=257)
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any] | str]) -> str:

@@ -134,7 +134,9 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(name: str, tmp_path: Pat
     assert contents(tmp_path / "theirs") == before
     tokens = random_tokens(3, 15, 60)
     stage.place({name: value.double() for name, value in weights.items()})
-    torch.testing.assert_close(our_logits(tmp_path / "run", tokens), logits_of(stage.eval(), tokens), rtol=0, atol=0)
+    found = our_logits(tmp_path / "run", tokens)
+    assert found.shape[1] == 64, "Megatron's rows of padding take part in the softmax"
+    torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

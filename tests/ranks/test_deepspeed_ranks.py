@@ -1,0 +1,81 @@
+"""Programs with DeepSpeed's names on two processes have plain torch's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar.deepspeed as deepspeed
+from tests.spawn import spawn
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+SIZES = [(8, 32), (32, 32), (32, 4)]
+
+
+def micro_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    return [(torch.randn(2, 8, generator=draws), torch.randint(0, 4, (2,), generator=draws)) for _ in range(12)]
+
+
+def plain() -> tuple[nn.Sequential, list[float]]:
+    """The module after three steps over four micro-batches each, and the steps' losses."""
+    torch.manual_seed(42)
+    model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+    optimizer, losses, batches = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0), [], micro_batches()
+    for step in range(3):
+        pairs = batches[4 * step : 4 * step + 4]
+        loss = torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in pairs]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def pipeline_of_specifications(rank: int) -> None:
+    torch.manual_seed(42)
+    model = deepspeed.pipe.PipelineModule(
+        [deepspeed.pipe.LayerSpec(nn.Linear, *size) for size in SIZES],
+        num_stages=2,
+        loss_fn=nn.CrossEntropyLoss(),
+        activation_checkpoint_interval=1,
+        dynamic_shape=True,
+    )
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER})
+    batches = iter(micro_batches())
+    losses = [engine.train_batch(batches).item() for _ in range(3)]
+    torch.testing.assert_close(losses, plain()[1], rtol=1e-6, atol=0)
+    assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
+
+
+def zero3_under_init(rank: int) -> None:
+    torch.manual_seed(42)
+    with deepspeed.zero.Init():
+        model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+    assert model[0].weight.is_meta and model[0].weight.shape == model[0].weight.ds_shape == (32, 8)
+    with deepspeed.zero.GatheredParameters([model[2].bias], modifier_rank=1):
+        if rank == 1:
+            nn.init.constant_(model[2].bias, 0.25)
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER, "zero_optimization": zero})
+    torch.manual_seed(42)
+    expected = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert torch.equal(model[0].weight, expected[0].weight) and model[2].bias.tolist() == [0.25] * 4
+    deepspeed.utils.safe_set_full_fp32_param(model[2].bias, expected[2].bias.detach())
+    batches = micro_batches()
+    for step in range(3):
+        for x, y in batches[4 * step + 2 * rank : 4 * step + 2 * rank + 2]:
+            engine.backward(nn.functional.cross_entropy(engine(x), y))
+            engine.step()
+    trained = plain()[0]
+    for one, other in zip(model.parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(one), other.data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("program", [pipeline_of_specifications, zero3_under_init])
+def test_programs_with_deepspeeds_names_have_plain_numbers(program: object) -> None:
+    spawn(program, 2)

@@ -23,7 +23,7 @@ from gptpar.checkpoint.pieces import run_parallel
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
-from gptpar.system.files import lies_in, read_regular, write_synced
+from gptpar.system.files import read_regular, write_synced
 from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
 from gptpar.training.exchange.kept import Kept, kept_in
@@ -243,9 +243,7 @@ def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
         if one.dtype not in STORED_DTYPES or one.shape != by_name[name].shape:
             described = f"{one.dtype} of {list(one.shape)}, and {list(by_name[name].shape)} in the model"
             raise kept.damaged(f"{printable(name)} is {described}")
-    path = kept.folder / INDEX
-    index = {INDEX: read_regular(path)} if path.is_file() and lies_in(path, kept.folder) else {}
-    return _Files({name: by_name[name] for name in stored}, kept.headers, index)
+    return _Files({name: by_name[name] for name in stored}, kept.headers, kept.index())
 
 
 def _files_anew(tensors: Sequence[HfTensor], dtype: torch.dtype, options: ExportOptions) -> _Files:

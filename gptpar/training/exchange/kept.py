@@ -55,6 +55,11 @@ class Kept:
         there = (path for path in sorted(self.folder.iterdir()) if path.name not in (HEADERS, INDEX))
         return (path for path in there if path.is_file() and lies_in(path, self.folder))
 
+    def index(self) -> dict[str, bytes]:
+        """The index of weight files by its name, where there is one in the folder; no link that leads out of it."""
+        path = self.folder / INDEX
+        return {INDEX: read_regular(path)} if path.is_file() and lies_in(path, self.folder) else {}
+
     def has_tokenizer(self, identity: dict[str, Any]) -> bool:
         """Whether the files hold a run's tokenizer; also true for a run without a tokenizer."""
         wanted = set(identity["sha256"].values()) if isinstance(identity.get("sha256"), dict) else set()

@@ -83,12 +83,14 @@ def test_links_that_lead_out_of_a_folder_are_not_copied(tmp_path: Path) -> None:
     content = json.dumps({"version": "1.0", "added_tokens": [], "model": MODEL})
     (folder / "tokenizer.json").write_text(content)
     (folder / "config.json").write_text("{}")
-    link(folder / "chat_template.jinja", secret)
+    for name in ("chat_template.jinja", "model.safetensors.index.json"):
+        link(folder / name, secret)
     checkpoint = stored(run, str(folder), {"tokenizer_model": hashlib.sha256(content.encode()).hexdigest()})
     written = tokenizer_files(tokenizer_of_checkpoint(checkpoint, {}), 16)
     assert written.keys() == {"tokenizer.json", "tokenizer_config.json"} and SECRET not in written.values()
     kept = kept_in(run)
     assert kept is not None and [path.name for path in kept.files()] == ["config.json", "tokenizer.json"]
+    assert kept.index() == {}
     assert json.loads((folder / "config.json").read_text()) == {}
     with pytest.raises(CheckpointError, match=r"links to files outside of it: .*chat_template\.jinja"):
         files_to_keep(folder)

@@ -56,7 +56,7 @@ class Plain:
 
     @staticmethod
     def begin(dtype: torch.dtype) -> Plain:
-        stage, weights = our_model(GPT2)
+        stage, weights = our_model(f"{GPT2} --softmax-over-padding")  # as Megatron trains
         stage.place({name: value.to(dtype) for name, value in weights.items()})
         named = stage.global_parameters().values()
         groups = [

@@ -305,6 +305,9 @@ class ModuleEngine(TrainingEngine):
         if self._recorded is not None:
             self._recorded.release()
             self._recorded = None
+        if self._grads is not None:
+            self._grads.hide()
+            self._grads = None
         super().close()
         self.__dict__.pop("_stage", None)
 

@@ -165,7 +165,7 @@ class EngineOptions:
         """What must be the same on all processes: option -> value, in words."""
         offload = replace(self.offload, folder=None, threads=None)
         mine = replace(
-            self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=MonitorOptions()
+            self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=MonitorOptions(), config={}
         )
         found = {field.name: str(getattr(mine, field.name)) for field in fields(mine)}
         return {**found, "update": self.update.name}

@@ -20,7 +20,7 @@ from tests.helpers import make_trainer, random_tokens, tiny_config
 
 LENGTH = 16
 FLAGS = f"--fp64 --lr {LR} --lr-decay-style constant --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
-FLAGS += f"--adam-beta2 {BETAS[1]} --adam-eps {EPS} --micro-batch-size {SAMPLES}"
+FLAGS += f"--adam-beta2 {BETAS[1]} --adam-eps {EPS} --micro-batch-size {SAMPLES} --softmax-over-padding"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --num-query-groups 2 --disable-bias-linear "
 LLAMA += "--untie-embeddings-and-output-weights"
 

@@ -32,7 +32,7 @@ CASES = [
 ]
 """Each goes on from the checkpoint of the case before, the first from its own."""
 
-FLAGS = [*WORDS, *["--skip-step-sigma", "4", "--skip-step-window", "4", "--log-layer-norms-interval", "1"]]
+FLAGS = [*WORDS, *["--skip-step-sigma", "8", "--skip-step-window", "4", "--log-layer-norms-interval", "1"]]
 SPIKE, SAVED, STEPS = 4, 5, 7
 
 

@@ -80,8 +80,8 @@ class CompiledBlocks:
         self._has_given_up = True
         if self.num_graphs > self._limit or "recompile_limit" in str(error):
             reason = (
-                f"the model's {self._num_blocks} blocks need more than {self._limit} different graphs, and compiling one "
-                "takes seconds. (Blocks of transformers share one graph after model.config.use_cache = False.)"
+                f"the model's {self._num_blocks} blocks need more than {self._limit} different graphs, and compiling "
+                "one takes seconds. (Blocks of transformers share one graph after model.config.use_cache = False.)"
             )
         else:
             stack = getattr(error, "real_stack", None)

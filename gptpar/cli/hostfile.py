@@ -14,7 +14,6 @@ from pathlib import Path
 
 from gptpar.cli.ssh import remote_command, run_on_hosts, ssh_words
 from gptpar.errors import ConfigError
-from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 _CHOOSING = ("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus")
 _PROGRAM = ("--module", "--no-python")
@@ -35,7 +34,7 @@ def read_hostfile(path: Path) -> dict[str, list[int]]:
         ConfigError: lines are wrong; it names all of them.
     """
     try:
-        lines = read_regular(path, MAX_SMALL_BYTES).decode().splitlines()
+        lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError([f"the hostfile {path} cannot be read ({error.strerror})."]) from None
     except UnicodeDecodeError:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
-
-from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 SPLITS = ("train", "valid", "test")
 
@@ -47,7 +46,7 @@ def _words(value: Any, split: str) -> tuple[str, ...]:
 
 def _text(path: str) -> str:
     try:
-        return read_regular(path, MAX_SMALL_BYTES).decode()
+        return Path(path).read_text()
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

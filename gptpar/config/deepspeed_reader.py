@@ -18,7 +18,6 @@ from gptpar.config import Flags
 from gptpar.config.deepspeed_rules import OFF, Absent, NoEffect, NotRead, Only, Rule, Sets, Tree
 from gptpar.config.deepspeed_table import DEFAULTS_SINCE, IGNORED, OPTIMIZERS, Door, defaults_for, keys_for
 from gptpar.config.jsonc import JsonError, read_object
-from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 MAX_LISTED = 12
 MISTYPED = 0.85
@@ -195,7 +194,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         ValueError: it cannot be; the message is the part of a sentence behind the file's name.
     """
     try:
-        return read_object(read_regular(path, MAX_SMALL_BYTES).decode("utf-8-sig"))
+        return read_object(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}): name a file.") from None
     except UnicodeDecodeError as error:

@@ -16,9 +16,6 @@ from gptpar.checkpoint.exchange.safe_pickle import load_torch_file, load_torch_p
 from gptpar.checkpoint.exchange.safetensors_file import open_safetensors
 from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from gptpar.cli.convert import main as convert
-from gptpar.cli.hostfile import read_hostfile
-from gptpar.config.data_files import read_data_args
-from gptpar.config.deepspeed_reader import read_file
 from gptpar.data.identity import corpus_identity
 from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
@@ -69,9 +66,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a name of text": lambda path: find_inputs([str(path)]),
     "history": lambda path: cut_after(path, 1),
     "trace": load_trace,
-    "DeepSpeed's JSON": read_file,
-    "data paths": lambda path: read_data_args(str(path)),
-    "hostfile": read_hostfile,
     "tokenizer": lambda path: TokenizerBase._read(object.__new__(TokenizerBase), "vocab", path),
 }
 

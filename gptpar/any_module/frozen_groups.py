@@ -14,14 +14,14 @@ from gptpar.errors import GptparError
 from gptpar.optim.elementwise import Hyperparameters
 
 MISSED = "missed_steps"
-"""Key of a parameter group: the number of steps in which it was frozen, which bias corrections do not count."""
+"""Key of a parameter group: the number of steps that it missed while frozen. Bias corrections do not count them."""
 
 
 class FrozenGroups:
-    """Leaves groups as they are, states included, in steps in which their parameters require no gradient.
+    """Updates neither weights nor states of a group while its parameters require no gradient.
 
-    An engine has laid out which groups are updated together, so a group is frozen as a whole. Its steps are counted as
-    torch counts them: those in which it is frozen do not count.
+    An engine has laid out which groups are updated together, so a group is frozen as a whole. As in torch, a group does
+    not count the steps that it misses.
 
     Args:
         optimizer: has the groups.

@@ -57,8 +57,8 @@ class ModuleStage(PlacedParameters):
     Args:
         module: whose buffers, but not yet its parameters, are on the engine's device.
         plan: its units.
-        note: takes the place to which this process has come, and whether all processes come there in the same order
-            even where parameters are not gathered.
+        note: is told where this process has come to, and whether every process must come there in the same order even
+            if no parameters are gathered.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.

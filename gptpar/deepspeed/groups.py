@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: the sizes, ranks and groups of the axes of processes, of which there is one: data."""
+"""``deepspeed.utils.groups``: sizes, ranks and groups of the data axis, the only one."""
 
 from __future__ import annotations
 

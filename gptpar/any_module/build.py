@@ -17,7 +17,7 @@ from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.tied_weight import tied_unit
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.any_module.values import move_aside, take_values, value_of
-from gptpar.engine.data_axis import DataAxis, wait_without_limit
+from gptpar.engine.data_axes import DataAxes, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
@@ -25,22 +25,23 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
-from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
+from gptpar.topology.layout import DATA
+from gptpar.topology.placement import ParameterInfo
 
 NOT_DRAWN = Constant(0.0)
 """A placeholder for the initial values of a module that has its own."""
 
 
-def data_axis_of(
+def data_axes_of(
     options: EngineOptions, topology: Topology, wait_for: Callable[[Any], None] = wait_without_limit
-) -> DataAxis:
-    """This process's place on the data axis; if it is alone there, nothing is sharded."""
-    size = topology.layout.data
-    return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0, wait_for)
+) -> DataAxes:
+    """The processes that read different samples; alone, nothing is sharded."""
+    stage = options.zero_stage if topology.layout.data > 1 else 0
+    return DataAxes(Place(topology.layout, topology.rank, stage), topology.groups, wait_for)
 
 
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
@@ -68,7 +69,7 @@ def unit_of(unit: FlatUnit, parameters: Mapping[str, nn.Parameter], shards: int,
 def _info_of(parameter: nn.Parameter) -> ParameterInfo:
     usual = torch.empty(parameter.shape, device="meta").stride()
     strides = None if parameter.stride() == usual else parameter.stride()
-    return ParameterInfo(parameter.shape, None, NOT_DRAWN, frozenset(), strides)
+    return ParameterInfo(parameter.shape, NOT_DRAWN, strides=strides)
 
 
 def lay_out(
@@ -76,9 +77,8 @@ def lay_out(
     parameters: Mapping[str, nn.Parameter],
     groups: Sequence[Collection[nn.Parameter]],
     options: EngineOptions,
-    axis: DataAxis,
+    place: Place,
     *,
-    stage: int = 0,
     tied: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[ParameterTable, list[Unit]]:
     """(the table of the trained parameters, the units of the frozen ones).
@@ -88,17 +88,14 @@ def lay_out(
         parameters: by first name.
         groups: parameters of each group of the optimizer.
         options: of the engine.
-        axis: this process's place on the data axis.
-        stage: position on the pipeline axis.
+        place: this process's position on the mesh.
         tied: unit -> the stages that have a copy of it.
     """
     number = {parameter: place for place, group in enumerate(groups) for parameter in group}
-    units = [
-        unit_of(unit, parameters, axis.shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units
-    ]
+    shards = place.shards((DATA,))
+    units = [unit_of(unit, parameters, shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units]
     trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
     frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
-    place = Place(axis.shards, axis.shard, axis.size // axis.shards, stage=stage)
     return ParameterTable(trained, place, ratio=options.offload.ratio, tied=tied), frozen
 
 
@@ -125,9 +122,9 @@ def build_engine(
     Raises:
         GptparError: host memory does not suffice for offload; parameters may then be in host memory.
     """
-    axis, device, plan = data_axis_of(options, topology, wait_for), topology.device, stage.plan
+    data, device, plan = data_axes_of(options, topology, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
-    table, frozen = lay_out(plan, stage.parameters, groups, options, axis, stage=topology.stage, tied=tied)
+    table, frozen = lay_out(plan, stage.parameters, groups, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
@@ -135,7 +132,7 @@ def build_engine(
         move_aside(stage.parameters.values(), device)
     values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
     with all_or_none(topology.layout.world_size):  # memory may be short on one machine only
-        parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
+        parameters = ParameterMemory([*table.units, *frozen], data, settings.dtype, device, on_host=on_host)
         tied_weight = tied_unit(stage, table, options, topology.layout.world_size)
         order = [unit for scope in plan.scopes for unit in scope.units]
         host = _host_optimizer(table, parameters, settings, options, device, tied_weight, order)
@@ -144,7 +141,7 @@ def build_engine(
         table,
         parameters,
         ALONE,
-        axis,
+        data,
         settings,
         options.update,
         options.max_norm,

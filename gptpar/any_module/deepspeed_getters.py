@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptpar.any_module.dataset import make_loader
 from gptpar.errors import ConfigError
+from gptpar.topology.layout import DATA
 
 if TYPE_CHECKING:
     from gptpar.any_module.training_engine import TrainingEngine
@@ -131,7 +132,7 @@ class DeepSpeedGetters:
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The processes with the same layers and other micro-batches."""
         topology = cast("TrainingEngine", self).topology
-        return topology.data_group or (dist.group.WORLD if dist.is_initialized() and self._is_flat else None)
+        return topology.group(DATA) or (dist.group.WORLD if dist.is_initialized() and self._is_flat else None)
 
     seq_data_parallel_group = data_parallel_group
 

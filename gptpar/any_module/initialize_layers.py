@@ -26,7 +26,7 @@ from gptpar.pipeline.module import PipelineModule, seeded
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.layout import DATA, Layout
 
 Layer: TypeAlias = LayerSpec | nn.Module | Callable[[torch.Tensor], torch.Tensor]
 LabelLoss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -100,8 +100,8 @@ def engine_of_pipeline(
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = plan_layers(layers, dtype=options.dtype, trained=trained)
     with all_or_none(topology.layout.world_size):  # of the processes of a stage all fail, or none
-        if topology.data_group is not None:
-            require_same_model(pipeline, groups, topology.data_group)
+        if topology.group(DATA) is not None:
+            require_same_model(pipeline, groups, topology.group(DATA))
     stages = LayerStages(pipeline, plan)
     if options.dtype is not None:
         pipeline.expect_dtype(options.dtype)

@@ -13,6 +13,7 @@ from gptpar.engine.engine import Engine
 from gptpar.engine.units import Unit
 from gptpar.system.host import available_memory, place_on_machine
 from gptpar.topology.groups import Topology
+from gptpar.topology.layout import DATA
 
 Value = Callable[[], torch.Tensor]
 """Makes or finds a parameter's value, on any device."""
@@ -63,10 +64,10 @@ def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, Value]
         values: by first name. Each is dropped once it is copied, a trained parameter's before the next one's.
         topology: this process's place.
     """
-    weights, shard = engine.optimizer.parts("weights"), engine.table.place.shard
+    weights = engine.optimizer.parts("weights")
 
     def taken(name: str) -> torch.Tensor:
-        return _agreed(values.pop(name)(), topology.data_group, engine.device)
+        return _agreed(values.pop(name)(), topology.group(DATA), engine.device)
 
     def take(name: str) -> None:
         value = taken(name)
@@ -76,7 +77,7 @@ def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, Value]
     for name in engine.table.params:
         take(name)
     for unit in frozen:
-        engine.parameters.fill(unit, shard, {name: taken(name) for name in unit.params})
+        engine.parameters.fill(unit, {name: taken(name) for name in unit.params})
     engine.publish()
 
 

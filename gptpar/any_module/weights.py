@@ -23,6 +23,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError, is_whole
 from gptpar.topology.groups import Topology
+from gptpar.topology.layout import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
@@ -185,7 +186,7 @@ class Weights(NotCopied):
                 guard.before_write(part for _, part in weights[name].parts)
                 weights[name].fill(self._stage.parameters[name])
         for unit in {self._frozen[name].name: self._frozen[name] for name in names if name in self._frozen}.values():
-            low = self._engine.table.place.shard * unit.shard_length
+            low = self._engine.table.place.shard(unit) * unit.shard_length
             guard.before_write([memory.shards[unit.name]])
             memory.shards[unit.name].copy_(memory.full[unit.name][low : low + unit.shard_length])
 
@@ -216,7 +217,7 @@ class Weights(NotCopied):
         changed = self._changed()
         if modifier_rank is not None:
             changed = list(self._stage.parameters)
-            group = self._topology.data_group
+            group = self._topology.group(DATA)
             if group is not None:
                 first = dist.get_global_rank(group, modifier_rank)
                 for name in changed:
@@ -263,8 +264,8 @@ class Weights(NotCopied):
         for offsets, part in held.parts if held is not None else ():
             box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
             found[box] = part.to(found)
-        if param is not None and self._engine.table.place.shards > 1:
-            dist.all_reduce(found, group=self._topology.data_group)
+        if param is not None and self._engine.table.place.zero_stage:
+            dist.all_reduce(found, group=self._topology.group(DATA))
         if len(shapes) > 1:
             dist.broadcast(found, owner)
         return found

@@ -35,7 +35,7 @@ class GradientCollector:
         units: in forward order.
         virtual_stages: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
-        kept: called instead of ``done`` in a pass that only adds to the sums and reduces nothing.
+        kept: called instead of ``done`` in a pass that only adds to the unit's sum and does not reduce it.
         final: called with a unit's name before its gradient, final in this process, is handed on.
         learns: whether backward passes may be nested.
         in_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
@@ -69,7 +69,7 @@ class GradientCollector:
         self._expected = {unit.name: len(unit.params) for unit in units}
         self._arrivals: dict[str, int] = {}
         self._outer_task: int | None = None
-        self._in_pass = self._hands_on = False
+        self._in_pass = False
         self.in_last_forward = False
         self.begin_unannounced: Callable[[], None] | None = None
         self._factor = 1.0
@@ -141,9 +141,8 @@ class GradientCollector:
         last_first = names[::-1]
         for name in sorted(last_first, key=self._handed_on_last.__contains__):
             final = last and self._last_stage[name] == virtual_stage
-            if final or not self._memory.keeps_all:
+            if final or not self._memory.keeps_sum(self._units[name]):
                 self._waiting[name] = self._units[name], final
-        self._hands_on = bool(self._waiting)
 
     def enter_backward(self, task: int) -> None:
         """Autograd has begun the pass as graph task number ``task``; a nested pass has another number."""
@@ -225,7 +224,7 @@ class GradientCollector:
         fresh[name] = fresh[name] + grad if name in fresh else grad
         if self._missing[unit.name] <= 0:
             self._add(unit)
-            if not self._hands_on:
+            if unit.name not in self._waiting:
                 self._kept(unit.name)
         self._hand_on_after(unit.name)
 
@@ -267,7 +266,7 @@ class GradientCollector:
         for name, param in unit.params.items():
             if name not in self._arrived:
                 total[param.start : param.stop].zero_()
-        if not self._memory.keeps_all:
+        if not self._memory.keeps_sum(unit):
             self._arrived_before |= self._arrived & unit.params.keys()
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.engine.collector import GradientCollector
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
@@ -52,8 +52,7 @@ class EngineStage(Protocol):
 
 def table_of(
     pipeline: PipelineModule,
-    tensor: TensorAxis,
-    data: DataAxis,
+    place: Place,
     ratio: float,
     group_of: GroupOf = group_by_decay,
 ) -> ParameterTable:
@@ -61,15 +60,14 @@ def table_of(
 
     Args:
         pipeline: the layers of this process.
+        place: the process's position on the mesh.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
         group_of: says each parameter's optimizer group.
     """
     stages = pipeline.stages_here
-    infos = {name: info for stage in stages for name, info in stage.infos().items()}
-    layers = {name: params for stage in stages for name, params in stage.parameters_by_layer().items()}
     return ParameterTable.of(
-        {name: {param: infos[param] for param in params} for name, params in layers.items()},
-        Place(data.shards, data.shard, data.size // data.shards, tensor.rank, pipeline.stage),
+        {unit: infos for stage in stages for unit, infos in stage.infos_by_unit().items()},
+        place,
         ratio=ratio,
         group_of=group_of,
         tied=pipeline.tied_stages,
@@ -140,7 +138,7 @@ class Engine:
         table: ParameterTable,
         parameters: ParameterMemory,
         tensor: TensorAxis,
-        data: DataAxis,
+        data: DataAxes,
         settings: EngineSettings,
         optimizer: ElementwiseOptimizer,
         clip_grad: float,
@@ -165,7 +163,7 @@ class Engine:
             arriving_dtype=settings.dtype,
             ahead=settings.records_steps,
         )
-        self.masters_are_parameters = _masters_are_parameters(table, parameters, data, settings.wide)
+        self.masters_are_parameters = _masters_are_parameters(table, parameters, settings.wide)
         self._copies_each_step = parameters.on_host
         written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self.optimizer = MasterOptimizer(
@@ -255,30 +253,23 @@ class Engine:
 
     def square_of_grad(self) -> torch.Tensor:
         """This process's contribution to the sum of squares of the model's gradient (fp64)."""
-        return self.gradients.square() / self._owners
+        return self.gradients.square()
 
     def squares_of_grad(self) -> torch.Tensor:
         """[units of the table] the same by unit, after :meth:`square_of_grad`; nothing waits."""
-        return self.gradients.router.squares() / self._owners
+        return self.gradients.router.squares()
 
     def square_of_weights(self) -> torch.Tensor:
         """This process's contribution to the sum of squares of all master weights (fp64)."""
-        return self.optimizer.square_of_weights() / self._owners
+        return self.optimizer.square_of_weights()
 
     def own_zeros(self) -> torch.Tensor:
         """This process's contribution to the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.device)
-        return (count + self.gradients.router.zeros) / self._owners
-
-    @property
-    def _owners(self) -> int:
-        """Number of data-parallel processes that hold the same elements: each contributes this fraction."""
-        return self.table.place.replicas
+        return count + self.gradients.router.zeros
 
 
-def _masters_are_parameters(
-    table: ParameterTable, parameters: ParameterMemory, data: DataAxis, wide: torch.dtype
-) -> bool:
+def _masters_are_parameters(table: ParameterTable, parameters: ParameterMemory, wide: torch.dtype) -> bool:
     """Whether the model's parameters can be the master weights themselves.
 
     Otherwise the optimizer writes them in the pass that updates the masters, or they are copied after the step. All
@@ -286,7 +277,7 @@ def _masters_are_parameters(
     """
     all_here = not table.elements(Home.HOST) and not parameters.on_host
     as_wide = parameters.everything.dtype == wide and len(parameters.everything) == table.length()
-    return as_wide and data.shards == 1 and all_here
+    return as_wide and all_here and all(unit.shards == 1 for unit in table.units)
 
 
 def _call_orders(stages: Sequence[EngineStage], layers: Collection[str]) -> list[list[str]]:

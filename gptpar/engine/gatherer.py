@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from gptpar.engine.backward_passes import BACKWARD_PASSES
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
@@ -64,17 +64,18 @@ class ParameterGatherer:
         self,
         memory: ParameterMemory,
         layers: Mapping[str, Sequence[str]],
-        axis: DataAxis,
+        data: DataAxes,
         subscriber: Subscriber | None,
         graph_breaks: GraphBreaks,
         frozen: Collection[str] = (),
     ):
-        self._memory, self._axis, self._subscriber, self._graph_breaks = memory, axis, subscriber, graph_breaks
+        self._memory, self._data, self._subscriber, self._graph_breaks = memory, data, subscriber, graph_breaks
+        self._is_sharded = any(unit.shards > 1 for unit in memory.units.values())
         self._full, self._shards = memory.full, memory.shards
         self._units = {name: tuple(units) for name, units in layers.items()}
         self._layer_of = {unit: name for name, units in self._units.items() for unit in units}
         self._frozen = frozenset(frozen)
-        self._travels = memory.transient or axis.shards > 1
+        self._travels = memory.transient or self._is_sharded
         self._pending: dict[str, Any] = {}
         self._present = set() if memory.transient else set(memory.full)
         self._in_backward: set[str] = set()
@@ -102,12 +103,12 @@ class ParameterGatherer:
     @property
     def gathers_in_call_order(self) -> bool:
         """Whether processes have to call the same layers in the same order."""
-        return self._axis.shards > 1 and (self._memory.transient or self._subscriber is not None)
+        return self._is_sharded and (self._memory.transient or self._subscriber is not None)
 
     @property
     def arrives_alone(self) -> bool:
         """Whether this process can bring a unit without a collective in this step, and the unit then stays."""
-        return not self._memory.transient and (self._axis.shards == 1 or self._subscriber is None)
+        return not self._memory.transient and (not self._is_sharded or self._subscriber is None)
 
     def is_present(self, unit: str) -> bool:
         """Whether a unit's parameters are on the device, or being gathered."""
@@ -155,7 +156,7 @@ class ParameterGatherer:
             holds, self._holds = self._holds, 0
             self._release_all()  # inside held() as well: those values are outdated, too
             self._holds = holds
-        elif self._axis.shards > 1:
+        elif self._is_sharded:
             self._present = set(self._frozen)
             for unit in self._full if self._subscriber is None else ():
                 self._start(unit)
@@ -169,21 +170,26 @@ class ParameterGatherer:
     def _bring(self, unit: str) -> Any:
         """Begin to fill a unit's memory on the device; the result has a ``wait()``, or is ``None``."""
         full, shard = self._full[unit], self._shards[unit]
-        if not self._memory.on_host:
-            return self._gather(full, shard) if self._axis.shards > 1 else None
+        if not self._memory.on_host and not self._memory.transient and not self._is_divided(unit):
+            return None
         if self._memory.stream is None:
-            if self._axis.shards > 1:
-                return self._gather(full, shard)
+            if self._is_divided(unit):
+                return self._gather(unit, full, shard)
             full.copy_(shard)
             return None
         stream = self._memory.stream
         stream.wait_stream(torch.cuda.current_stream())  # the memory may have been another layer's until now
         with torch.cuda.stream(stream):
-            here = full[self._axis.shard * shard.numel() :][: shard.numel()].copy_(shard, non_blocking=True)
-            return self._gather(full, here) if self._axis.shards > 1 else _Copied(stream.record_event())
+            first = self._data.place.shard(self._memory.units[unit]) * shard.numel()
+            here = full[first : first + shard.numel()].copy_(shard, non_blocking=True)
+            return self._gather(unit, full, here) if self._is_divided(unit) else _Copied(stream.record_event())
 
-    def _gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
-        return all_gather_single(full, shard, group=self._axis.group, async_op=True)
+    def _is_divided(self, unit: str) -> bool:
+        return self._memory.units[unit].shards > 1
+
+    def _gather(self, unit: str, full: torch.Tensor, shard: torch.Tensor) -> Any:
+        group = self._data.group(self._memory.units[unit])
+        return all_gather_single(full, shard, group=group, async_op=True)
 
     def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Call a layer with its parameters in place."""
@@ -284,7 +290,7 @@ class ParameterGatherer:
         for unit in self._units[name]:
             work = self._pending.pop(unit, None)
             if work is not None:
-                self._axis.wait_for(work)
+                self._data.wait_for(work)
             if self.watch is not None:
                 self.watch.arrived(unit)
 
@@ -312,7 +318,7 @@ class ParameterGatherer:
         if unit in self._present and not self._holds:
             work = self._pending.pop(unit, None)
             if work is not None:
-                self._axis.wait_for(work)
+                self._data.wait_for(work)
             if self.watch is not None:
                 self.watch.left(unit)
             self._memory.free(unit)

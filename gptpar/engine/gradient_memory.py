@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -14,8 +14,9 @@ class GradientMemory:
     """Owns the memory of gradient sums.
 
     Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass. Under ZeRO-2 and 3 the whole sum
-    lives for one micro-batch, and only this process's shard of the sum over micro-batches stays. A unit that has
-    elements for the subscriber has no permanent memory: in a step of one micro-batch its sum is freed after use.
+    of a unit that several processes hold lives for one micro-batch, and only this process's shard of the sum over
+    micro-batches stays. A unit that has elements for the subscriber has no permanent memory: in a step of one
+    micro-batch its sum is freed after use.
 
     Args:
         table: of this process's parameters.
@@ -28,7 +29,6 @@ class GradientMemory:
             allocator would otherwise give a sum's memory to later kernels before the subscriber has fetched the sum.
         shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
         shards: the same by unit.
-        keeps_all: whether whole sums are kept over micro-batches.
         single: whether the step has one micro-batch.
         undivided: units that the device's optimizer updates wholly.
     """
@@ -36,16 +36,16 @@ class GradientMemory:
     def __init__(
         self,
         table: ParameterTable,
-        axis: DataAxis,
+        data: DataAxes,
         dtype: torch.dtype,
         device: torch.device,
         *,
         arriving_dtype: torch.dtype | None = None,
         ahead: bool = False,
     ):
-        self._table, self._axis, self._device = table, axis, device
-        self._arriving_dtype, self._alone = arriving_dtype or dtype, axis.group is None
-        self.keeps_all, self.single, self.ahead = axis.zero_stage < 2, True, ahead
+        self._table, self._data, self._device = table, data, device
+        self._arriving_dtype = arriving_dtype or dtype
+        self._keeps_all, self.single, self.ahead = data.zero_stage < 2, True, ahead
         self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
         names = {unit.name for unit in self.undivided}
         self._divided = {unit.name: unit for unit in table.units if unit.name not in names}
@@ -55,13 +55,12 @@ class GradientMemory:
         self._dtype = dtype
         self.shard = torch.zeros(self._table.length(Home.DEVICE), dtype=dtype, device=self._device)
         self.shards = self._table.split(self.shard)
-        self._sums: dict[str, torch.Tensor] = {}
-        if self._axis.shards == 1:
-            self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided}
-        elif self.keeps_all:
-            whole = torch.zeros(sum(unit.length for unit in self.undivided), dtype=dtype, device=self._device)
-            pieces = whole.split([unit.length for unit in self.undivided])
-            self._sums = {unit.name: piece for unit, piece in zip(self.undivided, pieces, strict=True)}
+        sharded = [unit for unit in self.undivided if unit.shards > 1]
+        self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided if unit.shards == 1}
+        if self._keeps_all and sharded:
+            whole = torch.zeros(sum(unit.length for unit in sharded), dtype=dtype, device=self._device)
+            pieces = whole.split([unit.length for unit in sharded])
+            self._sums |= {unit.name: piece for unit, piece in zip(sharded, pieces, strict=True)}
         self._fixed = frozenset(self._sums)
         self._shard_sums: dict[str, torch.Tensor] = {}
 
@@ -70,9 +69,13 @@ class GradientMemory:
         self._allocate(dtype)
 
     @property
-    def adds_shards(self) -> bool:
-        """Whether a shard's micro-batches are added up after the reduction over processes, not before."""
-        return not self.keeps_all and not self.single
+    def keeps_all(self) -> bool:
+        """Whether no unit is reduced before the step's last backward pass."""
+        return all(map(self.keeps_sum, self._table.units))
+
+    def keeps_sum(self, unit: Unit) -> bool:
+        """Whether a unit's whole sum is kept over micro-batches; else each is reduced to shards, which are added up."""
+        return self._keeps_all or unit.shards == 1
 
     def begin(self, num_micro_batches: int) -> None:
         """A step begins."""
@@ -82,7 +85,8 @@ class GradientMemory:
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
-        return (unit.dtype or self._arriving_dtype) if self._alone and self.single else self._dtype
+        alone = self._data.group(unit) is None
+        return (unit.dtype or self._arriving_dtype) if alone and self.single else self._dtype
 
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""
@@ -99,7 +103,7 @@ class GradientMemory:
 
     def release(self, unit: Unit) -> None:
         """The unit's sum has been handed on: the receiver holds a reference as long as it needs one."""
-        if unit.name not in self._fixed and (self.single or not self.keeps_all):
+        if unit.name not in self._fixed and (self.single or not self.keeps_sum(unit)):
             self._sums.pop(unit.name, None)
 
     def shard_sum_of(self, unit: Unit) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.units import Unit
 from gptpar.system.pinned import PinnedMemory
 
@@ -23,6 +23,7 @@ class ParameterMemory:
         on_host: whether the shards live in host memory.
 
     Attributes:
+        units: by name.
         full: unit -> [length] the unit's parameters on the device; without storage while a transient unit is freed.
         shards: unit -> [shard_length] this process's shard.
         transient: whether whole units exist only while a layer needs them.
@@ -30,10 +31,11 @@ class ParameterMemory:
     """
 
     def __init__(
-        self, units: Sequence[Unit], axis: DataAxis, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
+        self, units: Sequence[Unit], data: DataAxes, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
     ):
-        self.transient, self.on_host = axis.zero_stage == 3 or on_host, on_host
-        self._dtype, self._device = dtype, device
+        self.units = {unit.name: unit for unit in units}
+        self.transient, self.on_host = data.zero_stage == 3 or on_host, on_host
+        self._place, self._dtype, self._device = data.place, dtype, device
         self.full: dict[str, torch.Tensor] = {}
         self.shards: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -44,7 +46,7 @@ class ParameterMemory:
         if self.transient:
             self._place_shards(units)
         else:
-            self._place_whole(units, axis)
+            self._place_whole(units)
 
     def _place_shards(self, units: Sequence[Unit]) -> None:
         for unit in units:  # one after the other: together they may not fit
@@ -58,7 +60,7 @@ class ParameterMemory:
             else:
                 self.shards |= {name: torch.zeros(n, dtype=dtype, device=self._device) for name, n in lengths.items()}
 
-    def _place_whole(self, units: Sequence[Unit], axis: DataAxis) -> None:
+    def _place_whole(self, units: Sequence[Unit]) -> None:
         by_dtype = self._by_dtype(units)
         for dtype, alike in by_dtype.items():
             row = torch.zeros(sum(unit.length for unit in alike), dtype=dtype, device=self._device)
@@ -66,7 +68,7 @@ class ParameterMemory:
                 self.everything = row
             for unit, piece in zip(alike, row.split([unit.length for unit in alike]), strict=True):
                 self.full[unit.name] = piece
-                self.shards[unit.name] = piece.split(unit.shard_length)[axis.shard]
+                self.shards[unit.name] = piece.split(unit.shard_length)[self._place.shard(unit)]
                 self._views |= unit.views(piece)
 
     def _dtype_of(self, unit: Unit) -> torch.dtype:
@@ -105,11 +107,10 @@ class ParameterMemory:
             storage.resize_(0)
 
     @torch.no_grad()
-    def fill(self, unit: Unit, shard: int, values: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, unit: Unit, values: Mapping[str, torch.Tensor]) -> None:
         """Set the values of a unit that no optimizer updates.
 
         Args:
-            shard: index of this process's shard.
             values: parameter's name -> its values, for all parameters of the unit.
         """
         if self.transient:
@@ -117,7 +118,7 @@ class ParameterMemory:
         for name, value in values.items():
             unit.params[name].view(self.full[unit.name]).copy_(value)
         if self.transient:
-            low = shard * unit.shard_length
+            low = self._place.shard(unit) * unit.shard_length
             self.shards[unit.name].copy_(self.full[unit.name][low : low + unit.shard_length])
             self.free(unit.name)
 

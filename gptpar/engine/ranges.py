@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TypeVar
 
 from gptpar.engine.units import Param, Unit
+from gptpar.topology.layout import Layout
 
 Key = TypeVar("Key")
 
@@ -21,21 +22,37 @@ class Home(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """A process's position on the named axes that its parameters depend on.
+    """A process's position on the mesh, and what ZeRO shards: what its part of each unit depends on.
 
     Attributes:
-        shards: number of equal shards of each unit over the data axis.
-        shard: index of this process's shard.
-        replicas: number of processes of the data axis that hold the same shard.
-        tensor_rank: position on the tensor axis.
-        stage: position on the pipeline axis.
+        mesh: of all processes.
+        rank: this process's.
+        zero_stage: above 0, the processes that hold copies of a unit divide its optimizer state among them.
     """
 
-    shards: int = 1
-    shard: int = 0
-    replicas: int = 1
-    tensor_rank: int = 0
-    stage: int = 0
+    mesh: Layout = Layout()
+    rank: int = 0
+    zero_stage: int = 0
+
+    def position(self, axis: str) -> int:
+        """The process's position on an axis."""
+        return self.mesh.position(self.rank, axis)
+
+    def shards(self, copies_over: tuple[str, ...]) -> int:
+        """Number of equal shards of a unit.
+
+        Args:
+            copies_over: the axes whose ranks hold copies of the unit.
+        """
+        return self.mesh.size(*copies_over) if self.zero_stage else 1
+
+    def shard(self, unit: Unit) -> int:
+        """Index of this process's shard of a unit."""
+        return self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0
+
+    def is_first(self, unit: Unit) -> bool:
+        """Whether this process is the first of those that read different samples for a unit and hold this shard."""
+        return self.zero_stage > 0 or self.mesh.position(self.rank, *unit.copies_over) == 0
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,7 @@ class Range:
         start, stop: position of the elements in the shard.
         first: position of the first element in the parameter's split on this tensor-parallel rank, in memory order.
         group: number of the optimizer group.
-        counted: whether this process counts the elements in sums over the model. One replica on the tensor axis and one
-            tied copy among the stages is counted; replicas on the data axis each contribute a fraction.
+        counted: whether this process counts the elements in sums over the model: of all copies, one is counted.
     """
 
     unit: str
@@ -85,7 +101,7 @@ def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
 
 
 def device_lengths(
-    units: Sequence[Unit], shard: int, ratio: float, tied: Collection[str] = ()
+    units: Sequence[Unit], place: Place, ratio: float, tied: Collection[str] = ()
 ) -> tuple[dict[str, int], int, int]:
     """Divide a process's elements between host and device, exact to the element; the device gets the first layers.
 
@@ -105,7 +121,7 @@ def device_lengths(
         (unit -> number of elements at the beginning of its shard that the device updates; number of the process's
         elements without padding; number of elements that the host updates)
     """
-    reserved = {unit.name: list(_reserved(unit, shard)) for unit in units}
+    reserved = {unit.name: list(_reserved(unit, place.shard(unit))) for unit in units}
     sizes = {name: sum(stop - start for start, stop in ranges) for name, ranges in reserved.items()}
     total = sum(sizes.values())
     quotas = {name: size - round(ratio * size) for name, size in sizes.items() if name in tied}

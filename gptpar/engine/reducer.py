@@ -1,4 +1,4 @@
-"""Sums gradients over the data axis while the backward pass still runs, a limited number at a time."""
+"""Sums gradients over the copies of their unit while the backward pass still runs, a limited number at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.router import GradientRouter
 from gptpar.engine.units import Unit
@@ -46,13 +46,13 @@ class GradientReducer:
         has_begun: whether any reduction over processes has begun in this step.
     """
 
-    def __init__(self, memory: GradientMemory, axis: DataAxis, dtype: torch.dtype, router: GradientRouter):
-        self._memory, self._axis, self._dtype, self._router = memory, axis, dtype, router
+    def __init__(self, memory: GradientMemory, data: DataAxes, dtype: torch.dtype, router: GradientRouter):
+        self._memory, self._data, self._dtype, self._router = memory, data, dtype, router
         self._summed: set[str] = set()
         self.has_begun = False
         self._pending: deque[_Reduction] = deque()
-        self._bounded = not memory.keeps_all or router.divides
-        on_side_stream = router.divides and axis.group is not None and memory.shard.is_cuda
+        self._bounded = data.zero_stage >= 2 or router.divides
+        on_side_stream = router.divides and any(data.groups.values()) and memory.shard.is_cuda
         self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
 
     def begin(self) -> None:
@@ -65,23 +65,24 @@ class GradientReducer:
 
     @torch.no_grad()
     def reduce(self, unit: Unit, total: torch.Tensor, *, last: bool) -> None:
-        """Begin to sum a unit's gradient over the data axis.
+        """Begin to sum a unit's gradient over the processes that hold copies of it.
 
         Args:
             total: [unit.length] this process's sum.
             last: whether the reduced sum is final.
         """
-        self.has_begun |= self._axis.group is not None
-        sent = total if self._axis.group is None else total.to(self._dtype)
-        if self._axis.shards > 1:
-            into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
-            work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)
-            self._pending.append(self._begun(work, unit, into, last, (sent, into)))
-        elif self._axis.group is not None:
-            work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
-            self._pending.append(self._begun(work, unit, sent, last, (sent,)))
-        else:
+        group = self._data.group(unit)
+        self.has_begun |= group is not None
+        sent = total if group is None else total.to(self._dtype)
+        if group is None:
             self._add(unit, sent, last)
+        elif unit.shards > 1:
+            into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
+            work = reduce_scatter_single(into, sent, group=group, async_op=True)
+            self._pending.append(self._begun(work, unit, into, last, (sent, into)))
+        else:
+            work = dist.all_reduce(sent, group=group, async_op=True)
+            self._pending.append(self._begun(work, unit, sent, last, (sent,)))
         self._memory.release(unit)
         while self._bounded and len(self._pending) > MAX_IN_FLIGHT:
             self._complete_one()
@@ -94,16 +95,16 @@ class GradientReducer:
         On the current stream it would be queued behind the layers that have been launched meanwhile.
         """
         if self._side_stream is None:
-            return _Reduction(partial(self._axis.wait_for, work), partial(self._add, unit, shard, last), in_use)
+            return _Reduction(partial(self._data.wait_for, work), partial(self._add, unit, shard, last), in_use)
         with torch.cuda.stream(self._side_stream):
-            self._axis.wait_for(work)
+            self._data.wait_for(work)
             self._add(unit, shard, last)
             there = self._side_stream.record_event()
         return _Reduction(lambda: torch.cuda.current_stream().wait_event(there), lambda: None, in_use)
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
-        if self._memory.adds_shards:
+        if not (self._memory.single or self._memory.keeps_sum(unit)):
             total = self._memory.shard_sum_of(unit)
             # A new sum begins here and not with the step: the subscriber may read the last step's sum until it has
             # updated the unit. By now it has, because the unit's forward pass waited for the update.

@@ -1,10 +1,10 @@
 """The parameter table says for each element of a process who owns it, where it is updated, and what is summed. Pure.
 
-One picture: parameter -> ranges -> owner -> update. A unit is one layer's parameters in one flat range. The data axis
-divides every unit into equal shards. The twin-flow ratio divides each shard: the device updates the first elements, the
-host updates the others. The results are ranges: contiguous elements of one parameter that are all treated alike. All
-code that has to know where an element is asks the table. A table needs no other process: any process can make any
-rank's table.
+One picture: parameter -> ranges -> owner -> update. A unit is a layer's parameters in one flat range. The processes
+that hold copies of a unit divide it into equal shards. The twin-flow ratio divides each shard: the device updates the
+first elements, the host updates the others. The results are ranges: contiguous elements of one parameter that are all
+treated alike. All code that has to know where an element is asks the table. A table needs no other process: any process
+can make any rank's table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from functools import cached_property
 import torch
 
 from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, merged
-from gptpar.engine.units import GroupOf, Param, Unit, group_by_decay
+from gptpar.engine.units import GroupOf, Param, Unit, common_copies, group_by_decay
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
-from gptpar.pipeline.stage import BufferInfo, ParameterInfo
+from gptpar.pipeline.stage import BufferInfo
+from gptpar.topology.layout import PIPELINE, TENSOR
+from gptpar.topology.placement import ParameterInfo
 from gptpar.topology.tensor_parts import views_of_flat
 
 
@@ -67,14 +69,14 @@ class ParameterTable:
         self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}
         self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
         self._counted = {name for unit in units for name, param in unit.params.items() if self._counts(unit, param)}
-        self.on_device, total, offloaded = device_lengths(units, place.shard, ratio, self.ties)
+        self.on_device, total, offloaded = device_lengths(units, place, ratio, self.ties)
         self._elements = {None: total, Home.DEVICE: total - offloaded, Home.HOST: offloaded}
         whole, here = sum(unit.shard_length for unit in units), sum(self.on_device.values())
         self._lengths = {None: whole, Home.DEVICE: here, Home.HOST: whole - here}
 
     @staticmethod
     def of(
-        layers: Mapping[str, Mapping[str, ParameterInfo]],
+        infos: Mapping[str, Mapping[str, ParameterInfo]],
         place: Place = Place(),  # noqa: B008
         *,
         ratio: float = 0.0,
@@ -83,16 +85,16 @@ class ParameterTable:
         group_of: GroupOf = group_by_decay,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> ParameterTable:
-        """Lay out a process's layers.
+        """Lay out a process's units.
 
         Args:
-            layers: layer's name -> its parameters' declarations by global name, both in forward order.
+            infos: unit -> its parameters' declarations by global name, both in forward order.
             dtypes: unit -> number format of its parameters, where it is not the engine's.
         """
         dtype_of = dtypes or {}
         units = [
-            Unit.of(name, infos, place.shards, group_of=group_of, dtype=dtype_of.get(name))
-            for name, infos in layers.items()
+            Unit.of(name, own, place.shards(common_copies(own)), group_of=group_of, dtype=dtype_of.get(name))
+            for name, own in infos.items()
         ]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
 
@@ -130,7 +132,7 @@ class ParameterTable:
 
     def messages(self, unit: str, axis: str) -> list[tuple[int, int]]:
         """(start, stop) in the shard of gradients to be summed over an axis; all of the axis's ranks have the same."""
-        pieces = ((a, b, axis in param.info.grad_sums) for a, b, param in self._extents(unit))
+        pieces = ((a, b, axis in param.info.placement.gradient_sum) for a, b, param in self._extents(unit))
         return _only_true(merged(pieces))
 
     def offloaded(self) -> list[OffloadedPartition]:
@@ -162,7 +164,7 @@ class ParameterTable:
         return self._elements[Home.HOST] / total if total else 0.0
 
     def _ranges_of(self, unit: Unit) -> Iterator[Range]:
-        low, cut = self.place.shard * unit.shard_length, self.on_device[unit.name]
+        low, cut = self.place.shard(unit) * unit.shard_length, self.on_device[unit.name]
         for a, b, param in self._extents(unit.name):
             start, stop = a, min(b, param.stop - low)
             for home, first, last in ((Home.DEVICE, start, min(stop, cut)), (Home.HOST, max(start, cut), stop)):
@@ -171,7 +173,7 @@ class ParameterTable:
                     yield Range(unit.name, param.name, first, last, at, home, param.group, counted)
 
     def _extents(self, unit: str) -> Iterator[tuple[int, int, Param]]:
-        return extents(self._unit_of[unit], self.place.shard)
+        return extents(self._unit_of[unit], self.place.shard(self._unit_of[unit]))
 
     def _on_device(self) -> Iterator[tuple[int, int, Param]]:
         """(start, stop, parameter) among the device's elements of all units in a row."""
@@ -185,8 +187,8 @@ class ParameterTable:
     def _counts(self, unit: Unit, param: Param) -> bool:
         """Whether this process counts a parameter's elements in sums over the model."""
         tie = self.ties.get(unit.name)
-        first_copy = tie is None or self.place.stage == tie.stages[0]
-        return first_copy and (self.place.tensor_rank == 0 or not param.replicated)
+        first_stage = tie is None or self.place.position(PIPELINE) == tie.stages[0]
+        return first_stage and self.place.is_first(unit) and (self.place.position(TENSOR) == 0 or not param.replicated)
 
 
 def _only_true(pieces: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int]]:

@@ -1,11 +1,11 @@
 """Lays out each layer's parameters in one flat range, a unit, and decides which of them decay. Pure.
 
-A unit is reduced, gathered and released at a time. Its padding lets the data axis divide it into equal shards.
+A unit is reduced, gathered and released at a time. The processes that hold copies of it are the same for all of its
+parameters; its padding lets them divide it into equal shards.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 
 from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT, is_matrix
-from gptpar.pipeline.stage import ParameterInfo
+from gptpar.topology.layout import DATA, TENSOR
+from gptpar.topology.placement import ParameterInfo
 
 GroupOf = Callable[[str, ParameterInfo], int]
 """(global name, declaration) -> number of the parameter's optimizer group."""
@@ -52,8 +53,8 @@ class Param:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank has the whole parameter."""
-        return self.info.split is None
+        """Whether every tensor-parallel rank has all of the unit's elements of the parameter."""
+        return TENSOR not in self.info.placement.value
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter's view of a buffer of its unit's length."""
@@ -71,7 +72,8 @@ class Unit:
         name: the layer's.
         params: global name -> parameter.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``; 0 without parameters.
-        shards: number of equal shards over the data axis.
+        shards: number of equal shards, over the processes that hold copies of the unit.
+        copies_over: the axes of these processes, which read different samples: its gradient is summed over them.
         dtype: of the model's parameters; ``None``: the engine's. All master weights and states have one wide dtype.
     """
 
@@ -79,6 +81,7 @@ class Unit:
     params: dict[str, Param]
     length: int
     shards: int
+    copies_over: tuple[str, ...] = (DATA,)
     dtype: torch.dtype | None = None
 
     @staticmethod
@@ -99,24 +102,21 @@ class Unit:
         """
         groups = {name: group_of(name, info) for name, info in parameters.items()}
 
-        def kind(parameter: str) -> tuple[bool, list[str], int]:
-            info = parameters[parameter]
-            return info.split is not None, sorted(info.grad_sums), groups[parameter]
+        def kind(parameter: str) -> tuple[list[str], list[str], int]:
+            placement = parameters[parameter].placement
+            return sorted(placement.value), sorted(placement.gradient_sum), groups[parameter]
 
         params: dict[str, Param] = {}
         start = 0
         for parameter in sorted(parameters, key=kind):
             info = parameters[parameter]
-            sizes = list(info.shape)
-            if info.split is not None:
-                sizes[info.split.dim] = info.split.longest
-            longest = math.prod(sizes)
+            longest = info.longest_shape.numel()
             end = _round_up(start + longest, ALIGNMENT)
             stop = start + info.shape.numel()
             params[parameter] = Param(parameter, info, groups[parameter], start, stop, end, longest)
             start = end
         used = max(start, 1) if params else 0  # a unit of empty parameters has shards, too
-        return Unit(name, params, _round_up(used, shards * ALIGNMENT), shards, dtype)
+        return Unit(name, params, _round_up(used, shards * ALIGNMENT), shards, common_copies(parameters), dtype)
 
     @property
     def shard_length(self) -> int:
@@ -153,6 +153,18 @@ class Unit:
             for shape in (param.shape, torch.Size([start - param.stop]))
         ]
         return [torch.empty(shape, device="meta") for shape in shapes]
+
+
+def common_copies(parameters: Mapping[str, ParameterInfo]) -> tuple[str, ...]:
+    """The axes whose ranks hold copies of a unit with these parameters.
+
+    Raises:
+        ValueError: the parameters have copies on different axes, and so cannot be one unit.
+    """
+    over = {info.placement.copies_over for info in parameters.values()} or {(DATA,)}
+    if len(over) > 1:
+        raise ValueError(f"{list(parameters)} have copies over the axes {sorted(over)}: make a unit of each kind")
+    return over.pop()
 
 
 def _round_up(number: int, multiple: int) -> int:

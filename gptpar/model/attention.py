@@ -202,5 +202,5 @@ def _norms(config: ModelConfig, axis: TensorAxis) -> tuple[Norm | None, Norm | N
             WidthRMSNorm(config.num_attention_heads * width, axis=axis, **how),
             WidthRMSNorm(config.num_query_groups * width, axis=axis, **how),
         )
-    norm = partial(make_norm, config, width, axis.gradient_inside_layers)
+    norm = partial(make_norm, config, width, axis.inside_layers)
     return norm(), norm()

@@ -107,7 +107,7 @@ class Block(nn.Module):
         of_stream = ResidualLayerNorm if fuses and not self.parallel else None
         of_output = OutputLayerNorm if fuses else None
         linears = Linears(config, axis, residual_norm=before and bool(of_stream), output_norm=after and bool(of_output))
-        norm = partial(make_norm, config, config.hidden_size, axis.gradient_between_layers)
+        norm = partial(make_norm, config, config.hidden_size, axis.between_layers)
         self.attention_norm = norm(fused=of_stream) if before else None
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm(fused=of_output) if after else None

@@ -21,7 +21,7 @@ from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens
 from gptpar.topology.initial_values import Normal
-from gptpar.topology.placement import REPLICATED, ParameterSpec
+from gptpar.topology.placement import ParameterSpec
 
 
 class PositionEmbedding(nn.Module):
@@ -30,12 +30,12 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
         super().__init__()
         self.axis = axis
-        between = axis.gradient_between_layers
+        between = axis.between_layers
         self.norm = make_norm(config, config.hidden_size, between) if config.embed_layernorm else None
         self.weight: nn.Parameter | None = None
         if config.position_embedding_type == "learned_absolute":
             init = Normal(config.init_method_std)
-            self.declared = {"weight": ParameterSpec(init, REPLICATED, between)}
+            self.declared = {"weight": ParameterSpec(init, between)}
             self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.dropout = HiddenDropout(config.hidden_dropout, EMBEDDINGS, axis)
 

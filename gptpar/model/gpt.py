@@ -60,9 +60,11 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                 yield ModelLayer(role, block, block_flops(config, number))
                 number += 1
             case Role.FINAL_NORM:
-                norm, gradient = NORMS[config.normalization], axis.gradient_between_layers
+                norm, placement = NORMS[config.normalization], axis.between_layers
                 how = norm_arguments(config)
-                yield ModelLayer(role, LayerSpec(norm, config.hidden_size, gradient=gradient, **how, name="final_norm"))
+                yield ModelLayer(
+                    role, LayerSpec(norm, config.hidden_size, placement=placement, **how, name="final_norm")
+                )
             case Role.LM_HEAD:
                 yield ModelLayer(role, _head(config, axis), head_flops(config))
 

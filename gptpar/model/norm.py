@@ -1,7 +1,7 @@
 """Normalisation layers: LayerNorm, RMSNorm, and the norm over all heads.
 
-Every tensor rank holds their parameters whole, except those of the norm over all heads. The builder of a norm says how
-its gradient is placed, which depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
+Every tensor rank holds their parameters whole, except those of the norm over all heads. The builder of a norm says
+their placement, which depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
 
 With ``--apply-layernorm-1p`` the parameter ``weight`` is the factor less one. It begins at 0, where 16-bit numbers are
 dense, and weight decay pulls the factor towards 1.
@@ -23,7 +23,7 @@ from gptpar.kernels.residual_norm import output_norm, residual_norm
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.linear_ops import sum_over_ranks
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.placement import REPLICATED, SAME, Gradient, ParameterSpec, Value
+from gptpar.topology.placement import ParameterSpec, Placement
 
 
 class Norm(nn.Module):
@@ -31,14 +31,14 @@ class Norm(nn.Module):
 
     Args:
         length: elements of the weight on this rank.
-        value, gradient: the weight's placement.
+        placement: of the weight.
         eps: added to the variance.
         from_one: whether the parameter is the factor less one.
     """
 
-    def __init__(self, length: int, value: Value, gradient: Gradient, *, eps: float, from_one: bool):
+    def __init__(self, length: int, placement: Placement, *, eps: float, from_one: bool):
         super().__init__()
-        self.declared = {"weight": ParameterSpec(Constant(0.0 if from_one else 1.0), value, gradient)}
+        self.declared = {"weight": ParameterSpec(Constant(0.0 if from_one else 1.0), placement)}
         self.eps, self.from_one = eps, from_one
         self.weight = nn.Parameter(torch.empty(length))
 
@@ -56,9 +56,9 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """Layer normalisation (Ba et al. 2016) over the last dimension, with weight and bias."""
 
-    def __init__(self, width: int, *, eps: float, gradient: Gradient, from_one: bool = False):
-        super().__init__(width, REPLICATED, gradient, eps=eps, from_one=from_one)
-        self.declared["bias"] = ParameterSpec(Constant(0.0), REPLICATED, gradient)
+    def __init__(self, width: int, *, eps: float, placement: Placement, from_one: bool = False):
+        super().__init__(width, placement, eps=eps, from_one=from_one)
+        self.declared["bias"] = ParameterSpec(Constant(0.0), placement)
         self.bias = nn.Parameter(torch.empty(width))
 
     @property
@@ -101,8 +101,8 @@ class OutputLayerNorm(LayerNorm):
 class RMSNorm(Norm):
     """Root-mean-square normalisation (Zhang and Sennrich 2019) over the last dimension, with weight."""
 
-    def __init__(self, width: int, *, eps: float, gradient: Gradient, from_one: bool = False):
-        super().__init__(width, REPLICATED, gradient, eps=eps, from_one=from_one)
+    def __init__(self, width: int, *, eps: float, placement: Placement, from_one: bool = False):
+        super().__init__(width, placement, eps=eps, from_one=from_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as ``x``."""
@@ -116,7 +116,7 @@ class WidthRMSNorm(Norm):
     """
 
     def __init__(self, width: int, *, eps: float, axis: TensorAxis, from_one: bool = False):
-        super().__init__(width // axis.size, axis.split(0, width), SAME, eps=eps, from_one=from_one)
+        super().__init__(width // axis.size, axis.split(0, width), eps=eps, from_one=from_one)
         self.width = width
 
     def squares(self, x_BHSK: torch.Tensor) -> torch.Tensor:
@@ -157,15 +157,15 @@ def norm_arguments(config: ModelConfig) -> dict[str, Any]:
     return {"eps": config.norm_epsilon, "from_one": config.apply_layernorm_1p}
 
 
-def make_norm(config: ModelConfig, width: int, gradient: Gradient, *, fused: type[LayerNorm] | None = None) -> Norm:
+def make_norm(config: ModelConfig, width: int, placement: Placement, *, fused: type[LayerNorm] | None = None) -> Norm:
     """The norm of a model.
 
     Args:
         width: of what it normalises.
-        gradient: what autograd leaves of its parameters' gradients on each tensor rank.
+        placement: of its parameters.
         fused: takes LayerNorm's place; ``None``: nothing does.
     """
     kind = NORMS[config.normalization]
     if fused and kind is LayerNorm:
         kind = fused
-    return kind(width, gradient=gradient, **norm_arguments(config))
+    return kind(width, placement=placement, **norm_arguments(config))

@@ -21,7 +21,7 @@ from gptpar.model.layer_spec import LayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.group_ranges import Family, is_matrix
-from gptpar.pipeline.stage import ParameterInfo
+from gptpar.topology.placement import ParameterInfo
 
 
 class GroupFactors(NamedTuple):

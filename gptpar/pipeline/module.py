@@ -24,7 +24,8 @@ from gptpar.pipeline.stage import Fields, Stage
 from gptpar.pipeline.transport import Transport
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import seed_of
-from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.layout import EXPERT, TENSOR, Layout
+from gptpar.topology.placement import REPLICATED
 
 
 class PipelineModule(nn.Module):
@@ -92,7 +93,7 @@ class PipelineModule(nn.Module):
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
         self.tied_stages = self.split.tied_stages(self.specs)
         self.tied_groups = self._groups_of_tied_layers()
-        self._summed_over_tensor = self._declared_sums()
+        self._summed_over = self._groups_of_sums()
 
     def _build_stages(
         self,
@@ -112,12 +113,23 @@ class PipelineModule(nn.Module):
         groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
         return {name: group for name, group in groups.items() if group is not None}
 
-    def _declared_sums(self) -> frozenset[str]:
-        """This process's parameters whose gradients are declared to be summed over the tensor axis."""
-        if self.topology.layout.tensor == 1:
-            return frozenset()
-        infos = {name: info for stage in self.stages_here for name, info in stage.infos().items()}
-        return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
+    def _groups_of_sums(self) -> dict[str, list[dist.ProcessGroup]]:
+        """Global name -> the groups over which the parameter's gradient is summed, besides a tied layer's copies.
+
+        Layers need not declare their parameters where no axis splits them.
+        """
+        splits = self.topology.layout.size(TENSOR, EXPERT) > 1
+        found: dict[str, list[dist.ProcessGroup]] = {}
+        for stage in self.stages_here:
+            infos = stage.infos() if splits else {}
+            for name in stage.global_parameters():
+                placement = infos[name].placement if splits else REPLICATED
+                groups = [
+                    self.topology.group(*placement.copies_over),
+                    *map(self.topology.group, placement.gradient_sum),
+                ]
+                found[name] = [group for group in groups if group is not None]
+        return found
 
     def _abstract_boundary(self, sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
         return self._abstract(x, fields)[self.bounds[sender + 1] - 1]
@@ -229,11 +241,10 @@ class PipelineModule(nn.Module):
         for name, parameters in layers.items():  # a tied layer may be in several virtual stages, and is summed once
             tied = self.tied_groups.get(name)
             for full_name, parameter in parameters.items():
-                tensor = self.topology.tensor_group if full_name in self._summed_over_tensor else None
                 if parameter.grad is None and tied is not None:  # unused here, but perhaps used on the other stage
                     parameter.grad = torch.zeros_like(parameter)
-                for group in (self.topology.data_group, tensor, tied):
-                    if group is not None and parameter.grad is not None:
+                for group in (*self._summed_over[full_name], *(() if tied is None else (tied,))):
+                    if parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, Protocol, cast
 
@@ -15,70 +15,10 @@ from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.system.compile_cache import refuse_others_compile_cache
-from gptpar.topology.initial_values import Init
-from gptpar.topology.placement import Split, declared_by
+from gptpar.topology.layout import DATA
+from gptpar.topology.placement import ParameterInfo, declared_by
 
 Fields = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """A parameter's shape, placement and initialisation.
-
-    Attributes:
-        shape: of this tensor rank's part.
-        split: how the parameter is split over the tensor axis; ``None``: every rank has the whole parameter.
-        init: how it is initialised.
-        grad_sums: axes over which its gradient is summed, beside the data axis.
-        strides: of this tensor rank's part, whose memory is dense; ``None``: row-major.
-
-    Raises:
-        ValueError: with these strides, the memory has gaps, or two elements at one position.
-    """
-
-    shape: torch.Size
-    split: Split | None
-    init: Init
-    grad_sums: frozenset[str]
-    strides: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.strides is None or (len(self.strides) == len(self.shape) and self._is_dense(self.strides)):
-            return
-        raise ValueError(
-            f"a parameter {list(self.shape)} with the strides {list(self.strides)} does not fill its memory: give it a "
-            "dense copy, as parameter.data.clone() makes one"
-        )
-
-    def _is_dense(self, strides: tuple[int, ...]) -> bool:
-        expected = 1
-        for dim in reversed(self.memory_order):
-            if self.shape[dim] != 1 and strides[dim] != expected:
-                return not self.shape.numel()
-            expected *= self.shape[dim]
-        return True
-
-    @property
-    def memory_order(self) -> tuple[int, ...]:
-        """The dims in the order of their strides, the largest stride first."""
-        dims = range(len(self.shape))
-        return tuple(dims if self.strides is None else sorted(dims, key=self.strides.__getitem__, reverse=True))
-
-    @property
-    def full_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
-        sizes = list(self.shape)
-        if self.split is not None:
-            sizes[self.split.dim] = self.split.full
-        return torch.Size(sizes)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Position of this tensor rank's part in the whole parameter, one number for each dim."""
-        return tuple(
-            self.split.start if self.split is not None and dim == self.split.dim else 0
-            for dim in range(len(self.shape))
-        )
 
 
 @dataclass(frozen=True)
@@ -196,8 +136,28 @@ class Stage(nn.Module):
         return {name: parameters for name, parameters in found.items() if parameters}
 
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
-        """Layer's name -> its single unit, of the same name, for layers that have parameters."""
-        return {name: (name,) for name in self.parameters_by_layer()}
+        """Layer's name -> its units, for layers that have parameters.
+
+        Parameters of which the same ranks hold copies are one unit. A layer's unit has the layer's name, and one with
+        copies on other axes also theirs.
+        """
+        return {name: tuple(units) for name, units in self._units.items()}
+
+    def infos_by_unit(self) -> dict[str, dict[str, ParameterInfo]]:
+        """Unit -> global name -> description of the parameter, both in forward order."""
+        return {unit: infos for units in self._units.values() for unit, infos in units.items()}
+
+    @cached_property
+    def _units(self) -> dict[str, dict[str, dict[str, ParameterInfo]]]:
+        infos = self.infos()
+        found: dict[str, dict[str, dict[str, ParameterInfo]]] = {}
+        for layer, parameters in self.parameters_by_layer().items():
+            units = found[layer] = {}
+            for name in parameters:
+                axes = infos[name].placement.copies_over
+                unit = layer if axes == (DATA,) else ".".join((layer, *axes))
+                units.setdefault(unit, {})[name] = infos[name]
+        return found
 
     def infos(self) -> dict[str, ParameterInfo]:
         """Global name -> description of the parameter.
@@ -208,9 +168,8 @@ class Stage(nn.Module):
         found: dict[str, ParameterInfo] = {}
         for name, layer in zip(self._names, self.layers, strict=True):
             for local, spec in declared_by(layer, name).items():
-                assert spec.init is not None
-                shape = layer.get_parameter(local).shape
-                found[f"{name}.{local}"] = ParameterInfo(shape, spec.split, spec.init, spec.grad_sums)
+                assert spec.init is not None and spec.placement is not None
+                found[f"{name}.{local}"] = ParameterInfo(layer.get_parameter(local).shape, spec.init, spec.placement)
         return found
 
     def buffer_infos(self) -> dict[str, BufferInfo]:

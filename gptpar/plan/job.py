@@ -25,10 +25,11 @@ from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.pipeline import schedules
 from gptpar.pipeline.module import LayerSplit, split_model
-from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.pipeline.stage import Stage
 from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.layout import Layout
+from gptpar.topology.placement import ParameterInfo
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,12 @@ def table_of(
             units += [_block(model, tensor, shards, number) for number in range(count)]
         else:
             units.append(units_of(model, tensor, shards)[role])
-    return ParameterTable([unit for unit in units if unit.length], Place(shards), ratio=ratio, tied=dict(tied))
+    return ParameterTable(
+        [unit for unit in units if unit.length],
+        Place(Layout(data=shards), 0, int(shards > 1)),
+        ratio=ratio,
+        tied=dict(tied),
+    )
 
 
 @lru_cache(maxsize=512)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gptpar.any_module.build import data_axis_of, lay_out, settings_of
+from gptpar.any_module.build import data_axes_of, lay_out, settings_of
 from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.any_module.units import find_units
-from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.engine.table import ParameterTable
@@ -119,18 +118,20 @@ def estimate_memory(
     world = int(world)
     options = read_options(config, world=world)
     plan = find_units(model, options.units, dtype=options.dtype)
-    axis = data_axis_of(options, Topology(Layout(data=world), 0, torch.device("cpu")))
+    data = data_axes_of(options, Topology(Layout(data=world), 0, torch.device("cpu")))
     parameters = dict(model.named_parameters())
-    table, frozen = lay_out(plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, axis)
+    table, frozen = lay_out(
+        plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, data.place
+    )
     settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, world)
     wide = settings.wide.itemsize
     gradient = settings.gradient_dtype.itemsize
     passes = options.batch.accumulation_steps
     units, there = [*table.units, *frozen], table.length(Home.HOST)
     on_host = options.offload.parameters
-    stays = axis.zero_stage < 3 and not on_host
+    stays = data.zero_stage < 3 and not on_host
     # If the optimizer works on the parameters themselves, they count as its master weights.
-    shared = _masters_are_parameters(table, frozen, options, axis, settings.wide)
+    shared = _masters_are_parameters(table, frozen, options, settings.wide)
     element_bytes = options.update.state_bytes(wide)
     states = element_bytes * there
     in_memory = states if options.offload.folder is None else 0
@@ -139,9 +140,9 @@ def estimate_memory(
         world=world,
         parameters=0 if shared or on_host else _held(units, stays),
         buffers=sum(b.nbytes for b in model.buffers()),
-        gradients=gradient_bytes(table, gradient, axis.zero_stage, passes),
+        gradients=gradient_bytes(table, gradient, data.zero_stage, passes),
         optimizer=element_bytes * table.length(Home.DEVICE),
-        passing=_gathered(units, stays) + _leaving(table, axis, gradient, passes),
+        passing=_gathered(units, stays) + _leaving(table, data.zero_stage, gradient, passes),
         host_parameters=_held(units, False) if on_host else 0,
         host_optimizer=in_memory,
         host_transfers=_ring(table, gradient) if device_type == "cuda" else 0,
@@ -152,11 +153,11 @@ def estimate_memory(
 
 
 def _masters_are_parameters(
-    table: ParameterTable, frozen: Sequence[Unit], options: EngineOptions, axis: DataAxis, wide: torch.dtype
+    table: ParameterTable, frozen: Sequence[Unit], options: EngineOptions, wide: torch.dtype
 ) -> bool:
     """Whether the optimizer works on the parameters themselves."""
     all_here = not table.elements(Home.HOST) and not options.offload.parameters
-    return all_here and axis.shards == 1 and not frozen and all(unit.dtype == wide for unit in table.units)
+    return all_here and not frozen and all(unit.shards == 1 and unit.dtype == wide for unit in table.units)
 
 
 def _held(units: Sequence[Unit], stays: bool) -> int:
@@ -170,10 +171,10 @@ def _gathered(units: Sequence[Unit], stays: bool) -> int:
     return 0 if stays else sum(sizes[-3:])
 
 
-def _leaving(table: ParameterTable, axis: DataAxis, size: int, passes: int) -> int:
+def _leaving(table: ParameterTable, zero_stage: int, size: int, passes: int) -> int:
     """Bytes of gradients that the CPU has not used yet, or that are being reduced."""
     offloaded = size * table.length(Home.HOST) if passes == 1 else 0
-    if axis.zero_stage < 2:
+    if zero_stage < 2:
         return offloaded
     largest = max((unit.length + unit.shard_length for unit in table.units), default=0)
     return offloaded + (1 + MAX_IN_FLIGHT) * largest * size

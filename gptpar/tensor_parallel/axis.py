@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from gptpar.topology.layout import TENSOR
-from gptpar.topology.placement import SAME, Gradient, Split, Sum
+from gptpar.topology.placement import REPLICATED, Placement, Split
 
-ADDEND = Sum(frozenset({TENSOR}))
+ADDENDS = Placement(gradient_sum=frozenset({TENSOR}))
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,23 @@ class TensorAxis:
         """This rank's range [start, stop) of ``length`` rows; the ranks' lengths differ by at most one."""
         return self.rank * length // self.size, (self.rank + 1) * length // self.size
 
-    def split(self, dim: int, full: int) -> Split:
-        """How a dimension of a parameter, of length ``full``, is split; with this rank's range."""
+    def split_of(self, dim: int, full: int) -> Split:
+        """How a dimension of length ``full`` is split; with this rank's range."""
         return Split(dim, full, self.range_of(full)[0], -(-full // self.size))
 
-    @property
-    def gradient_between_layers(self) -> Gradient:
-        """Of a replicated parameter that acts on hidden states between layers, where ranks may have other tokens."""
-        return ADDEND if self.splits_tokens else SAME
+    def split(self, dim: int, full: int) -> Placement:
+        """Of a parameter of which each rank has a range of a dimension of length ``full``."""
+        return Placement({TENSOR: self.split_of(dim, full)})
 
     @property
-    def gradient_inside_layers(self) -> Gradient:
+    def between_layers(self) -> Placement:
+        """Of a replicated parameter that acts on hidden states between layers, where ranks may have other tokens."""
+        return ADDENDS if self.splits_tokens else REPLICATED
+
+    @property
+    def inside_layers(self) -> Placement:
         """Of a replicated parameter that acts on a column layer's output, of which ranks have different features."""
-        return ADDEND if self.size > 1 else SAME
+        return ADDENDS if self.size > 1 else REPLICATED
 
 
 ALONE = TensorAxis()

@@ -132,7 +132,7 @@ def losses_of_tokens(
     Args:
         axis, vocab_size, terms, num_ids: see :meth:`LinearCrossEntropy.forward`.
     """
-    split = axis.split(0, vocab_size)
+    split = axis.split_of(0, vocab_size)
     num_valid = _num_valid(split, weight_VD.shape[0], num_ids)
     size = _chunk_tokens(hidden_ND, split.longest)
     chunks = zip(hidden_ND.split(size), (labels_N - split.start).split(size), strict=True)
@@ -186,7 +186,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
         num_tokens = hidden_ND.shape[0]
-        split = axis.split(0, vocab_size or weight_VD.shape[0])
+        split = axis.split_of(0, vocab_size or weight_VD.shape[0])
         num_valid = _num_valid(split, weight_VD.shape[0], num_ids)
         step = _chunk_tokens(hidden_ND, split.longest)
         own_labels_N = labels_N - split.start if axis.size > 1 else labels_N

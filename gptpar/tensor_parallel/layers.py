@@ -16,7 +16,7 @@ from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
 from gptpar.topology.initial_values import Constant, Normal
-from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
+from gptpar.topology.placement import ParameterSpec
 
 
 def _features_per_rank(features: int, axis: TensorAxis) -> int:
@@ -56,8 +56,8 @@ class ColumnParallelLinear(nn.Module):
         shape = (own,) if parts == 1 else (parts, own)
         split = axis.split(len(shape) - 1, length)
         self.declared = {
-            "weight": ParameterSpec(Normal(std), split, SAME),
-            "bias": ParameterSpec(Constant(0.0), split, SAME),
+            "weight": ParameterSpec(Normal(std), split),
+            "bias": ParameterSpec(Constant(0.0), split),
         }
         self.weight = nn.Parameter(torch.empty(*shape, in_features))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
@@ -106,8 +106,8 @@ class RowParallelLinear(nn.Module):
     ):
         super().__init__()
         self.declared = {
-            "weight": ParameterSpec(Normal(std), axis.split(1, in_features), SAME),
-            "bias": ParameterSpec(Constant(0.0), REPLICATED, axis.gradient_between_layers),
+            "weight": ParameterSpec(Normal(std), axis.split(1, in_features)),
+            "bias": ParameterSpec(Constant(0.0), axis.between_layers),
         }
         self.weight = nn.Parameter(torch.empty(out_features, _features_per_rank(in_features, axis)))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
@@ -158,7 +158,7 @@ class VocabParallelEmbedding(nn.Module):
         assert num_embeddings >= axis.size, f"{num_embeddings} pieces for {axis.size} tensor ranks"
         self.start, stop = axis.range_of(num_embeddings)
         self.axis, self.num_embeddings = axis, num_embeddings
-        self.declared = {"weight": ParameterSpec(Normal(std), axis.split(0, num_embeddings), SAME)}
+        self.declared = {"weight": ParameterSpec(Normal(std), axis.split(0, num_embeddings))}
         self.weight = nn.Parameter(torch.empty(stop - self.start, width))
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gptpar.topology.layout import DATA, PIPELINE, TENSOR, Layout
+from gptpar.topology.layout import DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR, Layout
 from gptpar.topology.world import Facts, open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
@@ -53,33 +53,34 @@ class Topology:
         layout: the grid of ranks.
         rank: this process's.
         device: where it computes.
-        data_group: ranks that hold the same weights and different samples; ``None`` when alone on that axis.
-        tensor_group: ranks that split each layer; ``None`` when alone on that axis.
+        groups: axes -> this process's group on them; ``None`` when alone there.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
     layout: Layout
     rank: int
     device: torch.device
-    data_group: dist.ProcessGroup | None = None
-    tensor_group: dist.ProcessGroup | None = None
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     links: Links | None = None
     _stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
+
+    def position(self, axis: str) -> int:
+        """This process's position on an axis."""
+        return self.layout.position(self.rank, axis)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there."""
+        return self.groups.get(axes)
 
     @property
     def data_rank(self) -> int:
         """Position on the data axis."""
-        return self.layout.position(self.rank, DATA)
-
-    @property
-    def tensor_rank(self) -> int:
-        """Position on the tensor axis."""
-        return self.layout.position(self.rank, TENSOR)
+        return self.position(DATA)
 
     @property
     def stage(self) -> int:
         """Position on the pipeline axis."""
-        return self.layout.position(self.rank, PIPELINE)
+        return self.position(PIPELINE)
 
     @property
     def is_main(self) -> bool:
@@ -108,8 +109,8 @@ class Topology:
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the data axis, in place."""
-        if self.data_group is not None:
-            dist.all_reduce(tensor, group=self.data_group)
+        if (group := self.group(DATA)) is not None:
+            dist.all_reduce(tensor, group=group)
         return tensor
 
     @property
@@ -129,12 +130,14 @@ class Topology:
 
 def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
     """Create the groups of a layout; all processes call it together, after ``init_process_group``."""
+    axes = (DATA, TENSOR, *((EXPERT, EXPERT_DATA) if layout.expert > 1 else ()))
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    groups |= {(axis,): _my_group(layout.groups(axis), rank) for axis in axes}
     return Topology(
         layout,
         rank,
         device,
-        data_group=_my_group(layout.groups(DATA), rank),
-        tensor_group=_my_group(layout.groups(TENSOR), rank),
+        groups,
         links=_make_links(layout, rank, device) if layout.pipeline > 1 else None,
     )
 

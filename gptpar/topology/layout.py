@@ -1,58 +1,104 @@
-"""The grid of ranks: which rank has which place on the tensor, data and pipeline axes, as pure arithmetic."""
+"""The mesh: processes on named axes, as pure arithmetic; which rank has which place on each.
+
+An axis is a field of :class:`Mesh` and a row of ``ROWS``. A part of an axis is an axis, too: the expert axis divides
+the data axis, and the rest of the data axis is the expert-data axis, on which processes hold the same experts.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TENSOR = "tensor"
 """The axis of ranks that split each layer."""
 DATA = "data"
 """The axis of ranks that hold the same weights and different samples."""
+EXPERT = "expert"
+"""The part of the data axis whose ranks hold different experts."""
+EXPERT_DATA = "expert_data"
+"""The rest of the data axis: ranks that hold the same experts and different samples."""
 PIPELINE = "pipeline"
 """The axis of ranks that hold different layers and pass activations to each other."""
 
-FASTEST_FIRST = (TENSOR, DATA, PIPELINE)
-"""How ranks are numbered: a tensor group, whose ranks exchange most, has neighbouring ranks and thus one machine."""
+ROWS = (TENSOR, EXPERT, EXPERT_DATA, PIPELINE)
+"""How ranks are numbered, the fastest axis first: a tensor group, whose ranks exchange most, has neighbouring ranks and
+thus one machine."""
+PARTS = {DATA: (EXPERT, EXPERT_DATA)}
+"""Axis -> the rows that it consists of, for axes that are no row."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of ranks, by the sizes of its axes; their product is the number of processes."""
+    """A mesh of ranks, by the sizes of its axes; the expert axis is a part of the data axis.
+
+    Raises:
+        ValueError: the expert axis does not divide the data axis.
+    """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
-    def size(self, axis: str) -> int:
-        """Number of ranks on an axis."""
-        return {TENSOR: self.tensor, DATA: self.data, PIPELINE: self.pipeline}[axis]
+    def __post_init__(self) -> None:
+        if self.data % self.expert:
+            raise ValueError(f"{self.expert} expert-parallel processes do not divide {self.data} data-parallel ones")
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks that differ by their positions on these axes alone; without axes, of all ranks."""
+        sizes = {EXPERT_DATA: self.data // self.expert, **vars(self)}
+        return math.prod(sizes[row] for row in (rows_of(axes) if axes else ROWS))
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return math.prod(map(self.size, FASTEST_FIRST))
+        return self.size()
 
-    def position(self, rank: int, axis: str) -> int:
-        """A rank's position on an axis."""
-        return rank // self._stride(axis) % self.size(axis)
+    def position(self, rank: int, *axes: str) -> int:
+        """A rank's position on an axis, or among the ranks that differ by their positions on several axes alone."""
+        found, count = 0, 1
+        for row in rows_of(axes):
+            found += rank // self._stride(row) % self.size(row) * count
+            count *= self.size(row)
+        return found
 
     def rank(self, **positions: int) -> int:
         """The rank at a position on each axis (0 where none is given); the inverse of :meth:`position`."""
-        return sum(self._stride(axis) * position for axis, position in positions.items())
+        return sum(self._stride(rows_of([axis])[0]) * position for axis, position in positions.items())
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that differ by their positions on these axes alone, each in ascending order of ranks."""
-        others = [axis for axis in FASTEST_FIRST if axis not in axes]
+        others = [row for row in ROWS if row not in rows_of(axes)]
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            found.setdefault(tuple(self.position(rank, axis) for axis in others), []).append(rank)
+        for rank in range(self.size()):
+            found.setdefault(tuple(self.position(rank, row) for row in others), []).append(rank)
         return list(found.values())
 
     def describe(self) -> str:
         """For example ``dp2 x tp2 x pp1``."""
-        return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}"
+        expert = f" x ep{self.expert}" if self.expert > 1 else ""
+        return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}{expert}"
 
-    def _stride(self, axis: str) -> int:
-        """The difference of the ranks of neighbours on an axis."""
-        return math.prod(map(self.size, FASTEST_FIRST[: FASTEST_FIRST.index(axis)]))
+    def _stride(self, row: str) -> int:
+        """The difference of the ranks of neighbours on a row."""
+        before = ROWS[: ROWS.index(row)]
+        return self.size(*before) if before else 1
+
+
+def rows_of(axes: Iterable[str]) -> tuple[str, ...]:
+    """The rows that axes consist of, the fastest first."""
+    rows = {row for axis in axes for row in PARTS.get(axis, (axis,))}
+    return tuple(row for row in ROWS if row in rows)
+
+
+def copies_over(split: Iterable[str]) -> tuple[str, ...]:
+    """The axes whose ranks hold copies of a parameter, and read different samples.
+
+    Over these its gradient is summed, and ZeRO shards it.
+
+    Args:
+        split: the axes that split the parameter's value.
+    """
+    left = [row for row in PARTS[DATA] if row not in rows_of(split)]
+    return (DATA,) if len(left) == len(PARTS[DATA]) else tuple(left)

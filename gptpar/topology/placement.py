@@ -1,8 +1,8 @@
-"""Declares a parameter's placement: how its value is split, and over which axes its gradient is summed.
+"""Declares a parameter's placement: which axes split its value, and over which axes its gradient is summed.
 
 A layer declares each of its own parameters in an attribute ``declared``:
 
-    self.declared = {"weight": ParameterSpec(Normal(0.02), axis.split(0, width), SAME)}
+    self.declared = {"weight": ParameterSpec(Normal(0.02), axis.split(0, width))}
 
 Everything else (initial values, sums of gradients, norms, checkpoints, memory planning) follows from this, through the
 parameter table (:mod:`gptpar.engine.table`).
@@ -13,21 +13,25 @@ built without memory, and get it afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from gptpar.topology.initial_values import Init
-from gptpar.topology.layout import TENSOR
+from gptpar.topology.layout import EXPERT, TENSOR, copies_over
 
-AXES = frozenset({TENSOR})
-"""Axes that a layer declares. Every gradient is summed over the data axis; layers do not declare that."""
+SPLIT_OVER = (TENSOR, EXPERT)
+"""Axes that may split a parameter's value."""
+SUMMED_OVER = (TENSOR,)
+"""Axes over which a layer may declare sums of gradients. Gradients are summed over the ranks that hold copies and read
+different samples without being declared."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Each tensor-parallel rank has a range of one dimension.
+    """Each rank of an axis has a range of one dimension.
 
     Attributes:
         dim: the dimension that is split.
@@ -43,76 +47,131 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """Every tensor-parallel rank has the whole parameter."""
+class Placement:
+    """Which part of a parameter a rank has, and what autograd leaves of its gradient there.
 
-
-@dataclass(frozen=True)
-class Same:
-    """Autograd leaves on each rank the complete gradient of the values that this rank has."""
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Autograd leaves an addend on each rank; the gradient is the sum of the addends over these axes.
-
-    This holds wherever ranks apply the same values to different data: their own tokens, or their own heads.
+    Attributes:
+        value: axis -> how it splits the parameter; along other axes, ranks have the same values.
+        gradient_sum: the axes on which autograd leaves an addend on each rank, to be summed. That is so wherever ranks
+            apply the same values to different data: their own tokens, or their own heads. Along other axes, autograd
+            leaves the complete gradient of the values that the rank has.
 
     Raises:
-        ValueError: there is no such axis.
+        ValueError: there is no such axis, two axes split one dimension, or an axis splits the value and sums its
+            gradient.
     """
 
-    axes: frozenset[str]
+    value: Mapping[str, Split] = field(default_factory=dict)
+    gradient_sum: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if unknown := self.axes - AXES:
-            raise ValueError(f"gradients are summed over the axes {sorted(AXES)}, not over {sorted(unknown)}")
+        if unknown := sorted(self.value.keys() - set(SPLIT_OVER)):
+            raise ValueError(f"values are split over the axes {list(SPLIT_OVER)}, not over {unknown}")
+        if unknown := sorted(self.gradient_sum - set(SUMMED_OVER)):
+            raise ValueError(f"gradients are summed over the axes {list(SUMMED_OVER)}, not over {unknown}")
+        if both := sorted(self.gradient_sum & self.value.keys()):
+            raise ValueError(
+                f"the axes {both} split the value, so that ranks have different elements: their gradients are not "
+                "summed; leave these axes out of gradient_sum"
+            )
+        if len({split.dim for split in self.value.values()}) < len(self.value):
+            raise ValueError(f"the axes {sorted(self.value)} split the same dimension: let each split its own")
+
+    def __or__(self, other: Placement) -> Placement:
+        """The placement on the axes of both."""
+        return Placement({**self.value, **other.value}, self.gradient_sum | other.gradient_sum)
+
+    @property
+    def copies_over(self) -> tuple[str, ...]:
+        """The axes whose ranks hold copies and read different samples (:func:`~gptpar.topology.layout.copies_over`)."""
+        return copies_over(self.value)
 
 
-REPLICATED = Replicated()
-SAME = Same()
-
-Value = Split | Replicated
-Gradient = Same | Sum
+REPLICATED = Placement()
+"""Of a parameter that every rank has whole and applies to the same data, so that gradients are complete."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layer declares of one of its parameters; all three are needed.
-
-    Attributes:
-        init: its initial value.
-        value: which part of it each rank has.
-        gradient: what autograd leaves of its gradient on each rank.
-    """
+    """What a layer declares of one of its parameters; both are needed."""
 
     init: Init | None = None
-    value: Value | None = None
-    gradient: Gradient | None = None
-
-    @property
-    def split(self) -> Split | None:
-        """How it is split; ``None`` if every rank has the whole parameter."""
-        return self.value if isinstance(self.value, Split) else None
-
-    @property
-    def grad_sums(self) -> frozenset[str]:
-        """The axes over which the gradient is summed."""
-        return self.gradient.axes if isinstance(self.gradient, Sum) else frozenset()
+    placement: Placement | None = None
 
     def problems(self) -> Iterator[str]:
-        """Each missing or contradictory declaration, with what to write instead."""
+        """Each missing declaration, with what to write instead."""
         if self.init is None:
             yield "its initial value is missing: write init=Normal(std) or init=Constant(value)"
-        if self.value is None:
-            yield "its value's placement is missing: write value=axis.split(dim, length) or value=REPLICATED"
-        if self.gradient is None:
+        if self.placement is None:
             yield (
-                'its gradient\'s placement is missing: write gradient=Sum(frozenset({"tensor"})) where each '
-                "tensor-parallel rank applies it to tokens or heads of its own, else gradient=SAME"
+                "its placement is missing: write placement=axis.split(dim, length) where tensor-parallel ranks split "
+                "it; axis.between_layers or axis.inside_layers where each applies it to its own tokens or heads; else "
+                "REPLICATED"
             )
-        if self.split is not None and TENSOR in self.grad_sums:
-            yield "it is split over the tensor axis, so that ranks have different elements: write gradient=SAME"
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter's shape, placement and initialisation.
+
+    Attributes:
+        shape: of this rank's part.
+        init: how it is initialised.
+        placement: which part of the whole parameter this rank has.
+        strides: of this rank's part, whose memory is dense; ``None``: row-major.
+
+    Raises:
+        ValueError: with these strides, the memory has gaps, or two elements at one position.
+    """
+
+    shape: torch.Size
+    init: Init
+    placement: Placement = REPLICATED
+    strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.strides is None or (len(self.strides) == len(self.shape) and self._is_dense(self.strides)):
+            return
+        raise ValueError(
+            f"a parameter {list(self.shape)} with the strides {list(self.strides)} does not fill its memory: give it a "
+            "dense copy, as parameter.data.clone() makes one"
+        )
+
+    def _is_dense(self, strides: tuple[int, ...]) -> bool:
+        expected = 1
+        for dim in reversed(self.memory_order):
+            if self.shape[dim] != 1 and strides[dim] != expected:
+                return not self.shape.numel()
+            expected *= self.shape[dim]
+        return True
+
+    @property
+    def memory_order(self) -> tuple[int, ...]:
+        """The dims in the order of their strides, the largest stride first."""
+        dims = range(len(self.shape))
+        return tuple(dims if self.strides is None else sorted(dims, key=self.strides.__getitem__, reverse=True))
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        sizes = list(self.shape)
+        for split in self.placement.value.values():
+            sizes[split.dim] = split.full
+        return torch.Size(sizes)
+
+    @property
+    def longest_shape(self) -> torch.Size:
+        """Shape of the longest part of any rank."""
+        sizes = list(self.shape)
+        for split in self.placement.value.values():
+            sizes[split.dim] = split.longest
+        return torch.Size(sizes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Position of this rank's part in the whole parameter, one number for each dim."""
+        starts = {split.dim: split.start for split in self.placement.value.values()}
+        return tuple(starts.get(dim, 0) for dim in range(len(self.shape)))
 
 
 def declared_by(layer: nn.Module, name: str) -> dict[str, ParameterSpec]:
@@ -134,7 +193,7 @@ def declared_by(layer: nn.Module, name: str) -> dict[str, ParameterSpec]:
             wrong = list(spec.problems())
             if local not in declared:
                 wrong = [
-                    f'write self.declared = {{"{local}": ParameterSpec(init, value, gradient), ...}} in its constructor'
+                    f'write self.declared = {{"{local}": ParameterSpec(init, placement), ...}} in its constructor'
                     " (gptpar/topology/placement.py says what these are)"
                 ]
             owner = f"layer {name!r}: {type(module).__name__} does not declare its parameter {inner!r}"

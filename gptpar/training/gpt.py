@@ -10,9 +10,10 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.roles import Role
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.engine.ranges import Place
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
@@ -28,7 +29,7 @@ from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.layout import TENSOR, Layout
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tries_memory: the CPU optimizer has no state: gradients that it would get are dropped, no step can be taken.
     """
     settings, device = engine_settings(config, topology), topology.device
-    tensor, data = tensor_axis(config, topology), data_axis(config, topology)
+    tensor, data = tensor_axis(config, topology), data_axes(config, topology)
     model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config, model)
-    table = table_of(pipeline, tensor, data, config.offload.least_ratio, groups.group_of)
+    table = table_of(pipeline, data.place, config.offload.least_ratio, groups.group_of)
     tied = tied_unit(config, topology.layout, table, model.shared)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
@@ -108,16 +109,15 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
 
 def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
     """This process's place on the tensor axis."""
-    group, parallel = topology.tensor_group, config.parallel
+    group, parallel = topology.group(TENSOR), config.parallel
     fused = parallel.tp_comm_overlap and group is not None and symmetric_memory_works(group)
-    return TensorAxis(topology.layout.tensor, topology.tensor_rank, group, parallel.sequence_parallel, fused)
+    return TensorAxis(topology.layout.tensor, topology.position(TENSOR), group, parallel.sequence_parallel, fused)
 
 
-def data_axis(config: Config, topology: Topology) -> DataAxis:
-    """This process's place on the data axis; alone there, nothing is sharded."""
-    size = topology.layout.data
-    stage = config.parallel.zero_stage if size > 1 else 0
-    return DataAxis(size, topology.data_rank, topology.data_group, stage)
+def data_axes(config: Config, topology: Topology) -> DataAxes:
+    """The processes that read different samples; alone, nothing is sharded."""
+    stage = config.parallel.zero_stage if topology.layout.data > 1 else 0
+    return DataAxes(Place(topology.layout, topology.rank, stage), topology.groups)
 
 
 def make_pipeline(

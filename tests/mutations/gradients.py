@@ -75,9 +75,9 @@ GRADIENTS = [
     ),
     Mutation(
         "shard-of-the-wrong-rank",
-        "gptpar/engine/data_axis.py",
-        "return self.rank if self.zero_stage else 0",
-        "return self.size - 1 - self.rank if self.zero_stage else 0",
+        "gptpar/engine/ranges.py",
+        "return self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0",
+        "return unit.shards - 1 - self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0",
         (TWO_WAYS,),
     ),
     Mutation(
@@ -158,8 +158,8 @@ GRADIENTS = [
     Mutation(
         "old-parameters-used-after-a-step",
         GATHERER,
-        "        elif self._axis.shards > 1:\n            self._present = set(self._frozen)\n",
-        "        elif self._axis.shards > 1:\n",
+        "        elif self._is_sharded:\n            self._present = set(self._frozen)\n",
+        "        elif self._is_sharded:\n",
         (TWO_WAYS,),
     ),
     Mutation(

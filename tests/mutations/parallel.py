@@ -51,15 +51,15 @@ PARALLEL = [
     Mutation(
         "gradient-of-own-tokens-declared-complete",
         AXIS,
-        "return ADDEND if self.splits_tokens else SAME",
-        "return SAME",
+        "return ADDENDS if self.splits_tokens else REPLICATED",
+        "return REPLICATED",
         ("tests/unit/topology/test_placement.py::test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens",),
     ),
     Mutation(
         "gradient-of-own-heads-declared-complete-without-sequence-parallelism",
         AXIS,
-        "return ADDEND if self.size > 1 else SAME",
-        "return ADDEND if self.splits_tokens else SAME",
+        "return ADDENDS if self.size > 1 else REPLICATED",
+        "return ADDENDS if self.splits_tokens else REPLICATED",
         ("tests/ranks/test_pipeline_module.py::test_a_replicated_weight_inside_a_split_layer_gets_its_whole_gradient",),
     ),
     Mutation(
@@ -128,8 +128,8 @@ PARALLEL = [
     Mutation(
         "tied-layer-not-summed-over-its-stages",
         "gptpar/pipeline/module.py",
-        "for group in (self.topology.data_group, tensor, tied):",
-        "for group in (self.topology.data_group, tensor):",
+        "for group in (*self._summed_over[full_name], *(() if tied is None else (tied,))):",
+        "for group in self._summed_over[full_name]:",
         (f"{STAGES}[2-2-options0]",),
     ),
     Mutation(

@@ -30,15 +30,15 @@ RANGES = [
     Mutation(
         "replicated-range-counted-on-every-tensor-rank",
         TABLE,
-        "return first_copy and (self.place.tensor_rank == 0 or not param.replicated)",
-        "return first_copy",
+        "self.place.is_first(unit) and (self.place.position(TENSOR) == 0 or not param.replicated)",
+        "self.place.is_first(unit)",
         (COUNTED_ONCE,),
     ),
     Mutation(
         "tied-range-counted-on-both-stages",
         TABLE,
-        "first_copy = tie is None or self.place.stage == tie.stages[0]",
-        "first_copy = True",
+        "first_stage = tie is None or self.place.position(PIPELINE) == tie.stages[0]",
+        "first_stage = True",
         (COUNTED_ONCE,),
     ),
     Mutation(
@@ -58,8 +58,8 @@ RANGES = [
     Mutation(
         "gradients-of-another-axis-summed-over-this-one",
         TABLE,
-        "((a, b, axis in param.info.grad_sums)",
-        "((a, b, bool(param.info.grad_sums))",
+        "((a, b, axis in param.info.placement.gradient_sum)",
+        "((a, b, bool(param.info.placement.gradient_sum))",
         (CUT_ALIKE,),
     ),
     Mutation(

@@ -25,7 +25,7 @@ from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.layout import Layout
-from gptpar.topology.placement import REPLICATED, ParameterSpec
+from gptpar.topology.placement import ParameterSpec
 from gptpar.training import gpt as gpt_engine
 from tests.ranks.layout_cases import case
 from tests.spawn import spawn
@@ -54,7 +54,7 @@ class TwoLossesBlock(Block):
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any):
         super().__init__(config, axis, **kwargs)
         assert config.hidden_size
-        self.declared = {"scale": ParameterSpec(Normal(1.0), REPLICATED, axis.gradient_between_layers)}
+        self.declared = {"scale": ParameterSpec(Normal(1.0), axis.between_layers)}
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
 
     def forward(self, x_ND: torch.Tensor, *fields: Any) -> Any:

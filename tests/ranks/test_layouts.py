@@ -16,7 +16,7 @@ from gptpar.plan.space import spaces
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from gptpar.topology.placement import SAME, Gradient, Sum
+from gptpar.topology.placement import REPLICATED, Placement
 from tests.ranks.layout_cases import ALONE, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
@@ -177,17 +177,17 @@ def test_the_cases_are_a_cover() -> None:
     assert zero == {"1", "2", "3"}
 
 
-SUM = Sum(frozenset({"tensor"}))
-BETWEEN, INSIDE = "gradient_between_layers", "gradient_inside_layers"
+SUM = Placement(gradient_sum=frozenset({"tensor"}))
+BETWEEN, INSIDE = "between_layers", "inside_layers"
 HEAD_NORMS, NORMS = (
     (".attention.query_norm.", ".attention.key_norm."),
     (".attention_norm.", ".mlp_norm.", "final_norm."),
 )
-WRONG: list[tuple[str, Gradient, tuple[str, ...], tuple[str, ...]]] = [
-    (INSIDE, SAME, (), HEAD_NORMS),
-    (INSIDE, SAME, ("--sequence-parallel",), HEAD_NORMS),
-    (INSIDE, SAME, (VARIANTS["all on the CPU"]), HEAD_NORMS),
-    (BETWEEN, SAME, ("--sequence-parallel",), NORMS),
+WRONG: list[tuple[str, Placement, tuple[str, ...], tuple[str, ...]]] = [
+    (INSIDE, REPLICATED, (), HEAD_NORMS),
+    (INSIDE, REPLICATED, ("--sequence-parallel",), HEAD_NORMS),
+    (INSIDE, REPLICATED, (VARIANTS["all on the CPU"]), HEAD_NORMS),
+    (BETWEEN, REPLICATED, ("--sequence-parallel",), NORMS),
     (BETWEEN, SUM, (), NORMS),
 ]
 """What is declared as what, the layout's flags, and words in the names of the parameters that it is declared of."""
@@ -197,9 +197,9 @@ def run_wrong(rank: int) -> list[Outcome]:
     """One step of models in which some replicated parameters declare another placement of their gradient."""
     outcomes = []
     topology = make_topology(Layout(tensor=2), rank, torch.device("cpu"))
-    for what, gradient, flags, _ in WRONG:
+    for what, placement, flags, _ in WRONG:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TensorAxis, what, property(lambda axis, gradient=gradient: gradient))
+            patch.setattr(TensorAxis, what, property(lambda axis, placement=placement: placement))
             run = CaseRun(case_config(LLAMA, case(topology.layout, *flags), 2), topology)
         run.train(0, 1)
         run.trainer.close()

@@ -14,7 +14,7 @@ from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Tens
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Constant, draw
 from gptpar.topology.layout import Layout
-from gptpar.topology.placement import REPLICATED, ParameterSpec
+from gptpar.topology.placement import ParameterSpec
 from tests.flat_parts import parts_of_flat
 from tests.spawn import spawn
 
@@ -179,7 +179,7 @@ class ScaledPair(nn.Module):
         self.scale = nn.Parameter(torch.empty(1))
         self.down = RowParallelLinear(8, WIDTH, bias=True, std=0.5, axis=axis)
         if declares:
-            self.declared = {"scale": ParameterSpec(Constant(0.7), REPLICATED, axis.gradient_inside_layers)}
+            self.declared = {"scale": ParameterSpec(Constant(0.7), axis.inside_layers)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.scale * self.up(x)))
@@ -189,7 +189,7 @@ def tensor_parallel(rank: int, data: int, tensor: int) -> dict[str, tuple[tuple[
     """One step of eight micro-batches; where this process's share of each gradient begins, and the share."""
     torch.set_default_dtype(torch.float64)
     topology = make_topology(Layout(data=data, tensor=tensor), rank, torch.device("cpu"))
-    axis = TensorAxis(tensor, topology.tensor_rank, topology.tensor_group)
+    axis = TensorAxis(tensor, topology.position("tensor"), topology.group("tensor"))
     pairs = [LayerSpec(ScaledPair, axis), torch.tanh, LayerSpec(ScaledPair, axis, name="second")]
     module = PipelineModule(pairs, topology=topology, loss_fn=F.mse_loss)
     infos = module.chunks[0].infos()  # type: ignore[operator]
@@ -215,7 +215,7 @@ def test_a_replicated_weight_inside_a_split_layer_gets_its_whole_gradient(data: 
 
 def undeclared(rank: int) -> str:
     topology = make_topology(Layout(tensor=2), rank, torch.device("cpu"))
-    axis = TensorAxis(2, rank, topology.tensor_group)
+    axis = TensorAxis(2, rank, topology.group("tensor"))
     with pytest.raises(TypeError) as caught:
         PipelineModule([LayerSpec(ScaledPair, axis, declares=False)], topology=topology, loss_fn=F.mse_loss)
     return str(caught.value)

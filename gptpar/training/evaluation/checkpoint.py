@@ -20,6 +20,7 @@ from gptpar.pipeline.module import PipelineModule, split_model
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology
+from gptpar.topology.layout import TENSOR
 from gptpar.training.generation import LoadedStages, load_stages
 from gptpar.training.stored import StoredModel
 
@@ -68,7 +69,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     layout = topology.layout
     if problems := layout_problems(model, layout.tensor, layout.pipeline, layout.world_size):
         raise ConfigError(problems)
-    axis = TensorAxis(layout.tensor, topology.tensor_rank, topology.tensor_group)
+    axis = TensorAxis(layout.tensor, topology.position(TENSOR), topology.group(TENSOR))
 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
         return torch.Size([x.numel(), model.hidden_size]), dtype

@@ -109,7 +109,7 @@ class LayerNorms:
         for name, vectors in parts:
             unit = self._unit_of[name]
             here = sum(square_of([vector], vector.device).item() for vector in vectors)
-            squares[unit] = squares.get(unit, 0.0) + here / self._engine.table.place.replicas
+            squares[unit] = squares.get(unit, 0.0) + here
         return self._norms(squares)
 
     def _norms(self, squares: Mapping[str, float]) -> Norms:

@@ -9,9 +9,9 @@ import torch
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.pipeline.stage import ParameterInfo
-from gptpar.tensor_parallel.axis import Split
 from gptpar.topology.initial_values import Constant
+from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.placement import ParameterInfo, Placement, Split
 
 SHAPES = {
     "first.weight": (3, 5),
@@ -23,10 +23,10 @@ SHAPES = {
 
 
 def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | None = None) -> dict[str, ParameterInfo]:
-    return {
-        n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0), frozenset()) for n, s in shapes.items()
-    }
+    placed = {n: Placement({TENSOR: split}) for n, split in (splits or {}).items()}
+    return {n: ParameterInfo(torch.Size(s), Constant(0.0), placed.get(n, Placement())) for n, s in shapes.items()}
 
 
 def table_of(unit: Unit, shard: int = 0, tensor_rank: int = 0) -> ParameterTable:
-    return ParameterTable([unit], Place(unit.shards, shard, tensor_rank=tensor_rank))
+    mesh = Layout(unit.shards, 2)
+    return ParameterTable([unit], Place(mesh, mesh.rank(data=shard, tensor=tensor_rank), int(unit.shards > 1)))

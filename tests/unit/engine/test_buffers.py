@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.engine.ranges import Place
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.optim.adamw import ADAMW
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import BufferInfo, Stage, memory_for
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
+from gptpar.topology.placement import REPLICATED, ParameterSpec
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ class Scaled(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.declared = {"weight": ParameterSpec(Constant(2.0), REPLICATED, SAME)}
+        self.declared = {"weight": ParameterSpec(Constant(2.0), REPLICATED)}
         self.weight = nn.Parameter(torch.empty(width))
         self.register_buffer("frequencies", torch.empty(width, dtype=torch.float64), persistent=False)
         self.register_buffer("calls", torch.empty((), dtype=torch.int64))
@@ -66,7 +67,7 @@ class Forgetful(nn.Module):
 
 
 def make_engine(pipeline: PipelineModule) -> Engine:
-    table, axis = table_of(pipeline, ALONE, DataAxis(), 0.0), DataAxis()
+    table, axis = table_of(pipeline, Place(), 0.0), DataAxes()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
     settings = EngineSettings(torch.float32, torch.float32)
     return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, ADAMW, 1.0, CPU)

@@ -12,7 +12,7 @@ import torch
 
 from gptpar.engine import gradient_memory, reducer
 from gptpar.engine.collector import GradientCollector
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
 from gptpar.engine.ranges import Place
@@ -21,12 +21,18 @@ from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
+from gptpar.topology.layout import DATA, Layout
 from tests.unit.engine.small_units import infos
+
+
+def two_processes(zero_stage: int = 0) -> DataAxes:
+    groups: dict[tuple[str, ...], Any] = {(DATA,): object()}
+    return DataAxes(Place(Layout(data=2), 0, zero_stage), groups)
 
 
 def make_gradients(
     units: list[Unit],
-    axis: DataAxis,
+    axis: DataAxes,
     *,
     done: Callable[[str], None] = lambda name: None,
     ratio: float = 0.0,
@@ -35,7 +41,7 @@ def make_gradients(
     reduce_dtype: torch.dtype = torch.float32,
     **order: bool,
 ) -> Gradients:
-    table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
+    table = ParameterTable(units, axis.place, ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
     router = GradientRouter(table, memory, None, {}, subscriber, GraphBreaks(), counts_zeros=False)
     sums = GradientReducer(memory, axis, reduce_dtype, router)
@@ -53,7 +59,7 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
-    axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
+    axis = two_processes()
     for arrivals in ("cba", "abc", "bca", "b"):
         parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
         units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
@@ -88,7 +94,7 @@ def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.Monkey
     parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
     units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
     done: list[str] = []
-    total = make_gradients(units, DataAxis(2, 0, object()), done=done.append)  # type: ignore[arg-type]
+    total = make_gradients(units, two_processes(), done=done.append)
     total.collector.watch(parameters)
     seen = []
     for agrees in (False, False, True):
@@ -116,7 +122,7 @@ def test_a_process_alone_hands_units_on_as_they_complete_after_the_first_pass() 
     done: list[str] = []
     parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
     units = [Unit.of(name, infos({name: (8, 8)}), 1) for name in "abc"]
-    total = make_gradients(units, DataAxis(), done=done.append, learns=True, in_order=False)
+    total = make_gradients(units, DataAxes(), done=done.append, learns=True, in_order=False)
     total.collector.watch(parameters)
     for expected in (["c", "b", "a"], ["b", "a", "c"]):
         total.begin(1)
@@ -139,7 +145,7 @@ def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatc
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
-    axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
+    axis = two_processes()
     unit = Unit.of("unit", infos({"a": (8, 8)}), 1)
     total = make_gradients([unit], axis, reduce_dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.ones(8, 8))
@@ -176,7 +182,7 @@ def test_reductions_of_a_dropped_step_are_waited_for_and_not_added(
     monkeypatch.setattr(reducer, "reduce_scatter_single", reduce_scatter)
     parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
     units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 2 if zero_stage else 1) for name in "abc"]
-    total = make_gradients(units, DataAxis(2, 0, object(), zero_stage))  # type: ignore[arg-type]
+    total = make_gradients(units, two_processes(zero_stage))
     total.collector.watch(parameters)
 
     def backward(factor: float, *, last: bool) -> None:
@@ -202,7 +208,7 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     assert list(unit.padding()) == [(15, 64), (164, 192)] and unit.length == 320
     submitted: list[torch.Tensor] = []
     subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
-    total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
+    total = make_gradients([unit], DataAxes(), ratio=1.0, ahead=True, subscriber=subscriber)
     parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
     total.collector.watch(parameters)
     empty = torch.empty

@@ -18,8 +18,9 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import Family, GroupRange
-from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
+from gptpar.topology.layout import Layout
+from gptpar.topology.placement import ParameterInfo
 from tests.unit.engine.four_groups import CLIP, JOINED, SCALE, SEPARATE, SKIPPED, STEPS, flat_after, groups_at, norm_at
 
 SHAPES = {
@@ -35,8 +36,7 @@ MIXED = {"second": torch.bfloat16, "third": torch.float32}
 def table_of(ratio: float, place: Place) -> ParameterTable:
     layers = {
         unit: {
-            name: ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset(), STRIDES.get(name))
-            for name, s in shapes.items()
+            name: ParameterInfo(torch.Size(s), Constant(0.0), strides=STRIDES.get(name)) for name, s in shapes.items()
         }
         for unit, shapes in SHAPES.items()
     }
@@ -110,7 +110,7 @@ class Process:
             whole, here = torch.zeros(unit.length, dtype=grad.dtype), table.on_device[unit.name]
             for name, view in unit.views(whole).items():
                 view.copy_(grads[name] * SCALE)
-            shard = whole.split(unit.shard_length)[self.place.shard]
+            shard = whole.split(unit.shard_length)[self.place.shard(unit)]
             device[unit.name].copy_(shard[:here])
             if host is not None and here < unit.shard_length:
                 host.submit_gradient(unit.name, shard[here:].clone())
@@ -137,7 +137,9 @@ def torchs_adamw() -> dict[str, dict[str, torch.Tensor]]:
 def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family, ...], shards: int) -> None:
     wanted = torchs_adamw()
     for ratio in (0.0, 0.3, 1.0):
-        made = [Process(ratio, Place(shards, shard), families, torch.float64) for shard in range(shards)]
+        made = [
+            Process(ratio, Place(Layout(data=shards), shard, 1), families, torch.float64) for shard in range(shards)
+        ]
         for kind, tensors in wanted.items():
             for name, tensor in tensors.items():
                 found = sum(one.state[kind][name] for one in made)

@@ -13,9 +13,9 @@ from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.optim.adamw import ADAMW
-from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.placement import Split
+from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.placement import ParameterInfo, Placement, Split
 from gptpar.topology.tensor_parts import TensorParts
 from tests.flat_parts import parts_of_flat
 
@@ -45,7 +45,7 @@ def values() -> dict[str, torch.Tensor]:
 def declared(tensor: torch.Tensor) -> ParameterInfo:
     row_major = tensor.stride() == torch.empty(tensor.shape).stride()  # "contiguous" leaves it open where a size is 1
     strides = None if row_major else tensor.stride()
-    return ParameterInfo(tensor.shape, None, Constant(0.0), frozenset(), strides)
+    return ParameterInfo(tensor.shape, Constant(0.0), strides=strides)
 
 
 def table_of(place: Place, ratio: float) -> ParameterTable:
@@ -57,6 +57,10 @@ def table_of(place: Place, ratio: float) -> ParameterTable:
     return ParameterTable.of({**layers, "third": {"nothing": declared(torch.zeros(0))}}, place, ratio=ratio)
 
 
+def place(shards: int, shard: int = 0) -> Place:
+    return Place(Layout(data=shards), shard, int(shards > 1))
+
+
 def box_of(offsets: tuple[int, ...], part: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
 
@@ -66,8 +70,8 @@ def test_ranges_bring_every_value_back(shards: int) -> None:
     """Each range's boxes have the global tensor's values; what is written through them arrives in the unit."""
     given = values()
     for ratio in RATIOS:
-        unit_memory = {unit.name: torch.zeros(unit.length) for unit in table_of(Place(shards), ratio).units}
-        for unit in table_of(Place(shards), ratio).units:
+        unit_memory = {unit.name: torch.zeros(unit.length) for unit in table_of(place(shards), ratio).units}
+        for unit in table_of(place(shards), ratio).units:
             for name, view in unit.views(unit_memory[unit.name]).items():
                 if name in given:
                     assert view.shape == given[name].shape and view.stride() == given[name].stride()
@@ -75,7 +79,7 @@ def test_ranges_bring_every_value_back(shards: int) -> None:
         found = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
         times = {name: torch.zeros(tensor.shape) for name, tensor in given.items()}
         for shard in range(shards):
-            table = table_of(Place(shards, shard), ratio)
+            table = table_of(place(shards, shard), ratio)
             for one in table.ranges():
                 here = unit_memory[one.unit].chunk(shards)[shard][one.start : one.stop]
                 whole = given[one.param]
@@ -87,7 +91,7 @@ def test_ranges_bring_every_value_back(shards: int) -> None:
                 parts.fill(-whole)
         assert all(torch.equal(found[name], tensor) for name, tensor in given.items()), ratio
         assert all(bool((count == 1).all()) for count in times.values())
-        for unit in table_of(Place(shards), ratio).units:
+        for unit in table_of(place(shards), ratio).units:
             views = unit.views(unit_memory[unit.name])
             assert all(torch.equal(view, -given[name]) for name, view in views.items() if name in given)
             for start, stop in unit.padding():
@@ -111,7 +115,7 @@ def test_a_split_of_a_convolution_knows_its_place() -> None:
     """Channels last, of 13 filters the last 6 here and room for 7."""
     full = torch.randn(13, 3, 3, 3).to(memory_format=LAST)
     share = full[7:]
-    info = ParameterInfo(share.shape, Split(0, 13, 7, 7), Constant(0.0), frozenset(), share.stride())
+    info = ParameterInfo(share.shape, Constant(0.0), Placement({TENSOR: Split(0, 13, 7, 7)}), share.stride())
     table = ParameterTable.of({"layer": {"weight": info}}, ratio=0.3)
     buffer = torch.zeros(table.units[0].length)
     table.units[0].views(buffer)["weight"].copy_(share)
@@ -126,11 +130,11 @@ def test_memory_that_is_not_dense_is_refused() -> None:
     dense = torch.zeros(4, 6)
     for wrong in (dense[:, :3], dense[::2], dense[:1].expand(4, 6)):
         with pytest.raises(ValueError, match="does not fill its memory"):
-            ParameterInfo(wrong.shape, None, Constant(0.0), frozenset(), wrong.stride())
+            ParameterInfo(wrong.shape, Constant(0.0), strides=wrong.stride())
     with pytest.raises(ValueError, match="does not fill its memory"):
-        ParameterInfo(dense.shape, None, Constant(0.0), frozenset(), (1,))
+        ParameterInfo(dense.shape, Constant(0.0), strides=(1,))
     for right in (dense, dense.t(), dense[:, :1].clone(), dense[:1, :1], dense[:0], dense[0, 0]):
-        ParameterInfo(right.shape, None, Constant(0.0), frozenset(), right.stride())
+        ParameterInfo(right.shape, Constant(0.0), strides=right.stride())
 
 
 def make_optimizer() -> MasterOptimizer:

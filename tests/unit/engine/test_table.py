@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
 
@@ -14,12 +14,12 @@ from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.module import split_layers
-from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.pipeline.stage import Stage
 from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import TENSOR, Layout
-from gptpar.topology.placement import Split
+from gptpar.topology.layout import DATA, PIPELINE, TENSOR, Layout
+from gptpar.topology.placement import ParameterInfo, Placement
 from gptpar.topology.tensor_parts import flat_boxes
 from tests.helpers import make_trainer, tiny_config
 
@@ -51,17 +51,16 @@ class Case:
     stages: int
     ratio: float
 
-    @property
-    def shards(self) -> int:
-        return self.data if self.zero else 1
+    def place(self, **positions: int) -> Place:
+        mesh = Layout(self.data, self.tensor, self.stages)
+        return Place(mesh, mesh.rank(**positions), int(self.zero))
 
     def places(self) -> Iterator[Place]:
         for stage, tensor_rank, data_rank in product(range(self.stages), range(self.tensor), range(self.data)):
-            shard = data_rank if self.zero else 0
-            yield Place(self.shards, shard, 1 if self.zero else self.data, tensor_rank, stage)
+            yield self.place(tensor=tensor_rank, data=data_rank, pipeline=stage)
 
     def table(self, place: Place) -> ParameterTable:
-        layers = declared(self.model, self.tensor, place.tensor_rank, self.stages, place.stage)
+        layers = declared(self.model, self.tensor, place.position(TENSOR), self.stages, place.position(PIPELINE))
         tied = {"embedding": (0, 1)} if self.model == "GPT-2" and self.stages == 2 else {}
         return ParameterTable.of(layers, place, ratio=self.ratio, tied=tied)
 
@@ -75,8 +74,7 @@ def declared(model: str, tensor: int, rank: int, stages: int, stage: int) -> Lay
     specs = gpt_model(config.model, TensorAxis(tensor, rank, sequence_parallel=True)).specs
     middle = len(specs) // 2 if stages == 2 else len(specs)
     made = Stage(specs[:middle] if stage == 0 else specs[middle:])
-    infos = made.infos()
-    return {layer: {name: infos[name] for name in params} for layer, params in made.parameters_by_layer().items()}
+    return made.infos_by_unit()
 
 
 def odd_layers(tensor: int, rank: int) -> Layers:
@@ -84,12 +82,11 @@ def odd_layers(tensor: int, rank: int) -> Layers:
     axis = TensorAxis(tensor, rank)
 
     def info(*shape: int, dim: int | None = None, summed: bool = False) -> ParameterInfo:
-        sizes, split = list(shape), None
+        sizes, placement = list(shape), Placement(gradient_sum=frozenset({TENSOR} if summed else ()))
         if dim is not None:
             start, stop = axis.range_of(shape[dim])
-            sizes[dim], split = stop - start, Split(dim, shape[dim], start, -(-shape[dim] // tensor))
-        sums = frozenset({TENSOR} if summed else ())
-        return ParameterInfo(torch.Size(sizes), split, Constant(0.0), sums)
+            sizes[dim], placement = stop - start, axis.split(dim, shape[dim])
+        return ParameterInfo(torch.Size(sizes), Constant(0.0), placement)
 
     return {
         "first": {"first.weight": info(3, 5), "first.bias": info(7, summed=True), "first.scalar": info()},
@@ -159,7 +156,7 @@ def test_every_element_of_the_model_is_counted_once(model: str, tensor: int) -> 
         params = {name: param for table in tables_of(case) for name, param in table.params.items()}
         assert found.keys() == held.keys() == params.keys()
         for name, times in found.items():
-            assert bool((times == replicas).all()), (case, name)
+            assert bool((times == 1).all()), (case, name)
             copies = tensor if params[name].replicated else 1
             stages = 2 if case.stages == 2 and name == "embedding.weight" and model == "GPT-2" else 1
             assert bool((held[name] == replicas * copies * stages).all()), (case, name)
@@ -185,8 +182,8 @@ def times_of(case: Case, *, only_counted: bool) -> dict[str, torch.Tensor]:
 def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: int) -> None:
     for case in cases(model, tensor):
         for stage, data_rank in product(range(case.stages), range(case.data)):
-            place = Place(case.shards, data_rank if case.zero else 0, 1 if case.zero else case.data, 0, stage)
-            tables = [case.table(replace(place, tensor_rank=rank)) for rank in range(case.tensor)]
+            places = (case.place(tensor=rank, data=data_rank, pipeline=stage) for rank in range(case.tensor))
+            tables = [case.table(place) for place in places]
             for table in tables:
                 assert [(u.name, u.length) for u in table.units] == [(u.name, u.length) for u in tables[0].units]
                 assert table.on_device == tables[0].on_device
@@ -194,7 +191,9 @@ def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: 
                     messages = table.messages(unit, TENSOR)
                     assert messages == tables[0].messages(unit, TENSOR)
                     summed = {
-                        r.param for r in table.ranges(unit=unit) if TENSOR in table.params[r.param].info.grad_sums
+                        r.param
+                        for r in table.ranges(unit=unit)
+                        if TENSOR in table.params[r.param].info.placement.gradient_sum
                     }
                     within = {
                         r.param for r in table.ranges(unit=unit) for start, stop in messages if r.between(start, stop)
@@ -233,7 +232,7 @@ def test_stages_divide_a_tied_unit_at_the_same_element(tensor: int, ratio: float
         found: dict[tuple[int, int], set[int]] = {}
         for table in tables_of(case):
             (tied,) = table.ties
-            place = (table.place.tensor_rank, table.place.shard)
+            place = (table.place.position(TENSOR), table.place.position(DATA))
             found.setdefault(place, set()).add(table.on_device[tied])
             assert table.elements(Home.HOST) == round(ratio * table.elements())
         assert {len(lengths) for lengths in found.values()} == {1} and len(found) == tensor * data
@@ -242,14 +241,13 @@ def test_stages_divide_a_tied_unit_at_the_same_element(tensor: int, ratio: float
 def test_several_tied_units_are_divided_alike_whatever_else_a_stage_has() -> None:
     """Where nothing else can make up for it, the ratio is missed by less than an element for each tied unit."""
     sizes = {"a": 5, "b": 9, "c": 15, "other": 11}
-    layers = {
-        name: {f"{name}.weight": ParameterInfo(torch.Size([n]), None, Constant(0.0), frozenset())}
-        for name, n in sizes.items()
-    }
+    layers = {name: {f"{name}.weight": ParameterInfo(torch.Size([n]), Constant(0.0))} for name, n in sizes.items()}
     tied = {"a": (0, 1), "b": (0, 1), "c": (0, 1)}
     for ratio in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
         tables = [
-            ParameterTable.of({name: layers[name] for name in names}, Place(stage=stage), ratio=ratio, tied=tied)
+            ParameterTable.of(
+                {name: layers[name] for name in names}, Place(Layout(pipeline=2), stage), ratio=ratio, tied=tied
+            )
             for stage, names in enumerate((["a", "b", "c"], ["other", "c", "b", "a"]))
         ]
         for name in tied:

@@ -9,7 +9,7 @@ import torch
 
 from gptpar.engine.units import Unit
 from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT
-from gptpar.tensor_parallel.axis import Split
+from gptpar.topology.placement import Split
 from tests.unit.engine.small_units import SHAPES, infos, table_of
 
 

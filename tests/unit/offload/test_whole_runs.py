@@ -22,8 +22,9 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition, group_ranges_between
-from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
+from gptpar.topology.layout import Layout
+from gptpar.topology.placement import ParameterInfo
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from tests.helpers import make_trainer, tiny_config
@@ -37,9 +38,7 @@ STEPS = 12
 def units(*shapes: Sequence[tuple[int, ...]], shards: int = 1) -> list[Unit]:
     made = []
     for number, layer in enumerate(shapes):
-        infos = {
-            f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset()) for k, s in enumerate(layer)
-        }
+        infos = {f"{number}.{k}": ParameterInfo(torch.Size(s), Constant(0.0)) for k, s in enumerate(layer)}
         made.append(Unit.of(f"unit {number}", infos, shards))
     return made
 
@@ -50,7 +49,7 @@ def test_the_ratio_is_exact_to_the_element(ratio: float, shards: int) -> None:
     """The device has the first elements of the forward order."""
     made = units([(3, 5), (7,)], [(13, 11), (65,), (4, 4)], [(100,), (9, 9)], shards=shards)
     for shard in range(shards):
-        table = ParameterTable(made, Place(shards, shard), ratio=ratio)
+        table = ParameterTable(made, Place(Layout(data=shards), shard, 1), ratio=ratio)
         held = sum(one.length for one in table.ranges())
         assert (table.elements(), table.elements(Home.HOST)) == (held, round(ratio * held))
         kept = 0

@@ -9,16 +9,23 @@ import pytest
 
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.topology.layout import DATA, FASTEST_FIRST, PIPELINE, TENSOR, Layout
+from gptpar.topology.layout import DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Layout, copies_over, rows_of
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 
-LAYOUTS = [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()]
+LAYOUTS = [
+    Layout(2, 2, 2),
+    Layout(3, 4, 1),
+    Layout(1, 2, 5),
+    Layout(),
+    Layout(6, 2, 2, expert=2),
+    Layout(4, 1, 2, expert=4),
+]
 
 
 def place_of(layout: Layout, rank: int) -> dict[str, int]:
-    return {axis: layout.position(rank, axis) for axis in FASTEST_FIRST}
+    return {axis: layout.position(rank, axis) for axis in ROWS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -30,24 +37,49 @@ def test_positions_and_ranks_are_inverse(layout: Layout) -> None:
 
 def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
     layout = Layout(data=2, tensor=2, pipeline=2)
-    neighbours = [place_of(layout, rank) for rank in (0, 1, 2, 4)]
-    assert [(p["data"], p["tensor"], p["pipeline"]) for p in neighbours] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
+    neighbours = [[layout.position(rank, axis) for axis in (DATA, TENSOR, PIPELINE)] for rank in (0, 1, 2, 4)]
+    assert list(map(tuple, neighbours)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("axes", [*[(axis,) for axis in FASTEST_FIRST], (DATA, TENSOR), (DATA, PIPELINE), ()])
+@pytest.mark.parametrize(
+    "axes", [*[(axis,) for axis in (*ROWS, DATA)], (DATA, TENSOR), (DATA, PIPELINE), (EXPERT, PIPELINE), ()]
+)
 def test_groups_of_axes_partition_the_ranks(layout: Layout, axes: tuple[str, ...]) -> None:
     groups = layout.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     for group in groups:
         assert len(group) == math.prod(map(layout.size, axes))
         assert group == sorted(group)
-        others = [{axis: layout.position(rank, axis) for axis in FASTEST_FIRST if axis not in axes} for rank in group]
+        others = [{axis: layout.position(rank, axis) for axis in set(ROWS) - set(rows_of(axes))} for rank in group]
         assert all(other == others[0] for other in others)
     if len(axes) == 1:
         assert [[layout.position(r, axes[0]) for r in g] for g in groups] == [list(range(layout.size(*axes)))] * len(
             groups
         )
+
+
+def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
+    mesh = Layout(data=4, tensor=2, expert=2)
+    assert (mesh.size(), mesh.size(DATA), mesh.size(EXPERT), mesh.size(EXPERT_DATA), mesh.size(DATA, TENSOR)) == (
+        8,
+        4,
+        2,
+        2,
+        8,
+    )
+    assert mesh.groups(DATA)[0] == [0, 2, 4, 6]
+    assert mesh.groups(EXPERT) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.groups(EXPERT_DATA) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [mesh.position(rank, DATA) for rank in range(0, 8, 2)] == [0, 1, 2, 3]
+    assert [copies_over(split) for split in ([], [TENSOR], [EXPERT], [EXPERT, TENSOR])] == [
+        (DATA,),
+        (DATA,),
+        (EXPERT_DATA,),
+        (EXPERT_DATA,),
+    ]
+    with pytest.raises(ValueError, match="2 expert-parallel processes do not divide 3 data-parallel ones"):
+        Layout(data=3, expert=2)
 
 
 def test_groups_of_eight() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from torch import nn
@@ -11,11 +13,12 @@ from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant, Normal
-from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec, Split, Sum, declared_by
+from gptpar.topology.placement import REPLICATED, ParameterInfo, ParameterSpec, Placement, Split, declared_by
 from tests.helpers import tiny_config
 
 OVER_TENSOR = frozenset({"tensor"})
-COMPLETE = ParameterSpec(Constant(1.0), REPLICATED, SAME)
+COMPLETE = ParameterSpec(Constant(1.0), REPLICATED)
+SUMMED = Placement(gradient_sum=OVER_TENSOR)
 
 
 class Scale(nn.Module):
@@ -34,11 +37,9 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(
     ("declared", "missing"),
     [
-        (None, 'write self.declared = {"weight": ParameterSpec(init, value, gradient), ...} in its constructor'),
-        (ParameterSpec(value=REPLICATED, gradient=SAME), "write init=Normal(std) or init=Constant(value)"),
-        (ParameterSpec(Constant(1.0), gradient=SAME), "write value=axis.split(dim, length) or value=REPLICATED"),
-        (ParameterSpec(Constant(1.0), REPLICATED), 'write gradient=Sum(frozenset({"tensor"})) where each'),
-        (ParameterSpec(Constant(1.0), Split(0, 6, 0, 3), Sum(OVER_TENSOR)), "split over the tensor axis"),
+        (None, 'write self.declared = {"weight": ParameterSpec(init, placement), ...} in its constructor'),
+        (ParameterSpec(placement=REPLICATED), "write init=Normal(std) or init=Constant(value)"),
+        (ParameterSpec(Constant(1.0)), "write placement=axis.split(dim, length) where tensor-parallel ranks split it"),
     ],
 )
 def test_a_layer_that_declares_too_little_is_refused_with_what_to_write(
@@ -61,14 +62,31 @@ def test_all_that_is_missing_is_told_at_once() -> None:
 
 
 def test_a_complete_declaration_is_taken() -> None:
-    stage = Stage([LayerSpec(Scale, {"weight": ParameterSpec(Normal(0.1), REPLICATED, Sum(OVER_TENSOR))}, name="a")])
+    stage = Stage([LayerSpec(Scale, {"weight": ParameterSpec(Normal(0.1), SUMMED)}, name="a")])
     info = stage.infos()["a.inner.weight"]
-    assert (info.shape, info.split, info.init, info.grad_sums) == ((3,), None, Normal(0.1), OVER_TENSOR)
+    assert (info.shape, info.init, info.placement) == ((3,), Normal(0.1), SUMMED)
 
 
-def test_an_unknown_axis_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"over the axes \['tensor'\], not over \['tensr'\]"):
-        Sum(frozenset({"tensr"}))
+@pytest.mark.parametrize(
+    ("value", "summed", "told"),
+    [
+        ({}, {"tensr"}, r"summed over the axes \['tensor'\], not over \['tensr'\]"),
+        ({"pipeline": 0}, (), r"split over the axes \['tensor', 'expert'\], not over \['pipeline'\]"),
+        ({"tensor": 0}, {"tensor"}, r"the axes \['tensor'\] split the value"),
+        ({"tensor": 1, "expert": 1}, (), r"the axes \['expert', 'tensor'\] split the same dimension"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(value: dict[str, int], summed: Collection[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Placement({axis: Split(dim, 8, 0, 4) for axis, dim in value.items()}, frozenset(summed))
+
+
+def test_two_axes_split_two_dimensions() -> None:
+    placement = TensorAxis(2, 1).split(2, 7) | Placement({"expert": Split(0, 4, 2, 2)})
+    info = ParameterInfo(torch.Size([2, 5, 4]), Constant(0.0), placement)
+    assert (info.full_shape, info.longest_shape, info.offsets) == ((4, 5, 7), (2, 5, 4), (2, 0, 3))
+    assert info.placement.copies_over == ("expert_data",)
+    assert TensorAxis(2, 1).split(2, 7).copies_over == REPLICATED.copies_over == ("data",)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -77,13 +95,13 @@ def test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens(size: int, 
     """Replicated ones between layers, and no split one."""
     stage = Stage(gpt_model(tiny_config().model, TensorAxis(size=size, sequence_parallel=sequence_parallel)).specs)
     infos = stage.infos()
-    split = {name for name, info in infos.items() if info.split is not None}
+    split = {name for name, info in infos.items() if info.placement.value}
     inside = {f"layers.{i}.{name}" for i in (0, 1) for name in ("attention.qkv", "mlp.up")}
     outputs = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention.out", "mlp.down")}
     assert split == {"embedding.weight", *(f"{n}.{k}" for n in inside for k in ("weight", "bias")), *outputs}
-    summed = {name for name, info in infos.items() if info.grad_sums}
+    summed = {name for name, info in infos.items() if info.placement.gradient_sum}
     assert summed == (infos.keys() - split if size == 2 and sequence_parallel else set())
-    assert {info.grad_sums for info in infos.values()} <= {frozenset(), OVER_TENSOR}
+    assert {info.placement.gradient_sum for info in infos.values()} <= {frozenset(), OVER_TENSOR}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -92,6 +110,8 @@ def test_norms_of_heads_are_summed_with_and_without_split_tokens(sequence_parall
     axis = TensorAxis(size=2, sequence_parallel=sequence_parallel)
     infos = Stage(gpt_model(tiny_config("--qk-layernorm --num-layers 1").model, axis).specs).infos()
     heads = {f"layers.0.attention.{n}_norm.{k}" for n in ("query", "key") for k in ("weight", "bias")}
-    assert all(infos[name].split is None and infos[name].shape == (8,) for name in heads)
-    summed = {name for name, info in infos.items() if info.grad_sums}
-    assert summed == {name for name in infos if infos[name].split is None} if sequence_parallel else summed == heads
+    assert all(not infos[name].placement.value and infos[name].shape == (8,) for name in heads)
+    summed = {name for name, info in infos.items() if info.placement.gradient_sum}
+    assert (
+        summed == {name for name in infos if not infos[name].placement.value} if sequence_parallel else summed == heads
+    )

@@ -24,7 +24,9 @@ from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart, write_c
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
-from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.pipeline.stage import Stage
+from gptpar.topology.layout import TENSOR
+from gptpar.topology.placement import ParameterInfo
 from gptpar.training.exchange.finite import Finite
 from gptpar.training.exchange.megatron.arguments import count_in, model_of
 from gptpar.training.exchange.megatron.found import WEIGHTS, Found, RankPart
@@ -83,10 +85,11 @@ class MegatronModel:
 
 def _parts(info: ParameterInfo, splits: Sequence[Sequence[torch.Tensor]]) -> Iterator[StreamedPart]:
     """Each rank's split at its place in the parameter; the first one, where all ranks have all of it."""
-    if info.split is None or len(splits) == 1:
+    split = info.placement.value.get(TENSOR)
+    if split is None or len(splits) == 1:
         yield StreamedPart(ParameterView(info.shape, lambda whole: whole), splits[0])
         return
-    dim, start = info.split.dim, 0
+    dim, start = split.dim, 0
     row = prod(info.shape) // info.shape[dim]
     for one in splits:
         size = sum(tensor.numel() for tensor in one) // row
@@ -203,8 +206,9 @@ def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tie
     yield from (f"{of_kind}{name!r} has no place in the model" for name in sorted(names - infos.keys()))
     for name in sorted(names & infos.keys()):
         info, parts = infos[name], states[name]
-        whole = sum(map(_numel, parts)) if info.split is not None else _numel(parts[0])
-        row = 1 if info.split is None else prod(info.shape) // info.shape[info.split.dim]
+        split = info.placement.value.get(TENSOR)
+        whole = sum(map(_numel, parts)) if split is not None else _numel(parts[0])
+        row = 1 if split is None else prod(info.shape) // info.shape[split.dim]
         uneven = any(_numel(part) % row for part in parts)
         if whole != info.shape.numel() or len(parts) != found.num_ranks or uneven:
             sizes = [list(part.shape) for part in parts]

@@ -1,0 +1,44 @@
+"""``DataAxes``: the processes that hold copies of a unit, which sum its gradient, and among which ZeRO shards it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from gptpar.engine.ranges import Place
+from gptpar.engine.units import Unit
+
+
+def wait_without_limit(work: Any) -> None:
+    """Wait for a collective as long as torch does."""
+    work.wait()
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """This process's place, and its groups on the axes whose ranks read different samples.
+
+    The processes that hold copies of a unit are the ones that read different samples for it. So one reduction both sums
+    the unit's gradient and leaves each process its shard.
+
+    Attributes:
+        place: this process's; it says what ZeRO shards.
+        groups: axes -> this process's group on them; without a group for a unit's axes, it alone holds the unit.
+        wait_for: waits for an asynchronous collective. On a GPU it makes the current stream wait, not the host.
+    """
+
+    place: Place = Place()
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    wait_for: Callable[[Any], None] = wait_without_limit
+
+    @property
+    def zero_stage(self) -> int:
+        """0: every process holds everything; 1: optimizer state is sharded; 2: gradients too; 3: parameters too."""
+        return self.place.zero_stage
+
+    def group(self, unit: Unit) -> dist.ProcessGroup | None:
+        """The processes that hold copies of a unit; ``None`` if this one alone does."""
+        return self.groups.get(unit.copies_over)

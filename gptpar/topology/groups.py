@@ -131,13 +131,13 @@ class Topology:
 def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
     """Create the groups of a layout; all processes call it together, after ``init_process_group``."""
     axes = (DATA, TENSOR, *((EXPERT, EXPERT_DATA) if layout.expert > 1 else ()))
-    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
-    groups |= {(axis,): _my_group(layout.groups(axis), rank) for axis in axes}
+    groups = {axis: _my_group(layout.groups(axis), rank) for axis in axes}
+    groups.setdefault(EXPERT_DATA, groups[DATA])
     return Topology(
         layout,
         rank,
         device,
-        groups,
+        {(axis,): group for axis, group in groups.items()},
         links=_make_links(layout, rank, device) if layout.pipeline > 1 else None,
     )
 

@@ -1,0 +1,184 @@
+"""Units with copies on a part of the data axis: a layer of experts computes one process's numbers in every layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from gptpar.cli.check_layouts import SMALL, case_config
+from gptpar.cli.check_layouts.compare import difference, step_difference
+from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.config import ModelConfig
+from gptpar.config.roles import Role
+from gptpar.model import gpt
+from gptpar.model.block import Block
+from gptpar.model.layer_spec import LayerSpec
+from gptpar.model.spec import ModelLayer, ModelSpec
+from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.tensor_parallel.collectives import copy_to, sum_over
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.initial_values import Normal
+from gptpar.topology.layout import EXPERT, Layout
+from gptpar.topology.placement import REPLICATED, ParameterSpec, Placement, Split
+from gptpar.training import gpt as gpt_engine
+from tests.ranks.layout_cases import VARIANTS, case
+from tests.spawn import spawn
+
+NUM_EXPERTS, TOP_K, WIDTH = 4, 2, 6
+WORDS = [*SMALL.split(), "--fp64", "--clip-grad", "0.05"]
+STEPS = 2
+TOLERANCE = 1e-10
+OFFLOADED = (*VARIANTS["all on the CPU"], "--cpu-parameters")
+CASES: list[tuple[Layout, tuple[str, ...]]] = [
+    (Layout(data=4, expert=2), ()),
+    (Layout(data=4, expert=2), ("--zero-stage", "1", "--micro-batch-size", "2")),
+    (Layout(data=4, expert=2), ("--zero-stage", "2")),
+    (Layout(data=4, expert=2), ("--zero-stage", "2", "--micro-batch-size", "2")),
+    (Layout(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["full recompute"])),
+    (Layout(data=4, expert=4), ("--zero-stage", "2")),
+    (Layout(data=4, expert=4), ("--zero-stage", "3")),
+    (Layout(data=4, expert=4), ("--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"])),
+    (Layout(data=4, expert=2), ("--zero-stage", "2", *VARIANTS["CPU optimizer 0.05"])),
+    (Layout(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
+    (Layout(data=4, expert=4), ("--zero-stage", "3", *OFFLOADED)),
+    (Layout(data=4, expert=2), ("--zero-stage", "0", *VARIANTS["all on the CPU"], "--micro-batch-size", "2")),
+    (Layout(data=2, tensor=2, expert=2), ("--zero-stage", "1")),
+    (Layout(data=2, tensor=2, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
+    (Layout(data=2, pipeline=2, expert=2), ("--zero-stage", "2")),
+    (Layout(data=4), ("--zero-stage", "3")),
+]
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group; the backward pass sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, sent: list[int], got: list[int], group: Any) -> torch.Tensor:
+        ctx.sent, ctx.got, ctx.group = sent, got, group
+        y_ND = x_ND.new_empty(sum(got), x_ND.shape[1])
+        dist.all_to_all_single(y_ND, x_ND.contiguous(), got, sent, group=group)
+        return y_ND
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
+        back_ND = grad_ND.new_empty(sum(ctx.sent), grad_ND.shape[1])
+        dist.all_to_all_single(back_ND, grad_ND.contiguous(), ctx.sent, ctx.got, group=ctx.group)
+        return back_ND, None, None, None
+
+
+class ExpertsBlock(Block):
+    """A block, and a sum over the outputs of each token's two best experts; each expert rank has some of the experts.
+
+    The experts' inner width is split over the tensor axis.
+    """
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, topology: Topology, **kwargs: Any):
+        super().__init__(config, axis, **kwargs)
+        assert config.hidden_size
+        size, rank = topology.layout.expert, topology.position(EXPERT)
+        self.size, self.group, self.own, self.tensor = size, topology.group(EXPERT), NUM_EXPERTS // size, axis
+        experts = Placement({EXPERT: Split(0, NUM_EXPERTS, rank * self.own, self.own)})
+        self.declared = {
+            "router": ParameterSpec(Normal(1.0), REPLICATED),
+            "up": ParameterSpec(Normal(0.5), experts | axis.split(1, WIDTH)),
+            "down": ParameterSpec(Normal(0.5), experts | axis.split(2, WIDTH)),
+        }
+        width, hidden = WIDTH // axis.size, config.hidden_size
+        self.router = nn.Parameter(torch.empty(NUM_EXPERTS, hidden))
+        self.up = nn.Parameter(torch.empty(self.own, width, hidden))
+        self.down = nn.Parameter(torch.empty(self.own, hidden, width))
+
+    def forward(self, x_ND: torch.Tensor, *fields: Any) -> torch.Tensor:
+        y_ND = super().forward(x_ND, *fields)
+        weight_NK, chosen_NK = (y_ND @ self.router.t()).softmax(-1).topk(TOP_K, -1)
+        order = chosen_NK.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_NK.flatten(), minlength=NUM_EXPERTS)
+        sent_ND = y_ND.repeat_interleave(TOP_K, 0)[order]
+        found_ND = self.elsewhere(sent_ND, counts) if self.size > 1 else self.experts(sent_ND, counts.tolist())
+        found_ND = torch.empty_like(found_ND).index_copy(0, order, found_ND)
+        return y_ND + (found_ND.unflatten(0, chosen_NK.shape) * weight_NK[..., None]).sum(1)
+
+    def elsewhere(self, x_ND: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        grid = theirs.view(self.size, self.own)
+        sent, got = counts.view(self.size, self.own).sum(1).tolist(), grid.sum(1).tolist()
+        here_ND = Exchange.apply(x_ND, sent, got, self.group)
+        order = torch.arange(self.own).repeat(self.size).repeat_interleave(grid.flatten()).argsort(stable=True)
+        found_ND = self.experts(here_ND[order], grid.sum(0).tolist())
+        return Exchange.apply(torch.empty_like(found_ND).index_copy(0, order, found_ND), got, sent, self.group)
+
+    def experts(self, x_ND: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        x_ND = copy_to(x_ND, self.tensor) if self.tensor.size > 1 else x_ND
+        parts = zip(x_ND.split(counts), self.up, self.down, strict=True)
+        y_ND = torch.cat([F.gelu(part @ up.t()) @ down.t() for part, up, down in parts])
+        return sum_over(y_ND, self.tensor) if self.tensor.size > 1 else y_ND
+
+
+def described(topology: Topology, config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any) -> ModelSpec:
+    """A GPT whose every other block has experts."""
+
+    def changed(number: int, layer: ModelLayer) -> ModelLayer:
+        if layer.role is not Role.BLOCK or number % 2:
+            return layer
+        old, kwargs = layer.spec, {**layer.spec.kwargs, "topology": topology}
+        spec = LayerSpec(ExpertsBlock, *old.args, name=old.name, batch_fields=old.batch_fields, **kwargs)
+        return ModelLayer(layer.role, spec, layer.flops)
+
+    layers = gpt.gpt_model(config, axis, **kwargs).layers
+    return ModelSpec(tuple(changed(number, layer) for number, layer in enumerate(layers)))
+
+
+def trained(
+    layout: Layout, flags: tuple[str, ...], topology: Topology, *, save_in: Path, resume_from: Path | None
+) -> Outcome:
+    """Two steps, a save, and one step after a resume from another layout's save."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt_engine, "gpt_model", partial(described, topology))
+        run = CaseRun(case_config(WORDS, case(layout, *flags), layout.world_size), topology)
+        run.train(0, STEPS)
+        run.save(save_in, STEPS)
+        if resume_from:
+            run.resume(resume_from)
+        run.train(STEPS, STEPS + 1)
+        run.trainer.close()
+        return run.outcome
+
+
+def run_all(rank: int, folder: Path) -> list[Outcome]:
+    topologies: dict[Layout, Topology] = {}
+    outcomes = []
+    for number, (layout, flags) in enumerate(CASES):
+        if layout not in topologies:
+            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
+        here, before = folder / str(number + 1), folder / str(number)
+        outcomes.append(trained(layout, flags, topologies[layout], save_in=here, resume_from=before))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[Outcome]]:
+    folder = tmp_path_factory.mktemp("experts")
+    topology = Topology(Layout(), 0, torch.device("cpu"))
+    alone = trained(Layout(), (), topology, save_in=folder / "0", resume_from=None)
+    return alone, spawn(run_all, 4, folder, timeout_s=400.0)[0]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{c.describe()} {' '.join(flags)}" for c, flags in CASES])
+def test_layout_equals_one_process(outcomes: tuple[Outcome, list[Outcome]], number: int) -> None:
+    """Initial weights bit for bit; losses, norms, gradients and weights of each step, the last after a resume."""
+    alone, found = outcomes[0], outcomes[1][number]
+    assert {name for name in alone.initial if "router" in name} and alone.steps[0][1] > 0.05  # it clips
+    assert difference([(found.initial, alone.initial)]) == 0
+    assert len(found.steps) == STEPS + 1
+    assert step_difference(found.steps, alone.steps) <= TOLERANCE
+    assert difference(zip(found.gradients, alone.gradients, strict=True)) <= TOLERANCE
+    assert difference(zip(found.weights, alone.weights, strict=True)) <= TOLERANCE

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from gptpar.config import Config
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
+from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import to_prove
 from gptpar.system.command_line import positive_int
 from gptpar.topology.groups import Topology, make_topology
@@ -31,7 +33,8 @@ DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, 
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
 with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2,
 mup and bloom have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
---hidden-dropout and --attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module,
+--hidden-dropout and --attention-dropout the masks must be equal, too. Combinations that the model or the flags do not
+allow are left out, and named at the end. --module FILE.py:FUNCTION checks your own module,
 with flags of its own: gptpar check-layouts --module --help. Some gradients are zero but for round-off, such as those of
 key biases without rotary positions and norms of keys. There Lion, and Adam with a tiny --adam-eps, follow
 round-off, which differs by layout."""
@@ -91,9 +94,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(parsed.problems)
     words = [*small, *MODELS[parsed.rest.model].split(), *typed]
     if is_worker():
-        return _check_all(words, world_from_environment()[2], parsed.rest.steps, parsed.rest.only)
-    for case in _chosen(words, count, parsed.rest.only):
-        case_config(words, case, count)
+        return _check_all(words, world_from_environment()[2], parsed.rest)
+    _chosen(words, count, parsed.rest)
     return start_workers(count, ["check-layouts", *_without_nproc(argv)])
 
 
@@ -124,15 +126,55 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
     group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
+    group.add_argument(
+        "--pairwise",
+        action="store_true",
+        help="not every combination, but few that together have every pair of a layout, ZeRO stage, schedule, "
+        "recomputation and offload",
+    )
     group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
 
 
-def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Candidate]:
-    typed = _parsed(words).flags
-    found = [case for case in to_prove(typed, num_processes) if only is None or only in case.name]
-    if not found:
+@dataclass(frozen=True)
+class _Chosen:
+    """What is checked.
+
+    Attributes:
+        cases: combinations, each with its configuration.
+        left_out: why the configuration refuses other combinations -> their names.
+    """
+
+    cases: list[tuple[Candidate, Config]]
+    left_out: dict[str, list[str]]
+
+
+def _chosen(words: Sequence[str], num_processes: int, options: argparse.Namespace) -> _Chosen:
+    """The combinations that the model and the flags allow.
+
+    Raises:
+        ConfigError: there is none, or one process cannot train the model.
+    """
+    case_config(words, Candidate(name="one process"), 1)
+    only, found = options.only, _Chosen([], {})
+    named = [case for case in to_prove(_parsed(words).flags, num_processes) if only is None or only in case.name]
+    if not named:
         raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
+    for case in named:
+        try:
+            found.cases.append((case, case_config(words, case, num_processes)))
+        except ConfigError as error:
+            reason = " ".join(problem.removeprefix(f"{case.name}: ") for problem in error.problems)
+            found.left_out.setdefault(reason, []).append(case.name)
+    if not found.cases:
+        raise ConfigError([f"{_some(names)}: {reason}" for reason, names in found.left_out.items()])
+    if options.pairwise:
+        kept = {id(case) for case in pairwise([case for case, _ in found.cases])}
+        return _Chosen([(case, config) for case, config in found.cases if id(case) in kept], found.left_out)
     return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Config:
@@ -151,8 +193,9 @@ def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Confi
     return config
 
 
-def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:
+def _check_all(words: Sequence[str], world_size: int, options: argparse.Namespace) -> int:
     """Run all cases, which every worker does in the same order; the main one compares and prints."""
+    chosen, steps = _chosen(words, world_size, options), options.steps
     base = case_config(words, Candidate(name="one process"), 1)
     backend, minutes = base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes
     with open_world(backend, minutes, lambda: {"the command line": " ".join(words)}) as (rank, device):
@@ -163,10 +206,10 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
             comparison = Comparison(base.precision.dtype, steps, "one process", speaks=rank == 0)
             topologies: dict[Layout, Topology] = {}
             saved: Path | None = None
-            for number, case in enumerate(_chosen(words, world_size, only)):
+            for number, (case, config) in enumerate(chosen.cases):
                 if case.layout not in topologies:
                     topologies[case.layout] = make_topology(case.layout, rank, device)
-                run = CaseRun(case_config(words, case, world_size), topologies[case.layout])
+                run = CaseRun(config, topologies[case.layout])
                 run.train(0, steps)
                 mine = folder / f"case{number}"
                 run.save(mine, steps)
@@ -185,6 +228,8 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
     comparison.sum_up()
+    for reason, names in chosen.left_out.items() if rank == 0 else ():
+        print(f"left out {_some(names)}: {reason}", flush=True)
     return int(failed.item() > 0)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from gptpar.cli.check_layouts import MODELS, SMALL
+from gptpar.cli.check_layouts import MODELS, SMALL, _chosen
 from gptpar.config import Flags
 from gptpar.config.flags import parse_flags
 from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option, configured, flags_of, product, with_changes
+from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import (
     CHOSEN,
     SweepValues,
@@ -41,6 +44,33 @@ def test_every_layout_is_proved_in_every_way() -> None:
     assert len(set(names)) == 224 and names[0] == "dp4 x tp1 x pp1, ZeRO-0"
     assert "dp2 x tp2 x pp1, ZeRO-3, sequence parallel, all on the CPU" in names
     assert "dp1 x tp2 x pp2, interleaved, every 2" in names
+
+
+@pytest.mark.parametrize(("num_processes", "count"), [(2, 34), (4, 34), (8, 37)])
+def test_few_combinations_have_every_pair(num_processes: int, count: int) -> None:
+    every = list(to_prove(typed(WORDS), num_processes))
+    few = pairwise(every)
+    assert len(few) == count and few == [one for one in every if one in few]
+
+    def pairs(candidates: list[Candidate]) -> set[tuple[object, ...]]:
+        names = sorted({name for one in every for name in one.changes})
+        values = [[(name, one.changes.get(name)) for name in names] for one in candidates]
+        return {(a, b) for one in values for a in one for b in one}
+
+    assert pairs(few) == pairs(every)
+
+
+def test_what_the_model_does_not_allow_is_left_out_with_the_reason() -> None:
+    """Four heads for eight tensor ranks, and ten layers for sixteen virtual stages."""
+    options = Namespace(only=None, pairwise=False)
+    chosen = _chosen(WORDS, 8, options)
+    left_out = {name for names in chosen.left_out.values() for name in names}
+    assert len(chosen.cases) + len(left_out) == 512
+    assert left_out == {one.name for one in to_prove(typed(WORDS), 8) if "tp8" in one.name or "pp8, inter" in one.name}
+    assert [len(names) for names in chosen.left_out.values()] == [8, 16]
+    with pytest.raises(ConfigError, match="tp8 x pp1 and 15 more: --num-attention-heads 4 is not divisible") as error:
+        _chosen(WORDS, 8, Namespace(only="tp8", pairwise=False))
+    assert len(error.value.problems) == 1
 
 
 def test_gradients_that_leave_at_once_are_proved_with_the_whole_batch_and_without_dropout() -> None:

@@ -70,7 +70,7 @@ def table_of(
         place,
         ratio=ratio,
         group_of=group_of,
-        tied=pipeline.tied_stages,
+        tied=pipeline.by_unit(pipeline.tied_stages),
         buffers={name: info for stage in stages for name, info in stage.buffer_infos().items()},
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import seed_of
 from gptpar.topology.layout import EXPERT, TENSOR, Layout
 from gptpar.topology.placement import REPLICATED
+
+Of = TypeVar("Of")
 
 
 class PipelineModule(nn.Module):
@@ -112,6 +114,11 @@ class PipelineModule(nn.Module):
         """Name of a tied layer that other processes have, too -> the group of these processes."""
         groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
         return {name: group for name, group in groups.items() if group is not None}
+
+    def by_unit(self, of_layers: Mapping[str, Of]) -> dict[str, Of]:
+        """Unit of this process -> what its layer has; see :meth:`Stage.units_by_layer`."""
+        units = {layer: units for stage in self.stages_here for layer, units in stage.units_by_layer().items()}
+        return {unit: value for layer, value in of_layers.items() for unit in units.get(layer, ())}
 
     def _groups_of_sums(self) -> dict[str, list[dist.ProcessGroup]]:
         """Global name -> the groups over which the parameter's gradient is summed, besides a tied layer's copies.

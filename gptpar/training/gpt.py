@@ -87,7 +87,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         config.optimizer.clip_grad,
         device,
         host,
-        tied=pipeline.tied_groups,
+        tied=pipeline.by_unit(pipeline.tied_groups),
         families=groups.families,
     )
     partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)

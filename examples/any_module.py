@@ -63,7 +63,7 @@ def main():
     """Forty steps."""
     torch.manual_seed(0)
     engine, *_ = gptpar.initialize(model=make_model(), config=CONFIG)
-    processes, rank = engine.topology.layout.data, engine.topology.rank
+    processes, rank = engine.topology.mesh.data, engine.topology.rank
     for step in range(40):
         batch = make_batch(step * processes + rank)
         loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})["loss"]

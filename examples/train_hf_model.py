@@ -66,7 +66,7 @@ def main() -> None:
     if len(tokens) <= args.seq_length:
         raise SystemExit(f"error: {args.text} has {len(tokens)} tokens, no more than --seq-length {args.seq_length}.")
     engine, *_ = gptpar.initialize(model=model, config=args.config, recording=recording)
-    rank, world = engine.topology.rank, engine.topology.layout.world_size
+    rank, world = engine.topology.rank, engine.topology.mesh.world_size
     if args.save is not None:
         engine.load_checkpoint(args.save)
     samples, count = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()

@@ -13,7 +13,7 @@ from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.stage import Stage
 from gptpar.topology.groups import make_topology
 from gptpar.topology.initial_values import Init
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 
@@ -30,7 +30,7 @@ def tiny_config(flags: str = "", world_size: int = 1) -> Config:
     return config.update("model", padded_vocab_size=config.model.pad_vocab_size_to or 64)
 
 
-def make_trainer(config: Config, rank: int = 0, layout: Layout = Layout()) -> Trainer:  # noqa: B008
+def make_trainer(config: Config, rank: int = 0, layout: Mesh = Mesh()) -> Trainer:  # noqa: B008
     """A trainer on the CPU with initial weights; with a layout of several processes, every one of them calls it."""
     topology = make_topology(layout, rank, torch.device("cpu"))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))

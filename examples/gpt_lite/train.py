@@ -105,7 +105,7 @@ def with_engine(args: argparse.Namespace, sizes: Sizes, text: torch.Tensor) -> G
     else:
         model, take_loss = Gpt(sizes), lambda loss, batch: loss
         engine, *_ = gptpar.initialize(model=model, loss_fn=take_loss, config=config)
-    layout = engine.topology.layout
+    layout = engine.topology.mesh
     count, samples = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     data = micro_batches(text, sizes, (engine.topology.rank // layout.pipeline, layout.data, count, samples))
     try:

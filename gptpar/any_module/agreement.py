@@ -56,14 +56,14 @@ class Agreement:
 
     def judge(self, norm: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the norm, or infinity if the step must not be taken; the verdict, for :meth:`error`), on the device."""
-        differ = sums[0].square() != sums[1] * self._topology.layout.world_size
+        differ = sums[0].square() != sums[1] * self._topology.mesh.world_size
         verdict = torch.where(differ, OTHER_UNITS, torch.where(sums[2] > 0, LATE, FINE))
         return torch.where(verdict == FINE, norm, float("inf")), verdict
 
     def error(self, verdict: float, step: int) -> GptparError:
         """The error for a verdict, with the same sentence on all processes; all call this together."""
-        everyone: list[tuple[Passes, tuple[str, ...]]] = [((), ())] * self._topology.layout.world_size
-        if self._topology.layout.world_size > 1:
+        everyone: list[tuple[Passes, tuple[str, ...]]] = [((), ())] * self._topology.mesh.world_size
+        if self._topology.mesh.world_size > 1:
             dist.all_gather_object(everyone, (self._passes, self._late))
         else:
             everyone = [(self._passes, self._late)]

@@ -29,7 +29,7 @@ from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import DATA
+from gptpar.topology.mesh import DATA
 from gptpar.topology.placement import ParameterInfo
 
 NOT_DRAWN = Constant(0.0)
@@ -40,8 +40,8 @@ def data_axes_of(
     options: EngineOptions, topology: Topology, wait_for: Callable[[Any], None] = wait_without_limit
 ) -> DataAxes:
     """The processes that read different samples; alone, nothing is sharded."""
-    stage = options.zero_stage if topology.layout.data > 1 else 0
-    return DataAxes(Place(topology.layout, topology.rank, stage), topology.groups, wait_for)
+    stage = options.zero_stage if topology.mesh.data > 1 else 0
+    return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups, wait_for)
 
 
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
@@ -126,14 +126,14 @@ def build_engine(
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
     table, frozen = lay_out(plan, stage.parameters, groups, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
-    settings = settings_of(options, dtypes, topology.layout.world_size)
+    settings = settings_of(options, dtypes, topology.mesh.world_size)
     on_host = options.offload.parameters
     if not on_host and not table.offloaded():  # offload needs the host's memory itself
         move_aside(stage.parameters.values(), device)
     values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
-    with all_or_none(topology.layout.world_size):  # memory may be short on one machine only
+    with all_or_none(topology.mesh.world_size):  # memory may be short on one machine only
         parameters = ParameterMemory([*table.units, *frozen], data, settings.dtype, device, on_host=on_host)
-        tied_weight = tied_unit(stage, table, options, topology.layout.world_size)
+        tied_weight = tied_unit(stage, table, options, topology.mesh.world_size)
         order = [unit for scope in plan.scopes for unit in scope.units]
         host = _host_optimizer(table, parameters, settings, options, device, tied_weight, order)
     engine = Engine(
@@ -160,9 +160,9 @@ def build_engine(
 
 def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtype]:
     """The dtypes of all stages: tensors that they sum need a common dtype."""
-    if topology.layout.pipeline == 1:
+    if topology.mesh.pipeline == 1:
         return dtypes
-    everyone: list[set[torch.dtype]] = [set()] * topology.layout.world_size
+    everyone: list[set[torch.dtype]] = [set()] * topology.mesh.world_size
     dist.all_gather_object(everyone, dtypes)
     return set().union(*everyone)
 

@@ -236,7 +236,7 @@ def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
 
 def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Callable[[], _Named]) -> _Named:
     """What all processes have; one stands for all where each has the whole model."""
-    each = [of_process()] if engine.topology.layout.pipeline == 1 else ranks.each(of_process)
+    each = [of_process()] if engine.topology.mesh.pipeline == 1 else ranks.each(of_process)
     members = [list(dict.fromkeys(chain(*group))) for group in zip(*(one.members for one in each), strict=True)]
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptpar.any_module.dataset import make_loader
 from gptpar.errors import ConfigError
-from gptpar.topology.layout import DATA
+from gptpar.topology.mesh import DATA
 
 if TYPE_CHECKING:
     from gptpar.any_module.training_engine import TrainingEngine
@@ -138,7 +138,7 @@ class DeepSpeedGetters:
 
     @property
     def _is_flat(self) -> bool:
-        return cast("TrainingEngine", self).topology.layout.pipeline == 1
+        return cast("TrainingEngine", self).topology.mesh.pipeline == 1
 
     def get_data_parallel_rank(self) -> int:
         """This process's number among those with other micro-batches."""
@@ -183,10 +183,10 @@ class DeepSpeedGetters:
         size = batch_size or engine.options.batch.micro_batch_size
         if route == "train" and data_sampler is None and not num_local_io_workers and batch_size is None:
             topology = engine.topology
-            return make_loader(dataset, engine.options, topology.data_rank, topology.layout.data, collate_fn)
+            return make_loader(dataset, engine.options, topology.data_rank, topology.mesh.data, collate_fn)
         if data_sampler is None:
             data_sampler = torch.utils.data.distributed.DistributedSampler(
-                dataset, engine.topology.layout.data, engine.topology.data_rank, shuffle=route == "train"
+                dataset, engine.topology.mesh.data, engine.topology.data_rank, shuffle=route == "train"
             )
         workers = num_local_io_workers or 0
         return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)

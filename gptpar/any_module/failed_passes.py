@@ -39,7 +39,7 @@ class FailedPasses:
 
     def note(self, place: str) -> None:
         """A pass ended in an error after some of its collectives; ``place`` says which pass that was."""
-        if self._topology.layout.world_size > 1 and not self._place:
+        if self._topology.mesh.world_size > 1 and not self._place:
             calls = self._watch.num_notes
             self._count, self._place = self._count + 1, f"{place}, after {calls} calls" if calls else place
             self._watch.note(f"the error that ended {place}")
@@ -63,7 +63,7 @@ class FailedPasses:
 
     def _wait_for_others(self) -> list[str | None]:
         """The pass that failed on each process; ``None``: none has, as far as this process can know."""
-        rank, ranks = self._topology.rank, range(self._topology.layout.world_size)
+        rank, ranks = self._topology.rank, range(self._topology.mesh.world_size)
         keys = [f"{self._prefix}/{self._count}/{rank}" for rank in ranks]
         places: list[str | None] = [None for _ in ranks]
         until, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE

@@ -152,9 +152,9 @@ class Getters(DeepSpeedGetters):
     @property
     def world_size(self) -> int:
         """Number of processes of all pipeline stages together."""
-        return self.topology.layout.world_size
+        return self.topology.mesh.world_size
 
     @property
     def dp_world_size(self) -> int:
         """Number of processes with micro-batches of their own."""
-        return self.topology.layout.data
+        return self.topology.mesh.data

@@ -39,7 +39,7 @@ from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import join_world, require_same_start
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -104,7 +104,7 @@ def initialize(
         require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
         if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
             check_pipeline(pipeline, loss_fn, world)
-        kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.layout.data
+        kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.mesh.data
         take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
         options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
         if kind is ModelKind.MODULE:
@@ -112,7 +112,7 @@ def initialize(
     require_same_start(options.facts())
     engine: ModuleEngine | PipelineEngine
     if kind is ModelKind.MODULE:
-        topology = make_topology(Layout(data=world), rank, device)
+        topology = make_topology(Mesh(data=world), rank, device)
         engine = _engine_of(cast(nn.Module, model), optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
@@ -135,7 +135,7 @@ def _loader_of(
     if dataset is None:
         return None
     topology = engine.topology
-    return make_loader(dataset, engine.options, topology.data_rank, topology.layout.data, collate_fn)
+    return make_loader(dataset, engine.options, topology.data_rank, topology.mesh.data, collate_fn)
 
 
 def _engine_of(
@@ -147,7 +147,7 @@ def _engine_of(
     recording: Recording | None,
     loss_fn: LossFunction | None,
 ) -> ModuleEngine:
-    with all_or_none(topology.layout.world_size):
+    with all_or_none(topology.mesh.world_size):
         if recording is not None:
             recording.check(model)
         else:

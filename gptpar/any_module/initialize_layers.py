@@ -26,7 +26,7 @@ from gptpar.pipeline.module import PipelineModule, seeded
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import make_topology
-from gptpar.topology.layout import DATA, Layout
+from gptpar.topology.mesh import DATA, Mesh
 
 Layer: TypeAlias = LayerSpec | nn.Module | Callable[[torch.Tensor], torch.Tensor]
 LabelLoss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -39,7 +39,7 @@ def check_pipeline(pipeline: PipelineModule, loss_fn: LabelLoss | None, world: i
     Raises:
         ModelError: it cannot; names every reason.
     """
-    layout, problems = pipeline.topology.layout, []
+    layout, problems = pipeline.topology.mesh, []
     if loss_fn is not None:
         problems.append("loss_fn is passed beside a PipelineModule: pass it to the PipelineModule")
     if layout.tensor > 1:
@@ -69,7 +69,7 @@ def make_pipeline(
     every = chosen.recompute
     return PipelineModule(
         layers,
-        topology=make_topology(Layout(data=world // chosen.stages, pipeline=chosen.stages), rank, device),
+        topology=make_topology(Mesh(data=world // chosen.stages, pipeline=chosen.stages), rank, device),
         loss_fn=loss_fn,
         partition_method=chosen.partition,
         num_virtual_stages=chosen.virtual_stages,
@@ -92,14 +92,14 @@ def engine_of_pipeline(
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
-    with all_or_none(topology.layout.world_size):
+    with all_or_none(topology.mesh.world_size):
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)
-        may_be_empty = topology.layout.pipeline > 1
+        may_be_empty = topology.mesh.pipeline > 1
         groups, options = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=may_be_empty)
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = plan_layers(layers, dtype=options.dtype, trained=trained)
-    with all_or_none(topology.layout.world_size):  # of the processes of a stage all fail, or none
+    with all_or_none(topology.mesh.world_size):  # of the processes of a stage all fail, or none
         if topology.group(DATA) is not None:
             require_same_model(pipeline, groups, topology.group(DATA))
     stages = LayerStages(pipeline, plan)

@@ -78,7 +78,7 @@ class OrderWatch:
             notes_units: see the attribute.
         """
         self.notes_units = notes_units
-        if self._topology.layout.world_size > 1:
+        if self._topology.mesh.world_size > 1:
             self._store, self._prefix = dist.distributed_c10d._get_default_store(), f"gptpar/order/{name}"
             for target in (self._run, self._wait_for_others):
                 threading.Thread(target=target, name="gptpar order watch", daemon=True).start()
@@ -174,7 +174,7 @@ class OrderWatch:
     def _look(self) -> None:
         assert self._store is not None
         self._publish()
-        keys = [f"{self._prefix}/{rank}" for rank in range(self._topology.layout.world_size)]
+        keys = [f"{self._prefix}/{rank}" for rank in range(self._topology.mesh.world_size)]
         if not self._store.check(keys):
             return
         found = [tuple(json.loads(value)) for value in self._store.multi_get(keys)]
@@ -211,7 +211,7 @@ class OrderWatch:
 def name_of_engine(topology: Topology) -> str:
     """A new, unique name of an engine, the same on all processes."""
     names = [uuid.uuid4().hex]
-    if topology.layout.world_size > 1:
+    if topology.mesh.world_size > 1:
         dist.broadcast_object_list(names)
     return names[0]
 

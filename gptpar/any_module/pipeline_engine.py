@@ -65,7 +65,7 @@ class PipelineEngine(TrainingEngine):
 
     def is_last_stage(self) -> bool:
         """Whether this process has the last layer, and computes the loss."""
-        return self.topology.stage == self.topology.layout.pipeline - 1
+        return self.topology.stage == self.topology.mesh.pipeline - 1
 
 
 class PipelineWork:

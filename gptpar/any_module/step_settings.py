@@ -39,7 +39,7 @@ class StepSettings:
         """
         self._require_open()
         self._require_no_step()
-        batch = self.options.batch.resized(train_batch_size, self.topology.layout.data)
+        batch = self.options.batch.resized(train_batch_size, self.topology.mesh.data)
         if batch.accumulation_steps > 1:
             self._require_sums("set_train_batch_size()")
             self._add_gradients()
@@ -47,7 +47,7 @@ class StepSettings:
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Change the number of micro-batches of the next steps; see :meth:`set_train_batch_size`."""
-        self.set_train_batch_size(steps * self.options.batch.micro_batch_size * self.topology.layout.data)
+        self.set_train_batch_size(steps * self.options.batch.micro_batch_size * self.topology.mesh.data)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Set the learning rate of the next steps; a schedule replaces it when it steps.

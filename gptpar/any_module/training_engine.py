@@ -119,7 +119,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
     @property
     def _divisor(self) -> float:
         """The divisor of the sum over processes: the loss scale times their number."""
-        return self.loss_scaler.value * self.topology.layout.data
+        return self.loss_scaler.value * self.topology.mesh.data
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to call the scopes of these passes."""
@@ -177,13 +177,13 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         return self._work.result()
 
     def _sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.topology.layout.world_size > 1:
+        if self.topology.mesh.world_size > 1:
             self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
         return tensor
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """This process's addend of the mean over processes; its loss is zero if another stage has the loss."""
-        return loss.double() / self.topology.layout.data
+        return loss.double() / self.topology.mesh.data
 
     # Whole batches.
 
@@ -222,7 +222,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         try:
             return self._passes(batches)
         except BaseException:
-            self._note_failure("train_batch", exchanging=self.topology.layout.pipeline > 1)
+            self._note_failure("train_batch", exchanging=self.topology.mesh.pipeline > 1)
             self._drop_step()  # some of its gradients are incomplete
             raise
 

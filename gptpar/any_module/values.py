@@ -13,7 +13,7 @@ from gptpar.engine.engine import Engine
 from gptpar.engine.units import Unit
 from gptpar.system.host import available_memory, place_on_machine
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import DATA
+from gptpar.topology.mesh import DATA
 
 Value = Callable[[], torch.Tensor]
 """Makes or finds a parameter's value, on any device."""

@@ -23,7 +23,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError, is_whole
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import DATA
+from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
@@ -193,7 +193,7 @@ class Weights(NotCopied):
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
-        size = self._topology.layout.data
+        size = self._topology.mesh.data
         if modifier_rank is not None and not (is_whole(modifier_rank) and 0 <= modifier_rank < size):
             raise GptparError(
                 f"engine.gathered(modifier_rank={modifier_rank!r}): it is the number of a process, 0 to {size - 1}, or "
@@ -297,9 +297,9 @@ class Weights(NotCopied):
 
     def _over_stages(self, shape: torch.Size | None) -> list[torch.Size | None]:
         """Every process's shape, if there are several stages, which have different parameters."""
-        if self._topology.layout.pipeline == 1:
+        if self._topology.mesh.pipeline == 1:
             return [shape]
-        shapes: list[torch.Size | None] = [None] * self._topology.layout.world_size
+        shapes: list[torch.Size | None] = [None] * self._topology.mesh.world_size
         dist.all_gather_object(shapes, shape)
         return shapes
 

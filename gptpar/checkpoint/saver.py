@@ -149,7 +149,7 @@ class Saver:
 
     def _make_group(self) -> None:
         """Make the process group of saves, once all processes have come to the first one: making it has no timeout."""
-        if self._group is None and self._topology.layout.world_size > 1:
+        if self._group is None and self._topology.mesh.world_size > 1:
             self._topology.any_rank(False)
             self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 

@@ -18,7 +18,7 @@ from gptpar.system.activity import Activity
 from gptpar.system.command_line import Parser, not_empty, not_negative_int, positive_int
 from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import world_from_environment
 from gptpar.training.evaluation.checkpoint import layout_problems, load_pipeline
 from gptpar.training.evaluation.evaluator import Evaluator
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if count > 1 and not worker:
         return start_workers(count, ["evaluate", *argv])
-    layout = Layout(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    layout = Mesh(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     activity = Activity.of_worker()
     with (
         StopRequest().listening() as request,

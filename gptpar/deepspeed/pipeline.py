@@ -20,7 +20,7 @@ from gptpar.pipeline import partition
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.module import PipelineModule
 from gptpar.topology.groups import make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import join_world
 
 
@@ -198,7 +198,7 @@ def _grid(num_stages: int | None, topology: ProcessTopology | None) -> Any:
         problems.append(f"{world} processes cannot be cut into pipelines of {stages} stages: start a multiple.")
     if problems:
         raise ConfigError(problems)
-    return make_topology(Layout(data=world // stages, pipeline=stages), rank, device)
+    return make_topology(Mesh(data=world // stages, pipeline=stages), rank, device)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

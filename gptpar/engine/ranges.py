@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeVar
 
 from gptpar.engine.units import Param, Unit
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 Key = TypeVar("Key")
 
@@ -30,7 +30,7 @@ class Place:
         zero_stage: above 0, the processes that hold copies of a unit divide its optimizer state among them.
     """
 
-    mesh: Layout = Layout()
+    mesh: Mesh = Mesh()
     rank: int = 0
     zero_stage: int = 0
 

@@ -15,7 +15,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm, Measured
-from gptpar.topology.layout import TENSOR
+from gptpar.topology.mesh import TENSOR
 
 
 class GradientRouter:

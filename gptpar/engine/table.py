@@ -19,7 +19,7 @@ from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, me
 from gptpar.engine.units import GroupOf, Param, Unit, common_copies, group_by_decay
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo
-from gptpar.topology.layout import PIPELINE, TENSOR
+from gptpar.topology.mesh import PIPELINE, TENSOR
 from gptpar.topology.placement import ParameterInfo
 from gptpar.topology.tensor_parts import views_of_flat
 

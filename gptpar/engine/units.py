@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT, is_matrix
-from gptpar.topology.layout import DATA, TENSOR
+from gptpar.topology.mesh import DATA, TENSOR
 from gptpar.topology.placement import ParameterInfo
 
 GroupOf = Callable[[str, ParameterInfo], int]

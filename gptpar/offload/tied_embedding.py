@@ -24,10 +24,10 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.index_ranges import between, ranges_of_rows
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import VocabParallelEmbedding
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 
-def tied_unit(config: Config, layout: Layout, table: ParameterTable, shared: str | None) -> Unit | None:
+def tied_unit(config: Config, layout: Mesh, table: ParameterTable, shared: str | None) -> Unit | None:
     """The tied embedding's unit if its partial gradient can be used: on a single process that offloads the unit.
 
     On several processes the gradient is summed over them first, and only a final gradient can be summed.

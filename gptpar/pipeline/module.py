@@ -24,7 +24,7 @@ from gptpar.pipeline.stage import Fields, Stage
 from gptpar.pipeline.transport import Transport
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import seed_of
-from gptpar.topology.layout import EXPERT, TENSOR, Layout
+from gptpar.topology.mesh import EXPERT, TENSOR, Mesh
 from gptpar.topology.placement import REPLICATED
 
 Of = TypeVar("Of")
@@ -80,7 +80,7 @@ class PipelineModule(nn.Module):
         _require_types(layers, num_stages, loss_fn, partition_method, topology)
         self.topology = topology or _topology_of(None if num_stages is None else int(num_stages))
         self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
-        self.num_stages, self.stage = self.topology.layout.pipeline, self.topology.stage
+        self.num_stages, self.stage = self.topology.mesh.pipeline, self.topology.stage
         self.num_virtual_stages = num_virtual_stages
         if num_virtual_stages > 1 and self.num_stages == 1:
             raise ConfigError([f"{num_virtual_stages} virtual stages need a pipeline of at least 2 stages."])
@@ -125,7 +125,7 @@ class PipelineModule(nn.Module):
 
         Layers need not declare their parameters where no axis splits them.
         """
-        splits = self.topology.layout.size(TENSOR, EXPERT) > 1
+        splits = self.topology.mesh.size(TENSOR, EXPERT) > 1
         found: dict[str, list[dist.ProcessGroup]] = {}
         for stage in self.stages_here:
             infos = stage.infos() if splits else {}
@@ -230,7 +230,7 @@ class PipelineModule(nn.Module):
             Each parameter's ``.grad`` has grown by the gradient of that mean, and of the mean auxiliary losses.
         """
         batches = [(x, {"labels": labels}) for x, labels in micro_batches]
-        device, dp = self.topology.device, self.topology.layout.data
+        device, dp = self.topology.device, self.topology.mesh.data
         weight = torch.tensor(1 / (len(batches) * dp), device=device)
         earlier = {parameter: parameter.grad for parameter in self.parameters() if parameter.grad is not None}
         for parameter in earlier:  # they have been reduced already
@@ -240,7 +240,7 @@ class PipelineModule(nn.Module):
         for parameter, grad in earlier.items():
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         mean = torch.stack(losses).sum().double() * weight.double() if losses else weight.double() * 0
-        return self.topology.sum_over_all(mean / self.topology.layout.tensor)
+        return self.topology.sum_over_all(mean / self.topology.mesh.tensor)
 
     def _sum_gradients(self) -> None:
         """Sum gradients over the data axis, a tied layer's copies and, if so declared, the tensor axis."""
@@ -382,4 +382,4 @@ def _topology_of(num_stages: int | None) -> Topology:
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return make_topology(Layout(data=world // num_stages, pipeline=num_stages), rank, device)
+    return make_topology(Mesh(data=world // num_stages, pipeline=num_stages), rank, device)

@@ -15,7 +15,7 @@ from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.system.compile_cache import refuse_others_compile_cache
-from gptpar.topology.layout import DATA
+from gptpar.topology.mesh import DATA
 from gptpar.topology.placement import ParameterInfo, declared_by
 
 Fields = Mapping[str, Any]

@@ -28,7 +28,7 @@ from gptpar.pipeline.module import LayerSplit, split_model
 from gptpar.pipeline.stage import Stage
 from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import ALONE, TensorAxis
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterInfo
 
 
@@ -64,7 +64,7 @@ class Job:
     """
 
     config: Config
-    layout: Layout
+    layout: Mesh
     device_type: str = "cuda"
 
     @property
@@ -276,7 +276,7 @@ def table_of(
             units.append(units_of(model, tensor, shards)[role])
     return ParameterTable(
         [unit for unit in units if unit.length],
-        Place(Layout(data=shards), 0, int(shards > 1)),
+        Place(Mesh(data=shards), 0, int(shards > 1)),
         ratio=ratio,
         tied=dict(tied),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gptpar.checkpoint.ring import COPIES, Ring
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job
-from gptpar.topology.layout import PIPELINE
+from gptpar.topology.mesh import PIPELINE
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from gptpar.offload.gpu_transfers import ring_bytes
 from gptpar.plan.states import gradient_bytes
 from gptpar.reporting.banner import format_bytes, format_count
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def estimate_memory(
     world = int(world)
     options = read_options(config, world=world)
     plan = find_units(model, options.units, dtype=options.dtype)
-    data = data_axes_of(options, Topology(Layout(data=world), 0, torch.device("cpu")))
+    data = data_axes_of(options, Topology(Mesh(data=world), 0, torch.device("cpu")))
     parameters = dict(model.named_parameters())
     table, frozen = lay_out(
         plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, data.place

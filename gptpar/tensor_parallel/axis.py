@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from gptpar.topology.layout import TENSOR
+from gptpar.topology.mesh import TENSOR
 from gptpar.topology.placement import REPLICATED, Placement, Split
 
 ADDENDS = Placement(gradient_sum=frozenset({TENSOR}))

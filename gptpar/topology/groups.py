@@ -1,4 +1,4 @@
-"""Makes the process groups of a layout's axes, and tells this process's place on each."""
+"""Makes the process groups of a mesh's axes, and tells this process's place on each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.topology.layout import DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR, Layout
+from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR, Mesh
 from gptpar.topology.world import Facts, open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
@@ -50,14 +50,14 @@ class Topology:
     """This process's place on all axes, made once at start and passed to the code that needs it.
 
     Attributes:
-        layout: the grid of ranks.
+        mesh: of all ranks.
         rank: this process's.
         device: where it computes.
         groups: axes -> this process's group on them; ``None`` when alone there.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
-    layout: Layout
+    mesh: Mesh
     rank: int
     device: torch.device
     groups: Mapping[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Topology:
 
     def position(self, axis: str) -> int:
         """This process's position on an axis."""
-        return self.layout.position(self.rank, axis)
+        return self.mesh.position(self.rank, axis)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there."""
@@ -97,13 +97,13 @@ class Topology:
         """
         key = tuple(stages)
         if key not in self._stage_groups:
-            chains = self.layout.groups(PIPELINE)
+            chains = self.mesh.groups(PIPELINE)
             self._stage_groups[key] = _my_group([[chain[s] for s in key] for chain in chains], self.rank)
         return self._stage_groups[key]
 
     def sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes, in place."""
-        if self.layout.world_size > 1:
+        if self.mesh.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
@@ -116,29 +116,29 @@ class Topology:
     @property
     def votes_device(self) -> torch.device:
         """Where processes sum numbers for a decision: the host, unless the caller's group takes GPU tensors alone."""
-        takes_host = self.layout.world_size == 1 or "cpu:" in dist.get_backend_config()
+        takes_host = self.mesh.world_size == 1 or "cpu:" in dist.get_backend_config()
         return torch.device("cpu") if takes_host else self.device
 
     def any_rank(self, yes: bool) -> bool:
         """Whether any process says yes; all processes call this together."""
-        if self.layout.world_size == 1:
+        if self.mesh.world_size == 1:
             return yes
         votes = torch.tensor([int(yes)], device=self.votes_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
 
-def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
-    """Create the groups of a layout; all processes call it together, after ``init_process_group``."""
-    axes = (DATA, TENSOR, *((EXPERT, EXPERT_DATA) if layout.expert > 1 else ()))
-    groups = {axis: _my_group(layout.groups(axis), rank) for axis in axes}
+def make_topology(mesh: Mesh, rank: int, device: torch.device) -> Topology:
+    """Create the groups of a mesh; all processes call it together, after ``init_process_group``."""
+    axes = (DATA, TENSOR, *((EXPERT, EXPERT_DATA) if mesh.expert > 1 else ()))
+    groups = {axis: _my_group(mesh.groups(axis), rank) for axis in axes}
     groups.setdefault(EXPERT_DATA, groups[DATA])
     return Topology(
-        layout,
+        mesh,
         rank,
         device,
         {(axis,): group for axis, group in groups.items()},
-        links=_make_links(layout, rank, device) if layout.pipeline > 1 else None,
+        links=_make_links(mesh, rank, device) if mesh.pipeline > 1 else None,
     )
 
 
@@ -163,16 +163,16 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=timeout)
 
 
-def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
+def _make_links(mesh: Mesh, rank: int, device: torch.device) -> Links:
     """The links of this process, each used once: NCCL connects at the first transfer, and waits for the peer.
 
     Inside a schedule that wait might never end, because two stages may first need different links. Here all processes
     use the links in the same order.
     """
     hello = torch.zeros(1, device=device)
-    stages = layout.pipeline
+    stages = mesh.pipeline
     found: dict[str, Link] = {}
-    for chain in layout.groups(PIPELINE):
+    for chain in mesh.groups(PIPELINE):
         for stage in range(stages):
             here, there = chain[stage], chain[(stage + 1) % stages]
             for out, into, sender, receiver in (
@@ -191,12 +191,12 @@ def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
 
 @contextlib.contextmanager
 def open_topology(
-    layout: Layout, *, backend: str | None, timeout_minutes: float, facts: Facts = dict
+    mesh: Mesh, *, backend: str | None, timeout_minutes: float, facts: Facts = dict
 ) -> Iterator[Topology]:
-    """Join the other processes and create the layout's groups; leave the processes in order at the end.
+    """Join the other processes and create the mesh's groups; leave the processes in order at the end.
 
     Args:
         backend, timeout_minutes, facts: see :func:`gptpar.topology.world.open_world`.
     """
     with open_world(backend, timeout_minutes, facts) as (rank, device):
-        yield make_topology(layout, rank, device)
+        yield make_topology(mesh, rank, device)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gptpar.topology.initial_values import Init
-from gptpar.topology.layout import EXPERT, TENSOR, copies_over
+from gptpar.topology.mesh import EXPERT, TENSOR, copies_over
 
 SPLIT_OVER = (TENSOR, EXPERT)
 """Axes that may split a parameter's value."""
@@ -83,7 +83,7 @@ class Placement:
 
     @property
     def copies_over(self) -> tuple[str, ...]:
-        """The axes whose ranks hold copies and read different samples (:func:`~gptpar.topology.layout.copies_over`)."""
+        """The axes whose ranks hold copies and read different samples (:func:`~gptpar.topology.mesh.copies_over`)."""
         return copies_over(self.value)
 
 

@@ -255,7 +255,7 @@ def _sinks(
         run_folder=save if writes else None,
         resume_iteration=progress.iteration,
         resume_samples=progress.consumed_samples,
-        world_size=topology.layout.world_size,
+        world_size=topology.mesh.world_size,
         options=options,
         tensorboard_folder=place(log.tensorboard_dir),
         tensorboard_queue_size=log.tensorboard_queue_size,

@@ -22,7 +22,7 @@ def with_gradients(config: Config, topology: Topology) -> tuple[Config, list[Der
     """
     choice, device = None, topology.device
     if device.type == "cuda":
-        choice = choose_gradients(Job(config, topology.layout), available_memory(device))
+        choice = choose_gradients(Job(config, topology.mesh), available_memory(device))
     if choice is None:
         return config, []
     config = choice.applied_to(config)

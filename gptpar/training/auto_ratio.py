@@ -26,7 +26,7 @@ def with_ratio(config: Config, topology: Topology) -> Config:
     ratio = 0.0
     if topology.device.type == "cuda":
         ratio = _measured(config, topology)
-    if topology.layout.world_size > 1:
+    if topology.mesh.world_size > 1:
         highest = torch.tensor(ratio, device=topology.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         ratio = highest.item()
@@ -72,8 +72,8 @@ def bytes_saved_without_host(trainer: Trainer) -> int:
     Several processes take the highest ratio, which may be above 0 where 0 would fit one of them: they count on nothing.
     """
     topology = trainer.topology
-    nothing = Job(trainer.config.update("offload", cpu_optimizer_ratio=0.0), topology.layout)
-    alone = topology.layout.world_size == 1
+    nothing = Job(trainer.config.update("offload", cpu_optimizer_ratio=0.0), topology.mesh)
+    alone = topology.mesh.world_size == 1
     return trainer.engine.parameters.everything.nbytes if alone and nothing.masters_are_live else 0
 
 
@@ -88,7 +88,7 @@ def _bytes_waiting(trainer: Trainer) -> int:
 def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     """Micro-batches of anything: as many as are ever alive at once, and two where there are several to be summed."""
     model, batch = config.model, config.batch
-    count = batch.global_batch_size // (batch.micro_batch_size * topology.layout.data)
-    enough = min(count, topology.layout.pipeline * config.parallel.num_virtual_stages * 2)
+    count = batch.global_batch_size // (batch.micro_batch_size * topology.mesh.data)
+    enough = min(count, topology.mesh.pipeline * config.parallel.num_virtual_stages * 2)
     tokens = torch.zeros(batch.micro_batch_size, model.seq_length, dtype=torch.int64)
     return [MicroBatch(tokens, tokens) for _ in range(max(min(2, count), enough))]

@@ -24,7 +24,7 @@ from gptpar.plan.memory import memory_of_stages, stage_memory
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
 from gptpar.system.host import available_memory, free_swap, place_on_machine
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
 from gptpar.training.gpt import split_of
@@ -45,12 +45,12 @@ def start_banner(
     without_effect: Sequence[str],
 ) -> str:
     """Model, layout, expected memory, every derived number with its reason, and flags that change nothing."""
-    split = split_of(config, topology.layout)
+    split = split_of(config, topology.mesh)
     sections = [
         Section("model", _model(config, vocabulary)),
         Section("layout", _layout(config, topology)),
         Section("run", _run(config, plan)),
-        Section("pipeline", _pipeline(config, topology.layout, plan, split)),
+        Section("pipeline", _pipeline(config, topology.mesh, plan, split)),
         Section("memory expected of a process", _memory(config, topology)),
         Section("derived", [Row(d.name, str(d.value), d.reason) for d in derived]),
         Section("accepted, without effect", [Row(*note.split(": ", 1)) for note in without_effect]),
@@ -123,7 +123,7 @@ def _options(m: ModelConfig) -> Iterator[str]:
 
 
 def _layout(config: Config, topology: Topology) -> list[Row]:
-    layout, device = topology.layout, topology.device
+    layout, device = topology.mesh, topology.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     peak = device_peak(config.precision.dtype, device)
     reason = (
@@ -191,7 +191,7 @@ def _growth(config: Config, plan: BatchPlan) -> list[Row]:
     return []
 
 
-def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit) -> list[Row]:
+def _pipeline(config: Config, layout: Mesh, plan: BatchPlan, split: LayerSplit) -> list[Row]:
     if layout.pipeline == 1:
         return []
     num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
@@ -216,7 +216,7 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
 
 def _memory(config: Config, topology: Topology) -> list[Row]:
     """Of the stage that needs the most."""
-    job = Job(config, topology.layout, topology.device.type)
+    job = Job(config, topology.mesh, topology.device.type)
     stages = memory_of_stages(job)
     worst = max(range(len(stages)), key=lambda stage: stages[stage].allocated)
     memory = stages[worst]
@@ -239,7 +239,7 @@ def refuse_what_cannot_fit(config: Config, topology: Topology) -> None:
             it has free.
     """
     if topology.device.type == "cuda":
-        need = stage_memory(Job(config, topology.layout), topology.stage).allocated
+        need = stage_memory(Job(config, topology.mesh), topology.stage).allocated
         capacity = torch.cuda.get_device_properties(topology.device).total_memory
         if need > OVERESTIMATE * capacity:
             raise GptparError(
@@ -264,11 +264,11 @@ def host_need(config: Config, topology: Topology) -> float:
     activations), so that a run that is refused by this sum does not fit.
     """
     on_gpu = topology.device.type == "cuda"
-    stages = memory_of_stages(Job(config, topology.layout, topology.device.type))
+    stages = memory_of_stages(Job(config, topology.mesh, topology.device.type))
     place, count = place_on_machine()
     first = max(0, topology.rank - place)
-    here = range(first, min(first + count, topology.layout.world_size))
-    needs = [stages[topology.layout.position(rank, "pipeline")] for rank in here]
+    here = range(first, min(first + count, topology.mesh.world_size))
+    needs = [stages[topology.mesh.position(rank, "pipeline")] for rank in here]
     return sum(one.host - SUSTAINED.host_process + (0.0 if on_gpu else one.allocated) for one in needs)
 
 

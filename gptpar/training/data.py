@@ -141,7 +141,7 @@ def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: 
             "once: give weights (WEIGHT PREFIX WEIGHT PREFIX ...), which repeat them, train on fewer samples, or add "
             "--dataloader-type cyclic."
         )
-    order.indices(0, batch.micro_batch_size, topology.data_rank, topology.layout.data)  # refuses too few samples
+    order.indices(0, batch.micro_batch_size, topology.data_rank, topology.mesh.data)  # refuses too few samples
     return order
 
 
@@ -204,7 +204,7 @@ def _loader(
         order=order,
         micro_batch_size=config.batch.micro_batch_size,
         dp_rank=topology.data_rank,
-        dp_size=topology.layout.data,
+        dp_size=topology.mesh.data,
         vocab_size=vocabulary.size,
         pin_memory=topology.device.type == "cuda",
         eod=vocabulary.eod,

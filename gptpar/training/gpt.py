@@ -29,7 +29,7 @@ from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.mesh import TENSOR, Mesh
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config, model)
     table = table_of(pipeline, data.place, config.offload.least_ratio, groups.group_of)
-    tied = tied_unit(config, topology.layout, table, model.shared)
+    tied = tied_unit(config, topology.mesh, table, model.shared)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
     host = None
@@ -101,8 +101,8 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
     return EngineSettings(
         dtype,
         torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide,
-        config.batch.adds_gradients(topology.layout.world_size),
-        topology.device.type == "cuda" and wants_graph(config, topology.layout.data),
+        config.batch.adds_gradients(topology.mesh.world_size),
+        topology.device.type == "cuda" and wants_graph(config, topology.mesh.data),
         config.logging.log_num_zeros_in_grad,
     )
 
@@ -111,13 +111,13 @@ def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
     """This process's place on the tensor axis."""
     group, parallel = topology.group(TENSOR), config.parallel
     fused = parallel.tp_comm_overlap and group is not None and symmetric_memory_works(group)
-    return TensorAxis(topology.layout.tensor, topology.position(TENSOR), group, parallel.sequence_parallel, fused)
+    return TensorAxis(topology.mesh.tensor, topology.position(TENSOR), group, parallel.sequence_parallel, fused)
 
 
 def data_axes(config: Config, topology: Topology) -> DataAxes:
     """The processes that read different samples; alone, nothing is sharded."""
-    stage = config.parallel.zero_stage if topology.layout.data > 1 else 0
-    return DataAxes(Place(topology.layout, topology.rank, stage), topology.groups)
+    stage = config.parallel.zero_stage if topology.mesh.data > 1 else 0
+    return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups)
 
 
 def make_pipeline(
@@ -137,7 +137,7 @@ def make_pipeline(
         model.specs,
         topology=topology,
         num_virtual_stages=config.parallel.num_virtual_stages,
-        split=split_of(config, topology.layout),
+        split=split_of(config, topology.mesh),
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
         keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
@@ -151,7 +151,7 @@ def recomputed_blocks(config: Config, blocks: Collection[str], names: Sequence[s
     return recompute_groups(config.recompute, [name for name in names if name in blocks])
 
 
-def split_of(config: Config, layout: Layout) -> LayerSplit:
+def split_of(config: Config, layout: Mesh) -> LayerSplit:
     """Which layers go to which stage."""
     parallel = config.parallel
     return split_model(

@@ -219,7 +219,7 @@ class Run:
         """Decide the number of steps; all processes take the mean of their times, and so the same number."""
         seconds, left = (
             self.trainer.topology.sum_over_all(torch.tensor([*length.measured()], dtype=torch.float64))
-            / self.trainer.topology.layout.world_size
+            / self.trainer.topology.mesh.world_size
         ).tolist()
         # Where numbers are read a step late, the next step is under way already.
         taken = self.progress.iteration + (0 if self.reads_at_once() else 1)

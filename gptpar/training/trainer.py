@@ -23,6 +23,7 @@ from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
+from gptpar.topology.mesh import DATA, TENSOR
 from gptpar.training.gpt import make_engine
 from gptpar.training.health.layer_norms import ACTIVATION, GRADIENT, UPDATE, LayerNorms, Norms, OldWeights
 from gptpar.training.votes import Votes
@@ -106,7 +107,7 @@ class Trainer:
         specs = (spec for stage in self.pipeline.stages_here for spec in stage.specs)
         self._layers_with_dropout = layers_with_dropout(specs)
         self._graph: StepGraph | None = None
-        if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
+        if topology.device.type == "cuda" and wants_graph(config, topology.mesh.data):
             engine = self.engine
             self._graph = StepGraph(
                 *(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks),
@@ -164,7 +165,7 @@ class Trainer:
         Returns:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
-        self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
+        self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
         if self._divisor is not None:
@@ -192,13 +193,13 @@ class Trainer:
     def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
         """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
         divisor.fill_(sum(batch.num_counted for batch in batches))
-        self.topology.sum_over_data(divisor).clamp_(min=1).div_(len(batches) * self.topology.layout.data)
+        self.topology.sum_over_data(divisor).clamp_(min=1).div_(len(batches) * self.topology.mesh.data)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._scale, self._divisor)
         if not self._layers_with_dropout:
             return tokens, fields
-        place = number * self.topology.layout.data + self.topology.data_rank
+        place = number * self.topology.mesh.data + self.topology.data_rank
         words = self.config.data.seed, self._iteration, place
         return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, self.topology.device)}
 
@@ -265,12 +266,12 @@ class Trainer:
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
-        addend = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
+        addend = loss.double() / self.topology.mesh.size(DATA, TENSOR)
         return addend if self.pipeline.has_loss else torch.zeros_like(addend)
 
     def _auxiliary_addends(self) -> list[torch.Tensor]:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
-        count = self.topology.layout.data * self.topology.layout.tensor
+        count = self.topology.mesh.size(DATA, TENSOR)
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
 
     @torch.no_grad()
@@ -290,7 +291,7 @@ class Trainer:
         for loss, batch in zip(self._losses(batches), batches, strict=False):  # only the last stage has losses
             count = batch.num_counted
             sums += torch.stack([loss.double() * count, torch.full_like(sums[0], count)])
-        return self.topology.sum_over_all(sums / self.topology.layout.tensor)
+        return self.topology.sum_over_all(sums / self.topology.mesh.tensor)
 
     def _losses(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Each micro-batch's mean loss, on the last stage; none elsewhere."""

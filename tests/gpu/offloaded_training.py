@@ -13,7 +13,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 from tests.helpers import random_tokens, tiny_config
@@ -27,7 +27,7 @@ def run(
 ) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
     """(loss, norm, skipped) of each step, and the final weights by name."""
     config = tiny_config(f"--hidden-size 128 --global-batch-size 4 --lr-warmup-iters 3 {flags}")
-    topology = Topology(Layout(), 0, torch.device("cuda", 0))
+    topology = Topology(Mesh(), 0, torch.device("cuda", 0))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
     trainer.initialise()
     seen, launched = [], None

@@ -11,7 +11,7 @@ import torch
 from gptpar.offload import buckets, copying_transfers, machine
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training import auto_gradients
 from gptpar.training.auto_gradients import with_gradients
 from tests.gpu.offloaded_training import Slow, run
@@ -122,7 +122,7 @@ def test_memory_is_given_up_when_the_copy_is_known_to_be_done() -> None:
 
 
 def test_auto_compares_the_prediction_with_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    topology = Topology(Layout(), 0, DEVICE)
+    topology = Topology(Mesh(), 0, DEVICE)
 
     def decided(flags: str = "") -> tuple[str, str]:
         wide = "--num-layers 12 --hidden-size 512"

@@ -9,7 +9,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import OUTLIER, SkipStep
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 from tests.helpers import random_tokens, tiny_config
@@ -22,7 +22,7 @@ STEPS, SPIKE = 10, 7
 def trained(flags: str) -> tuple[list[list[float]], torch.Tensor]:
     """Loss, norm and why it was skipped of each step, and the final master weights."""
     config = tiny_config(f"--skip-step-sigma 4 --skip-step-window 6 {flags}")
-    topology = Topology(Layout(), 0, torch.device("cuda", 0))
+    topology = Topology(Mesh(), 0, torch.device("cuda", 0))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
     trainer.initialise()
     launched = []

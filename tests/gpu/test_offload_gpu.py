@@ -15,7 +15,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training import gpt
 from gptpar.training.auto_ratio import with_ratio
 from tests.gpu.offloaded_training import OFFLOAD, STEPS, Slow, run
@@ -147,4 +147,4 @@ def test_the_devices_share_is_what_the_ratio_says() -> None:
 
 def test_auto_finds_that_a_small_model_needs_no_host() -> None:
     config = tiny_config(f"{OFFLOAD} auto --no-compile")
-    assert with_ratio(config, Topology(Layout(), 0, torch.device("cuda", 0))).offload.ratio == 0.0
+    assert with_ratio(config, Topology(Mesh(), 0, torch.device("cuda", 0))).offload.ratio == 0.0

@@ -7,7 +7,7 @@ import torch
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 from tests.helpers import random_tokens, tiny_config
@@ -19,7 +19,7 @@ def run(device: str, flags: str) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of a few steps of two micro-batches each."""
     config = tiny_config(f"--hidden-size 128 --global-batch-size 4 {flags}")
     schedule = make_schedule(config, BatchPlan.of(config.batch).train_samples)
-    trainer = Trainer(config, Topology(Layout(), 0, torch.device(device)), schedule)
+    trainer = Trainer(config, Topology(Mesh(), 0, torch.device(device)), schedule)
     trainer.initialise()
     losses = []
     for step in range(STEPS):

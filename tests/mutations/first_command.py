@@ -54,7 +54,7 @@ FIRST_COMMAND = [
     Mutation(
         "memory-of-one-process",
         "gptpar/training/banner.py",
-        "range(first, min(first + count, topology.layout.world_size))",
+        "range(first, min(first + count, topology.mesh.world_size))",
         "range(first, first + 1)",
         MEMORY_TESTS,
     ),

@@ -96,8 +96,8 @@ STATE = [
     Mutation(
         "dropout-seed-without-the-data-rank",
         "gptpar/training/trainer.py",
-        "place = number * self.topology.layout.data + self.topology.data_rank",
-        "place = number * self.topology.layout.data",
+        "place = number * self.topology.mesh.data + self.topology.data_rank",
+        "place = number * self.topology.mesh.data",
         ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
     ),
     Mutation(
@@ -134,13 +134,13 @@ STATE = [
         "last-process-saves-its-buffers",
         ENGINE,
         "    if engine.topology.data_rank == 0:\n        tensors |= _buffers",
-        "    if engine.topology.data_rank == engine.topology.layout.data - 1:\n        tensors |= _buffers",
+        "    if engine.topology.data_rank == engine.topology.mesh.data - 1:\n        tensors |= _buffers",
         (f"{KEPT}::test_on_several_processes",),
     ),
     Mutation(
         "one-stage-names-the-groups-of-all",
         ENGINE,
-        "each = [of_process()] if engine.topology.layout.pipeline == 1 else ranks.each(of_process)",
+        "each = [of_process()] if engine.topology.mesh.pipeline == 1 else ranks.each(of_process)",
         "each = [of_process()]",
         ("tests/any_module/test_pipeline_layers.py::test_any_ratio_of_tied_layers_is_saved_and_goes_on_in_another",),
     ),

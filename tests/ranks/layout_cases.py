@@ -14,7 +14,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.plan.space import dimensions, spaces
 from gptpar.plan.space.candidate import Candidate, flags_of
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 WORDS = [*SMALL.split(), "--fp64"]
 STEPS = 2
@@ -26,7 +26,7 @@ VARIANTS = {option.name: tuple(flags_of(option.changes)) for option in spaces.VA
 ALONE = Candidate()
 
 
-def case(layout: Layout, *flags: str) -> Candidate:
+def case(layout: Mesh, *flags: str) -> Candidate:
     """A layout with flags."""
     parsed = parse_flags(list(flags))
     assert not parsed.problems
@@ -38,7 +38,7 @@ def case(layout: Layout, *flags: str) -> Candidate:
 def chained_outcomes(
     rank: int,
     folder: Path,
-    cases: Sequence[tuple[Layout, str]],
+    cases: Sequence[tuple[Mesh, str]],
     words: Sequence[str],
     *,
     saved: int,
@@ -57,7 +57,7 @@ def chained_outcomes(
         The outcome of each case; complete on the main process.
     """
     outcomes = []
-    topologies: dict[Layout, Topology] = {}
+    topologies: dict[Mesh, Topology] = {}
     for number, (layout, flags) in enumerate(cases):
         if layout not in topologies:
             topologies[layout] = make_topology(layout, rank, torch.device("cpu"))

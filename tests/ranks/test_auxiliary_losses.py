@@ -24,7 +24,7 @@ from gptpar.plan.space.candidate import flags_of
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterSpec
 from gptpar.training import gpt as gpt_engine
 from tests.ranks.layout_cases import case
@@ -37,14 +37,14 @@ VARIANTS = {option.name: flags_of(option.changes) for option in spaces.VARIANTS}
 RECOMPUTED = tuple(VARIANTS["full recompute"])
 INTERLEAVED = ("--num-virtual-stages-per-pipeline-rank", "2")
 CASES = [
-    (Layout(data=2), ("--zero-stage", "1")),
-    (Layout(data=2), ("--zero-stage", "3", *RECOMPUTED)),
-    (Layout(data=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
-    (Layout(tensor=2), ()),
-    (Layout(tensor=2), (*SEQUENCE, *VARIANTS["every 2"])),
-    (Layout(tensor=2), (*SEQUENCE, *VARIANTS["selective"])),
-    (Layout(pipeline=2), ()),
-    (Layout(pipeline=2), (*INTERLEAVED, *RECOMPUTED)),
+    (Mesh(data=2), ("--zero-stage", "1")),
+    (Mesh(data=2), ("--zero-stage", "3", *RECOMPUTED)),
+    (Mesh(data=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(tensor=2), ()),
+    (Mesh(tensor=2), (*SEQUENCE, *VARIANTS["every 2"])),
+    (Mesh(tensor=2), (*SEQUENCE, *VARIANTS["selective"])),
+    (Mesh(pipeline=2), ()),
+    (Mesh(pipeline=2), (*INTERLEAVED, *RECOMPUTED)),
 ]
 
 
@@ -84,11 +84,11 @@ def described(config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any) -> M
     return ModelSpec(tuple(changed(number, layer) for number, layer in enumerate(layers)))
 
 
-def config_of(layout: Layout, flags: tuple[str, ...]) -> Config:
+def config_of(layout: Mesh, flags: tuple[str, ...]) -> Config:
     return case_config(WORDS, case(layout, *flags), layout.world_size)
 
 
-def trained(layout: Layout, flags: tuple[str, ...], topology: Topology) -> Outcome:
+def trained(layout: Mesh, flags: tuple[str, ...], topology: Topology) -> Outcome:
     """Two steps: the second shows that sums begin anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt_engine, "gpt_model", described)
@@ -104,7 +104,7 @@ def run_all(rank: int) -> list[Outcome]:
 
 
 def run_alone(flags: tuple[str, ...] = ()) -> Outcome:
-    return trained(Layout(), flags, Topology(Layout(), 0, torch.device("cpu")))
+    return trained(Mesh(), flags, Topology(Mesh(), 0, torch.device("cpu")))
 
 
 def plain_step(weights: Tensors, config: Config) -> tuple[list[float], Tensors]:
@@ -137,7 +137,7 @@ def alone() -> Outcome:
 
 
 def test_one_process_computes_what_plain_autograd_does(alone: Outcome) -> None:
-    values, gradients = plain_step(alone.initial, config_of(Layout(), ()))
+    values, gradients = plain_step(alone.initial, config_of(Mesh(), ()))
     loss, _, *auxiliary = alone.steps[0]
     assert [loss, *auxiliary] == pytest.approx(values, rel=1e-12)
     assert difference([(alone.gradients[0], gradients)]) <= TOLERANCE

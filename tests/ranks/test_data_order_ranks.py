@@ -16,7 +16,7 @@ from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.data.loader import make_micro_batch
 from gptpar.reporting.records import ValidationRecord
 from gptpar.system.stop import StopRequest
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary, make_loaders
 from gptpar.training.progress import Progress
@@ -26,7 +26,7 @@ from tests.helpers import make_trainer
 from tests.spawn import spawn
 
 STEPS, BATCH, VALID = 4, 4, 7
-LAYOUTS = [(Layout(data=2), 2), (Layout(tensor=2), 2), (Layout(pipeline=2), 1)]  # and the micro-batch size
+LAYOUTS = [(Mesh(data=2), 2), (Mesh(tensor=2), 2), (Mesh(pipeline=2), 1)]  # and the micro-batch size
 Result = tuple[list[float], float, float | None]
 FLAGS = (
     "--fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size {micro} "
@@ -37,7 +37,7 @@ FLAGS = (
 )
 
 
-def run(rank: int, folder: str, layout: Layout, micro: int) -> Result:
+def run(rank: int, folder: str, layout: Mesh, micro: int) -> Result:
     """Training losses, the validation loss, and on one process its mean over the samples taken one at a time."""
     flags = FLAGS.format(
         train=f"{folder}/train", valid=f"{folder}/valid", micro=micro, tensor=layout.tensor, pipeline=layout.pipeline
@@ -83,7 +83,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(corpora: str) -> tuple[list[float], float]:
-    losses, loss, mean = run(0, corpora, Layout(), 1)
+    losses, loss, mean = run(0, corpora, Mesh(), 1)
     assert loss == pytest.approx(mean, rel=1e-13)  # 7 samples in global batches of 4
     return losses, loss
 
@@ -93,7 +93,7 @@ def runs(rank: int, folder: str) -> list[Result]:
 
 
 def test_every_layout_agrees_with_one_process(corpora: str, alone: tuple[list[float], float]) -> None:
-    results = [run(0, corpora, Layout(), 4), *(result for of_rank in spawn(runs, 2, corpora) for result in of_rank)]
+    results = [run(0, corpora, Mesh(), 4), *(result for of_rank in spawn(runs, 2, corpora) for result in of_rank)]
     assert len(results) == 1 + 2 * len(LAYOUTS)
     for losses, loss, _ in results:
         torch.testing.assert_close(losses, alone[0], rtol=1e-12, atol=0)

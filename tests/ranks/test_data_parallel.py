@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 
@@ -20,7 +20,7 @@ Result = tuple[list[float], list[float], torch.Tensor, torch.Tensor]
 def run(rank: int, data: int) -> Result:
     """Losses, gradient norms, the last gradient sum and the weights after a few steps."""
     config = tiny_config(FLAGS, world_size=data)
-    trainer = make_trainer(config, rank, Layout(data=data))
+    trainer = make_trainer(config, rank, Mesh(data=data))
     losses, norms = [], []
     for step in range(STEPS):
         tokens = random_tokens(GLOBAL_BATCH, 16, 60, seed=step)

@@ -10,7 +10,7 @@ import torch
 
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.reporting.records import TaskScores
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.tasks import read_tasks
 from tests.helpers import make_trainer
@@ -18,21 +18,21 @@ from tests.spawn import spawn
 from tests.unit.training.evaluation.task_files import QUESTIONS, TEXTS, byte_config, write_lines
 
 CASES = {
-    "dp2": (Layout(data=2), ""),
-    "ZeRO-3": (Layout(data=2), "--zero-stage 3"),
-    "ZeRO-3, CPU optimizer 0.5": (Layout(data=2), "--zero-stage 3 --cpu-optimizer --cpu-optimizer-ratio 0.5"),
-    "tp2": (Layout(tensor=2), "--tensor-model-parallel-size 2"),
-    "tp2, sequence parallel": (Layout(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (Layout(pipeline=2), "--pipeline-model-parallel-size 2"),
+    "dp2": (Mesh(data=2), ""),
+    "ZeRO-3": (Mesh(data=2), "--zero-stage 3"),
+    "ZeRO-3, CPU optimizer 0.5": (Mesh(data=2), "--zero-stage 3 --cpu-optimizer --cpu-optimizer-ratio 0.5"),
+    "tp2": (Mesh(tensor=2), "--tensor-model-parallel-size 2"),
+    "tp2, sequence parallel": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (Mesh(pipeline=2), "--pipeline-model-parallel-size 2"),
     "pp2, interleaved": (
-        Layout(pipeline=2),
+        Mesh(pipeline=2),
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
     ),
 }
 Scores = tuple[torch.Tensor, Mapping[str, float], Mapping[str, float]]
 
 
-def scores(rank: int, layout: Layout, flags: str, files: list[str]) -> Scores:
+def scores(rank: int, layout: Mesh, flags: str, files: list[str]) -> Scores:
     """The log-likelihoods of questions, and the scores of questions and of texts."""
     trainer = make_trainer(byte_config(f"--fp64 {flags}", layout.world_size), rank, layout)
     evaluator = Evaluator(trainer.pipeline, trainer.topology, 32, 64)
@@ -62,7 +62,7 @@ def found(files: list[str]) -> list[list[Scores]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
 def test_every_rank_has_the_scores_of_one_process(found: list[list[Scores]], files: list[str], number: int) -> None:
     deeper = " --num-layers 4" if "--num-layers 4" in list(CASES.values())[number][1] else ""
-    values, of_questions, of_texts = scores(0, Layout(), deeper, files)
+    values, of_questions, of_texts = scores(0, Mesh(), deeper, files)
     for of_rank in found:
         torch.testing.assert_close(of_rank[number][0], values, rtol=1e-10, atol=0)
         assert of_rank[number][1] == of_questions

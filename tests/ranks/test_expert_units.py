@@ -26,7 +26,7 @@ from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import copy_to, sum_over
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
-from gptpar.topology.layout import EXPERT, Layout
+from gptpar.topology.mesh import EXPERT, Mesh
 from gptpar.topology.placement import REPLICATED, ParameterSpec, Placement, Split
 from gptpar.training import gpt as gpt_engine
 from tests.ranks.layout_cases import VARIANTS, case
@@ -37,23 +37,23 @@ WORDS = [*SMALL.split(), "--fp64", "--clip-grad", "0.05"]
 STEPS = 2
 TOLERANCE = 1e-10
 OFFLOADED = (*VARIANTS["all on the CPU"], "--cpu-parameters")
-CASES: list[tuple[Layout, tuple[str, ...]]] = [
-    (Layout(data=4, expert=2), ()),
-    (Layout(data=4, expert=2), ("--zero-stage", "1", "--micro-batch-size", "2")),
-    (Layout(data=4, expert=2), ("--zero-stage", "2")),
-    (Layout(data=4, expert=2), ("--zero-stage", "2", "--micro-batch-size", "2")),
-    (Layout(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["full recompute"])),
-    (Layout(data=4, expert=4), ("--zero-stage", "2")),
-    (Layout(data=4, expert=4), ("--zero-stage", "3")),
-    (Layout(data=4, expert=4), ("--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"])),
-    (Layout(data=4, expert=2), ("--zero-stage", "2", *VARIANTS["CPU optimizer 0.05"])),
-    (Layout(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
-    (Layout(data=4, expert=4), ("--zero-stage", "3", *OFFLOADED)),
-    (Layout(data=4, expert=2), ("--zero-stage", "0", *VARIANTS["all on the CPU"], "--micro-batch-size", "2")),
-    (Layout(data=2, tensor=2, expert=2), ("--zero-stage", "1")),
-    (Layout(data=2, tensor=2, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
-    (Layout(data=2, pipeline=2, expert=2), ("--zero-stage", "2")),
-    (Layout(data=4), ("--zero-stage", "3")),
+CASES: list[tuple[Mesh, tuple[str, ...]]] = [
+    (Mesh(data=4, expert=2), ()),
+    (Mesh(data=4, expert=2), ("--zero-stage", "1", "--micro-batch-size", "2")),
+    (Mesh(data=4, expert=2), ("--zero-stage", "2")),
+    (Mesh(data=4, expert=2), ("--zero-stage", "2", "--micro-batch-size", "2")),
+    (Mesh(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["full recompute"])),
+    (Mesh(data=4, expert=4), ("--zero-stage", "2")),
+    (Mesh(data=4, expert=4), ("--zero-stage", "3")),
+    (Mesh(data=4, expert=4), ("--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(data=4, expert=2), ("--zero-stage", "2", *VARIANTS["CPU optimizer 0.05"])),
+    (Mesh(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(data=4, expert=4), ("--zero-stage", "3", *OFFLOADED)),
+    (Mesh(data=4, expert=2), ("--zero-stage", "0", *VARIANTS["all on the CPU"], "--micro-batch-size", "2")),
+    (Mesh(data=2, tensor=2, expert=2), ("--zero-stage", "1")),
+    (Mesh(data=2, tensor=2, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(data=2, pipeline=2, expert=2), ("--zero-stage", "2")),
+    (Mesh(data=4), ("--zero-stage", "3")),
 ]
 
 
@@ -83,7 +83,7 @@ class ExpertsBlock(Block):
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, topology: Topology, **kwargs: Any):
         super().__init__(config, axis, **kwargs)
         assert config.hidden_size
-        size, rank = topology.layout.expert, topology.position(EXPERT)
+        size, rank = topology.mesh.expert, topology.position(EXPERT)
         self.size, self.group, self.own, self.tensor = size, topology.group(EXPERT), NUM_EXPERTS // size, axis
         experts = Placement({EXPERT: Split(0, NUM_EXPERTS, rank * self.own, self.own)})
         self.declared = {
@@ -142,7 +142,7 @@ def described(topology: Topology, config: ModelConfig, axis: TensorAxis = ALONE,
 
 
 def trained(
-    layout: Layout, flags: tuple[str, ...], topology: Topology, *, save_in: Path, resume_from: Path | None
+    layout: Mesh, flags: tuple[str, ...], topology: Topology, *, save_in: Path, resume_from: Path | None
 ) -> Outcome:
     """Two steps, a save, and one step after a resume from another layout's save."""
     with pytest.MonkeyPatch.context() as patch:
@@ -158,7 +158,7 @@ def trained(
 
 
 def run_all(rank: int, folder: Path) -> list[Outcome]:
-    topologies: dict[Layout, Topology] = {}
+    topologies: dict[Mesh, Topology] = {}
     outcomes = []
     for number, (layout, flags) in enumerate(CASES):
         if layout not in topologies:
@@ -171,8 +171,8 @@ def run_all(rank: int, folder: Path) -> list[Outcome]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[Outcome]]:
     folder = tmp_path_factory.mktemp("experts")
-    topology = Topology(Layout(), 0, torch.device("cpu"))
-    alone = trained(Layout(), (), topology, save_in=folder / "0", resume_from=None)
+    topology = Topology(Mesh(), 0, torch.device("cpu"))
+    alone = trained(Mesh(), (), topology, save_in=folder / "0", resume_from=None)
     return alone, spawn(run_all, 4, folder, timeout_s=400.0)[0]
 
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.fixtures.write_checkpoints import CASES, HERE, steps_after
 from tests.spawn import spawn
 
 OFFLOAD = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio"
 # Case, layout, flags, largest relative difference of losses and of gradient norms of the steps after.
-INTO: list[tuple[str, Layout, str, float]] = [
-    ("bf16-zero3-cpu", Layout(), "", 1e-5),
-    ("bf16-zero3-cpu", Layout(), f"--bf16 {OFFLOAD} 0.7", 5e-3),
-    ("bf16-zero3-cpu", Layout(tensor=2), "--sequence-parallel", 1e-5),
-    ("fp32-tied-tp2-pp2", Layout(), f"{OFFLOAD} 1 --cpu-parameters", 1e-5),
-    ("fp32-tied-tp2-pp2", Layout(data=2), f"--zero-stage 3 {OFFLOAD} 0.4", 1e-5),
-    ("fp32-tied-tp2-pp2", Layout(pipeline=2), "--num-virtual-stages-per-pipeline-rank 2", 1e-5),
-    ("fp64-llama-zero2-tp2", Layout(), "--fp64 --recompute-granularity full", 1e-10),
-    ("fp64-llama-zero2-tp2", Layout(tensor=2), "--fp64", 1e-10),
-    ("fp64-llama-zero2-tp2", Layout(pipeline=2), "--fp64 --cpu-optimizer --cpu-optimizer-ratio 0.6", 1e-10),
+INTO: list[tuple[str, Mesh, str, float]] = [
+    ("bf16-zero3-cpu", Mesh(), "", 1e-5),
+    ("bf16-zero3-cpu", Mesh(), f"--bf16 {OFFLOAD} 0.7", 5e-3),
+    ("bf16-zero3-cpu", Mesh(tensor=2), "--sequence-parallel", 1e-5),
+    ("fp32-tied-tp2-pp2", Mesh(), f"{OFFLOAD} 1 --cpu-parameters", 1e-5),
+    ("fp32-tied-tp2-pp2", Mesh(data=2), f"--zero-stage 3 {OFFLOAD} 0.4", 1e-5),
+    ("fp32-tied-tp2-pp2", Mesh(pipeline=2), "--num-virtual-stages-per-pipeline-rank 2", 1e-5),
+    ("fp64-llama-zero2-tp2", Mesh(), "--fp64 --recompute-granularity full", 1e-10),
+    ("fp64-llama-zero2-tp2", Mesh(tensor=2), "--fp64", 1e-10),
+    ("fp64-llama-zero2-tp2", Mesh(pipeline=2), "--fp64 --cpu-optimizer --cpu-optimizer-ratio 0.6", 1e-10),
 ]
 Found = tuple[dict[str, str], list[Any]]
 

@@ -15,28 +15,28 @@ from gptpar.config.flags import parse_flags
 from gptpar.plan.space import spaces
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import REPLICATED, Placement
 from tests.ranks.layout_cases import ALONE, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
 CASES = [
-    case(Layout(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),
-    case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["selective"]),
-    case(Layout(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
-    case(Layout(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel"),
-    case(Layout(pipeline=4), *VARIANTS["full recompute"], *VARIANTS["CPU optimizer 0.05"]),
+    case(Mesh(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),
+    case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["selective"]),
+    case(Mesh(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    case(Mesh(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel"),
+    case(Mesh(pipeline=4), *VARIANTS["full recompute"], *VARIANTS["CPU optimizer 0.05"]),
     case(
-        Layout(tensor=2, pipeline=2),
+        Mesh(tensor=2, pipeline=2),
         *("--num-virtual-stages-per-pipeline-rank", "2"),
         *VARIANTS["selective"],
         *VARIANTS["CPU optimizer 0.05"],
     ),
-    case(Layout(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.95"]),
-    case(Layout(data=2, pipeline=2), "--zero-stage", "3"),
-    case(Layout(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
-    case(Layout(tensor=2, pipeline=2), *VARIANTS["all on the CPU"]),
-    case(Layout(data=4), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"]),
+    case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.95"]),
+    case(Mesh(data=2, pipeline=2), "--zero-stage", "3"),
+    case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
+    case(Mesh(tensor=2, pipeline=2), *VARIANTS["all on the CPU"]),
+    case(Mesh(data=4), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"]),
 ]
 """Each resumes what the one before saved, the first what one process saved."""
 
@@ -46,30 +46,30 @@ DROPOUT = [*WORDS, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-
 BLOOM = [*WORDS, *MODELS["bloom"].split()]
 LLAMA = [*WORDS, *MODELS["llama"].split()]
 SINGLE = [
-    (UNEVEN, case(Layout(tensor=4))),  # shares of 24, 25, 24 and 25 rows
-    (UNEVEN, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
-    (UNEVEN, case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
-    (FEW, case(Layout(pipeline=4))),
-    (DROPOUT, case(Layout(tensor=4), *VARIANTS["selective"])),
-    (DROPOUT, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel", *VARIANTS["full recompute"])),
-    (DROPOUT, case(Layout(tensor=2, pipeline=2), *VARIANTS["every 2"], "--distribute-saved-activations")),
+    (UNEVEN, case(Mesh(tensor=4))),  # shares of 24, 25, 24 and 25 rows
+    (UNEVEN, case(Mesh(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
+    (UNEVEN, case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
+    (FEW, case(Mesh(pipeline=4))),
+    (DROPOUT, case(Mesh(tensor=4), *VARIANTS["selective"])),
+    (DROPOUT, case(Mesh(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel", *VARIANTS["full recompute"])),
+    (DROPOUT, case(Mesh(tensor=2, pipeline=2), *VARIANTS["every 2"], "--distribute-saved-activations")),
     (
         DROPOUT,
         case(
-            Layout(data=2, pipeline=2),
+            Mesh(data=2, pipeline=2),
             *("--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
             *VARIANTS["CPU optimizer 0.6"],
         ),
     ),
-    (BLOOM, case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
-    (BLOOM, case(Layout(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["selective"])),
-    (BLOOM, case(Layout(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["all on the CPU"])),
-    (LLAMA, case(Layout(tensor=4), *VARIANTS["CPU optimizer 0.6"])),
-    (LLAMA, case(Layout(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
+    (BLOOM, case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
+    (BLOOM, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["selective"])),
+    (BLOOM, case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["all on the CPU"])),
+    (LLAMA, case(Mesh(tensor=4), *VARIANTS["CPU optimizer 0.6"])),
+    (LLAMA, case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
     (
         LLAMA,
         case(
-            Layout(tensor=2, pipeline=2),
+            Mesh(tensor=2, pipeline=2),
             *("--num-virtual-stages-per-pipeline-rank", "2"),
             *VARIANTS["all on the CPU"],
         ),
@@ -79,7 +79,7 @@ SINGLE = [
 
 def run_alone(words: list[str], save_in: Path | None = None) -> Outcome:
     """The reference: one process, one step more than the others take before they resume."""
-    run = CaseRun(case_config(words, ALONE, 1), Topology(Layout(), 0, torch.device("cpu")))
+    run = CaseRun(case_config(words, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
     run.train(0, STEPS)
     if save_in:
         run.save(save_in, STEPS)
@@ -90,7 +90,7 @@ def run_alone(words: list[str], save_in: Path | None = None) -> Outcome:
 def run_all(rank: int, folder: Path) -> list[Outcome]:
     """Every case in turn in the same four processes; the main one has the outcomes."""
     outcomes = []
-    topologies: dict[Layout, Topology] = {}
+    topologies: dict[Mesh, Topology] = {}
     chained = [(WORDS, c, folder / str(number)) for number, c in enumerate(CASES)]
     for words, this, saved in [*chained, *((words, c, None) for words, c in SINGLE)]:
         if this.layout not in topologies:
@@ -141,7 +141,7 @@ def test_in_bf16_the_host_s_gradients_are_the_device_s(variant: str) -> None:
     """Sums travel as wide as they are; a parameter that is cut between the two has its gradient in one piece."""
     words, found = [*SMALL.split(), "--bf16"], []
     for flags in ((), VARIANTS[variant]):
-        run = CaseRun(case_config(words, case(Layout(), *flags), 1), Topology(Layout(), 0, torch.device("cpu")))
+        run = CaseRun(case_config(words, case(Mesh(), *flags), 1), Topology(Mesh(), 0, torch.device("cpu")))
         run.train(0, 1)
         run.trainer.close()
         found.append(run.outcome.gradients[0])
@@ -161,7 +161,7 @@ def test_gradients_that_leave_at_once_equal_those_that_stay(number: int) -> None
     alone = run_alone(WORDS)
     case = list(spaces.to_prove(parse_flags(WORDS).flags, 1))[number]
     assert case.name in ONE_ADDEND
-    run = CaseRun(case_config(WORDS, case, 1), Topology(Layout(), 0, torch.device("cpu")))
+    run = CaseRun(case_config(WORDS, case, 1), Topology(Mesh(), 0, torch.device("cpu")))
     run.train(0, STEPS + 1)
     run.trainer.close()
     assert run.config.offload.gradients_leave_at_once and run.config.batch.micro_batch_size == 8
@@ -196,11 +196,11 @@ WRONG: list[tuple[str, Placement, tuple[str, ...], tuple[str, ...]]] = [
 def run_wrong(rank: int) -> list[Outcome]:
     """One step of models in which some replicated parameters declare another placement of their gradient."""
     outcomes = []
-    topology = make_topology(Layout(tensor=2), rank, torch.device("cpu"))
+    topology = make_topology(Mesh(tensor=2), rank, torch.device("cpu"))
     for what, placement, flags, _ in WRONG:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TensorAxis, what, property(lambda axis, placement=placement: placement))
-            run = CaseRun(case_config(LLAMA, case(topology.layout, *flags), 2), topology)
+            run = CaseRun(case_config(LLAMA, case(topology.mesh, *flags), 2), topology)
         run.train(0, 1)
         run.trainer.close()
         outcomes.append(run.outcome)
@@ -209,7 +209,7 @@ def run_wrong(rank: int) -> list[Outcome]:
 
 def test_wrong_declarations_are_caught() -> None:
     """A half of the gradient, or twice as much, in the parameters that it is declared of and in no other."""
-    alone = CaseRun(case_config(LLAMA, ALONE, 1), Topology(Layout(), 0, torch.device("cpu")))
+    alone = CaseRun(case_config(LLAMA, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
     alone.train(0, 1)
     wanted = alone.outcome
     for found, (*_, words) in zip(spawn(run_wrong, 2)[0], WRONG, strict=True):

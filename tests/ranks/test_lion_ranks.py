@@ -8,12 +8,12 @@ import pytest
 
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import chained_outcomes
 from tests.spawn import spawn
 from tests.unit.optim.lion_runs import STEPS, TOLERANCE, WORDS, plain_loop
 
-DATA, TENSOR, PIPELINE = Layout(data=2), Layout(tensor=2), Layout(pipeline=2)
+DATA, TENSOR, PIPELINE = Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)
 CASES = [
     (DATA, "--zero-stage 0 --cpu-optimizer --cpu-optimizer-ratio 0.3"),
     (DATA, "--zero-stage 1"),

@@ -18,7 +18,7 @@ from gptpar.config import Config
 from gptpar.errors import GptparError
 from gptpar.system import restart
 from gptpar.system.restart import MEMORY_VARIABLE
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training import mirror, resume
 from gptpar.training.mirror import open_copies, open_mirror, restore
 from gptpar.training.progress import Progress
@@ -35,7 +35,7 @@ INTERVAL = 2
 class Node:
     """This process of a run, which is started again and again, on a machine that is played by a folder."""
 
-    def __init__(self, rank: int, layout: Layout, per_node: int, words: str, root: Path):
+    def __init__(self, rank: int, layout: Mesh, per_node: int, words: str, root: Path):
         self.rank, self.layout, self.per_node, self.root = rank, layout, per_node, root
         self.number, self.count = rank // per_node, layout.world_size // per_node
         self.memory = self.folder(self.number)
@@ -131,7 +131,7 @@ def undisturbed(node: Node, last: int) -> str:
     return found
 
 
-def every_machine_is_lost_in_turn(rank: int, layout: Layout, per_node: int, words: str, root: Path) -> None:
+def every_machine_is_lost_in_turn(rank: int, layout: Mesh, per_node: int, words: str, root: Path) -> None:
     node = Node(rank, layout, per_node, words, root)
     assert node.start() == 0
     node.require_copies()
@@ -153,7 +153,7 @@ def every_machine_is_lost_in_turn(rank: int, layout: Layout, per_node: int, word
 
 
 def damage_is_healed_and_what_is_lost_twice_is_given_up(
-    rank: int, layout: Layout, per_node: int, words: str, root: Path
+    rank: int, layout: Mesh, per_node: int, words: str, root: Path
 ) -> None:
     node = Node(rank, layout, per_node, words, root)
     node.start()
@@ -208,7 +208,7 @@ def damage_is_healed_and_what_is_lost_twice_is_given_up(
     assert node.state == undisturbed(node, 8)
 
 
-def a_death_between_two_machines_publishing(rank: int, layout: Layout, per_node: int, words: str, root: Path) -> None:
+def a_death_between_two_machines_publishing(rank: int, layout: Mesh, per_node: int, words: str, root: Path) -> None:
     node = Node(rank, layout, per_node, words, root)
     node.start()
     node.train(5)
@@ -220,7 +220,7 @@ def a_death_between_two_machines_publishing(rank: int, layout: Layout, per_node:
     node.trainer.close()
 
 
-def room_is_looked_for_on_each_machine(rank: int, layout: Layout, per_node: int, words: str, root: Path) -> None:
+def room_is_looked_for_on_each_machine(rank: int, layout: Mesh, per_node: int, words: str, root: Path) -> None:
     node = Node(rank, layout, per_node, words, root)
     node.start()
     node.trainer.close()
@@ -267,25 +267,25 @@ ROOM = "room_is_looked_for_on_each_machine"
 @pytest.mark.parametrize(
     ("layout", "per_node", "words", "names"),
     [
-        pytest.param(Layout(data=2), 1, "--zero-stage 1", [IN_TURN, DAMAGED, BETWEEN, ROOM], id="two"),
-        pytest.param(Layout(data=3), 1, "--zero-stage 3 --bf16", [IN_TURN, DAMAGED, ROOM], id="three"),
+        pytest.param(Mesh(data=2), 1, "--zero-stage 1", [IN_TURN, DAMAGED, BETWEEN, ROOM], id="two"),
+        pytest.param(Mesh(data=3), 1, "--zero-stage 3 --bf16", [IN_TURN, DAMAGED, ROOM], id="three"),
         pytest.param(
-            Layout(data=3), 1, "--zero-stage 0", [IN_TURN], id="three-with-all-state-each", marks=pytest.mark.long
+            Mesh(data=3), 1, "--zero-stage 0", [IN_TURN], id="three-with-all-state-each", marks=pytest.mark.long
         ),
         pytest.param(
-            *(Layout(data=2, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
+            *(Mesh(data=2, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
             id="two-of-two",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            *(Layout(data=3, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
+            *(Mesh(data=3, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
             id="three-of-two",
             marks=pytest.mark.long,
         ),
     ],
 )
 def test_the_run_goes_on_as_an_undisturbed_one(
-    tmp_path: Path, layout: Layout, per_node: int, words: str, names: list[str]
+    tmp_path: Path, layout: Mesh, per_node: int, words: str, names: list[str]
 ) -> None:
     for name in names:
         (tmp_path / name).mkdir()

@@ -15,12 +15,12 @@ from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.health.replicas import ReplicaCheck
 from tests.ranks.layout_cases import ALONE, TOLERANCE, WORDS, case, chained_outcomes
 from tests.spawn import spawn
 
-DATA, TENSOR, PIPELINE = Layout(data=2), Layout(tensor=2), Layout(pipeline=2)
+DATA, TENSOR, PIPELINE = Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)
 HOST = "--cpu-optimizer --cpu-optimizer-ratio"
 CASES = [
     (DATA, f"--zero-stage 0 {HOST} 0.5"),
@@ -50,7 +50,7 @@ def run_all(rank: int, folder: Path) -> list[Outcome]:
     """The main process's outcomes; the reference comes last."""
     outcomes = chained_outcomes(rank, folder, CASES, FLAGS, saved=SAVED, steps=STEPS, kind=SpikedRun)
     if rank == 0:
-        alone = SpikedRun(case_config(FLAGS, ALONE, 1), Topology(Layout(), 0, torch.device("cpu")))
+        alone = SpikedRun(case_config(FLAGS, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
         alone.train(0, STEPS)
         alone.trainer.close()
         outcomes.append(alone.outcome)
@@ -88,7 +88,7 @@ REPLICAS = [
 ]
 
 
-def flip_a_bit(config: Config, rank: int, layout: Layout, name: str) -> str:
+def flip_a_bit(config: Config, rank: int, layout: Mesh, name: str) -> str:
     """What the check says after one bit of one weight changed on the last process, having passed before."""
     run = CaseRun(config, make_topology(layout, rank, torch.device("cpu")))
     check = ReplicaCheck(run.trainer.engine, run.topology)

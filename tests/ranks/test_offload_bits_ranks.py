@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, hash_of
 
 CASES = {
-    "ZeRO-1": (Layout(data=2), "--zero-stage 1 --bf16"),
-    "ZeRO-3": (Layout(data=2), "--zero-stage 3 --bf16"),
-    "tensor and sequence": (Layout(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "tied embedding in two stages": (Layout(pipeline=2), "--pipeline-model-parallel-size 2 --bf16"),
+    "ZeRO-1": (Mesh(data=2), "--zero-stage 1 --bf16"),
+    "ZeRO-3": (Mesh(data=2), "--zero-stage 3 --bf16"),
+    "tensor and sequence": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tied embedding in two stages": (Mesh(pipeline=2), "--pipeline-model-parallel-size 2 --bf16"),
 }
 
 
-def states(rank: int, layout: Layout, words: str) -> list[str]:
+def states(rank: int, layout: Mesh, words: str) -> list[str]:
     """This process's hash after ten steps of two micro-batches, for each ratio."""
     found = []
     words += f" --clip-grad 0.9 --micro-batch-size 1 --global-batch-size {2 * layout.data}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 
@@ -16,7 +16,7 @@ MASK = (random_tokens(8, 15, 100, seed=1) < torch.tensor([5, 90, 40, 100, 10, 60
 PER_TOKEN = "--calculate-per-token-loss"
 
 
-def one_step(rank: int, flags: str, layout: Layout, micro_batch: int) -> tuple[float, float, float]:
+def one_step(rank: int, flags: str, layout: Mesh, micro_batch: int) -> tuple[float, float, float]:
     """(loss, gradient norm, sum of all weights after the step) of a step of eight samples."""
     world = layout.world_size
     split = f"--pipeline-model-parallel-size {layout.pipeline} --tensor-model-parallel-size {layout.tensor}"
@@ -36,24 +36,24 @@ def one_step(rank: int, flags: str, layout: Layout, micro_batch: int) -> tuple[f
 
 def whole() -> tuple[float, float, float]:
     """One micro-batch, whose mean is that of its tokens anyway."""
-    return one_step(0, "", Layout(), 8)
+    return one_step(0, "", Mesh(), 8)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_a_step_does_not_depend_on_how_it_is_cut(micro_batch: int) -> None:
-    assert one_step(0, PER_TOKEN, Layout(), micro_batch) == pytest.approx(whole(), rel=1e-12)
-    assert one_step(0, "", Layout(), micro_batch) != pytest.approx(whole(), rel=1e-5)
+    assert one_step(0, PER_TOKEN, Mesh(), micro_batch) == pytest.approx(whole(), rel=1e-12)
+    assert one_step(0, "", Mesh(), micro_batch) != pytest.approx(whole(), rel=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch", [2, 8])
 def test_without_masks_nothing_changes(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.ranks.test_per_token_loss.MASK", None)
-    plain = one_step(0, "", Layout(), micro_batch)
-    assert one_step(0, PER_TOKEN, Layout(), micro_batch) == pytest.approx(plain, rel=1e-14)
+    plain = one_step(0, "", Mesh(), micro_batch)
+    assert one_step(0, PER_TOKEN, Mesh(), micro_batch) == pytest.approx(plain, rel=1e-14)
 
 
-@pytest.mark.parametrize(("layout", "micro_batch"), [(Layout(data=2), 1), (Layout(data=2), 4), (Layout(pipeline=2), 2)])
-def test_processes_agree(layout: Layout, micro_batch: int) -> None:
+@pytest.mark.parametrize(("layout", "micro_batch"), [(Mesh(data=2), 1), (Mesh(data=2), 4), (Mesh(pipeline=2), 2)])
+def test_processes_agree(layout: Mesh, micro_batch: int) -> None:
     found = spawn(one_step, 2, PER_TOKEN, layout, micro_batch)
     loss, norm, weights = whole()
     assert [one[:2] for one in found] == [pytest.approx((loss, norm), rel=1e-12)] * 2
@@ -64,5 +64,5 @@ def test_processes_agree(layout: Layout, micro_batch: int) -> None:
 
 def test_a_step_without_a_token_that_counts_is_a_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.ranks.test_per_token_loss.MASK", torch.zeros_like(MASK))
-    loss, norm, _ = one_step(0, PER_TOKEN, Layout(), 2)
+    loss, norm, _ = one_step(0, PER_TOKEN, Mesh(), 2)
     assert (loss, norm) == (0.0, 0.0)

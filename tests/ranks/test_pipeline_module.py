@@ -13,7 +13,7 @@ from gptpar.pipeline.module import PipelineModule
 from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Constant, draw
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterSpec
 from tests.flat_parts import parts_of_flat
 from tests.spawn import spawn
@@ -69,7 +69,7 @@ def alone(count: int) -> Result:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        module = PipelineModule(layers(), topology=Topology(Layout(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
+        module = PipelineModule(layers(), topology=Topology(Mesh(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
         loss = module.train_batch(batches(count))
         return loss.item(), {n: p.grad for n, p in module.chunks[0].global_parameters().items()}  # type: ignore[operator]
     finally:
@@ -114,7 +114,7 @@ def test_one_process_agrees_with_plain_autograd() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        module = PipelineModule(layers(), topology=Topology(Layout(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
+        module = PipelineModule(layers(), topology=Topology(Mesh(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
     finally:
         torch.set_default_dtype(before)
     p = module.chunks[0].global_parameters()  # type: ignore[operator]
@@ -188,7 +188,7 @@ class ScaledPair(nn.Module):
 def tensor_parallel(rank: int, data: int, tensor: int) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
     """One step of eight micro-batches; where this process's share of each gradient begins, and the share."""
     torch.set_default_dtype(torch.float64)
-    topology = make_topology(Layout(data=data, tensor=tensor), rank, torch.device("cpu"))
+    topology = make_topology(Mesh(data=data, tensor=tensor), rank, torch.device("cpu"))
     axis = TensorAxis(tensor, topology.position("tensor"), topology.group("tensor"))
     pairs = [LayerSpec(ScaledPair, axis), torch.tanh, LayerSpec(ScaledPair, axis, name="second")]
     module = PipelineModule(pairs, topology=topology, loss_fn=F.mse_loss)
@@ -214,7 +214,7 @@ def test_a_replicated_weight_inside_a_split_layer_gets_its_whole_gradient(data: 
 
 
 def undeclared(rank: int) -> str:
-    topology = make_topology(Layout(tensor=2), rank, torch.device("cpu"))
+    topology = make_topology(Mesh(tensor=2), rank, torch.device("cpu"))
     axis = TensorAxis(2, rank, topology.group("tensor"))
     with pytest.raises(TypeError) as caught:
         PipelineModule([LayerSpec(ScaledPair, axis, declares=False)], topology=topology, loss_fn=F.mse_loss)

@@ -16,7 +16,7 @@ from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training import resume
 from gptpar.training.progress import Progress
 from gptpar.training.saving import Saving
@@ -27,15 +27,15 @@ from tests.unit.offload.tiny_runs import OFFLOAD, hash_of
 from tests.unit.training.saved_runs import inputs_of
 
 CASES = {
-    "ZeRO-1": (Layout(data=2), "--zero-stage 1 --bf16"),
-    "ZeRO-3": (Layout(data=2), "--zero-stage 3 --bf16"),
+    "ZeRO-1": (Mesh(data=2), "--zero-stage 1 --bf16"),
+    "ZeRO-3": (Mesh(data=2), "--zero-stage 3 --bf16"),
     "ZeRO-3, half on the CPU": (
-        Layout(data=2),
+        Mesh(data=2),
         f"--zero-stage 3 --bf16 {OFFLOAD} 0.5 --offload-speculation on --clip-grad 99",
     ),
-    "tensor and sequence": (Layout(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tensor and sequence": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
     "interleaved pipeline": (
-        Layout(pipeline=2),
+        Mesh(pipeline=2),
         "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     ),
 }
@@ -54,7 +54,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def save_both_ways(rank: int, layout: Layout, words: str, root: Path) -> None:
+def save_both_ways(rank: int, layout: Mesh, words: str, root: Path) -> None:
     words += f" --micro-batch-size 1 --global-batch-size {2 * layout.data}"
     config = tiny_config(f"{words} --save {root / 'behind'}", 2)
     trainer, said = make_trainer(config, rank, layout), []

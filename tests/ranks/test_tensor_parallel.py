@@ -13,7 +13,7 @@ from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis, cross_entropy, symmetric_memory_works
 from gptpar.topology.initial_values import draw
-from gptpar.topology.layout import TENSOR
+from gptpar.topology.mesh import TENSOR
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 from tests.spawn import spawn
 

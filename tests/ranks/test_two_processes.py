@@ -10,19 +10,19 @@ from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
 pytestmark = pytest.mark.fast
 
 CASES = [
-    case(Layout(data=2), "--zero-stage", "1"),
-    case(Layout(data=2), "--zero-stage", "2"),
-    case(Layout(data=2), "--zero-stage", "3", *VARIANTS["full recompute"]),
-    case(Layout(tensor=2)),
-    case(Layout(tensor=2), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
-    case(Layout(pipeline=2)),
+    case(Mesh(data=2), "--zero-stage", "1"),
+    case(Mesh(data=2), "--zero-stage", "2"),
+    case(Mesh(data=2), "--zero-stage", "3", *VARIANTS["full recompute"]),
+    case(Mesh(tensor=2)),
+    case(Mesh(tensor=2), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
+    case(Mesh(pipeline=2)),
 ]
 
 
@@ -46,7 +46,7 @@ def outcomes() -> list[Outcome]:
 @pytest.fixture(scope="module")
 def alone() -> Outcome:
     """The reference."""
-    run = CaseRun(case_config(WORDS, case(Layout()), 1), Topology(Layout(), 0, torch.device("cpu")))
+    run = CaseRun(case_config(WORDS, case(Mesh()), 1), Topology(Mesh(), 0, torch.device("cpu")))
     run.train(0, STEPS)
     return run.outcome
 

@@ -13,7 +13,7 @@ from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.spaces import CHOSEN, SweepValues, to_measure
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import PIPELINE, TENSOR, Mesh
 
 LABELS = {
     "layout": "{}",
@@ -40,7 +40,7 @@ class Combination:
     refusal: str = ""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Mesh:
         """Sizes of the axes."""
         return self.candidate.layout
 
@@ -101,9 +101,9 @@ def _combination(parsed: ParsedFlags, count: int, candidate: Candidate) -> Combi
     return Combination(candidate, derived, refusal)
 
 
-def _needless(parsed: ParsedFlags, count: int, layout: Layout, flags: Flags) -> str:
+def _needless(parsed: ParsedFlags, count: int, layout: Mesh, flags: Flags) -> str:
     """Refusals of combinations that could run, but would measure something else, or the same again."""
-    if layout.world_size != count and count % (layout.tensor * layout.pipeline) == 0:
+    if layout.world_size != count and count % layout.size(TENSOR, PIPELINE) == 0:
         return f"{layout.describe()} is {layout.world_size} processes, and here are {count}."
     stages = parsed.rest.sweep_zero
     if stages and layout.data == 1 and flags.parallel.zero_stage != stages[0]:

@@ -159,7 +159,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
     median = statistics.median(ms)
     tokens = run.plan.full * shape.seq_length
     per_s = tokens / median * 1e3
-    per_gpu = per_s / topology.layout.world_size
+    per_gpu = per_s / topology.mesh.world_size
     peak, parallel = device_peak(config.precision.dtype, topology.device), config.parallel
     on_gpu = topology.device.type == "cuda"
     return {
@@ -174,7 +174,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
         **peak_memory(on_gpu),
         "loss": _rounded(records[-1].lm_loss),
-        "layout": topology.layout.describe(),
+        "layout": topology.mesh.describe(),
         "seq_length": shape.seq_length,
         "micro_batch_size": config.batch.micro_batch_size,
         "global_batch_size": run.plan.full,
@@ -183,7 +183,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "pieces_per_stage": parallel.num_virtual_stages,
         "recompute": config.recompute.recompute_granularity,
         **_cpu_optimizer(run.config, records),
-        "cuda_graph": on_gpu and wants_graph(run.config, topology.layout.data),
+        "cuda_graph": on_gpu and wants_graph(run.config, topology.mesh.data),
         "precision": config.precision.dtype,
         "steps": len(ms),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -250,7 +250,7 @@ def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
         updates = () if host is None else tuple(host.latest_updates)
         tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
     if parsed.rest.breakdown:
-        ranks: list[Any] = [tracer.breakdown()] * topology.layout.world_size
+        ranks: list[Any] = [tracer.breakdown()] * topology.mesh.world_size
         if len(ranks) > 1:
             dist.all_gather_object(ranks, tracer.breakdown())
         if topology.is_main:

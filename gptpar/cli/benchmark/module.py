@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     with open_world(None, TIMEOUT_MINUTES) as (rank, device):
         user = make()
         engine, *_ = initialize(model=user.module, config=options.config)
-        passes, world = engine.options.batch.accumulation_steps, engine.topology.layout.data
+        passes, world = engine.options.batch.accumulation_steps, engine.topology.mesh.data
         batches = [user.batch(number * world + rank, device) for number in range(passes)]
         seconds: list[float] = []
         for _ in range(options.warmup_steps + options.steps):
@@ -83,7 +83,7 @@ def _result_line(name: str, engine: TrainingEngine, seconds: list[float], loss: 
         "ms_max": round(1e3 * max(seconds), 3),
         **peak_memory(on_gpu),
         "loss": round(loss, 4),
-        "processes": engine.topology.layout.data,
+        "processes": engine.topology.mesh.data,
         "micro_batch_size": options.batch.micro_batch_size,
         "global_batch_size": options.batch.train_batch_size,
         "zero_stage": options.zero_stage,

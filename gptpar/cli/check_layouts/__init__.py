@@ -26,7 +26,7 @@ from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import to_prove
 from gptpar.system.command_line import positive_int
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import open_world, world_from_environment
 
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
@@ -204,7 +204,7 @@ def _check_all(words: Sequence[str], world_size: int, options: argparse.Namespac
         try:
             alone = _train_alone(base, rank, device, steps)
             comparison = Comparison(base.precision.dtype, steps, "one process", speaks=rank == 0)
-            topologies: dict[Layout, Topology] = {}
+            topologies: dict[Mesh, Topology] = {}
             saved: Path | None = None
             for number, (case, config) in enumerate(chosen.cases):
                 if case.layout not in topologies:
@@ -244,7 +244,7 @@ def _train_alone(config: Config, rank: int, device: torch.device, steps: int) ->
     """The reference, on the main process."""
     if rank:
         return Outcome()
-    run = CaseRun(config, Topology(Layout(), 0, device))
+    run = CaseRun(config, Topology(Mesh(), 0, device))
     run.train(0, steps + 1)
     run.trainer.close()
     return run.outcome

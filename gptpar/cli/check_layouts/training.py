@@ -75,7 +75,7 @@ class CaseRun:
 
     def _batches(self, step: int) -> list[MicroBatch]:
         """This process's micro-batches: number j of data rank r is number ``j * dp + r`` of the global batch."""
-        model, batch, dp = self.config.model, self.config.batch, self.topology.layout.data
+        model, batch, dp = self.config.model, self.config.batch, self.topology.mesh.data
         generator = torch.Generator().manual_seed(step)
         shape = (batch.global_batch_size, model.seq_length + 1)
         tokens = torch.randint(0, self.config.tokenizer.vocab_size or 2, shape, generator=generator)
@@ -89,8 +89,8 @@ class CaseRun:
             for name, parts in held.items()
         }
         gathered = [mine]
-        if self.topology.layout.world_size > 1:
-            gathered = [{} for _ in range(self.topology.layout.world_size)]
+        if self.topology.mesh.world_size > 1:
+            gathered = [{} for _ in range(self.topology.mesh.world_size)]
             dist.gather_object(mine, gathered if self.topology.is_main else None)
         whole: Tensors = {}
         for process in gathered if self.topology.is_main else ():

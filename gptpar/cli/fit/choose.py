@@ -17,7 +17,7 @@ from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes, format_count
 from gptpar.reporting.console import format_duration
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 CPU_MAX_STEPS = 2000
 """On a CPU the minutes end a run; this many steps of data are prepared."""
@@ -238,4 +238,4 @@ def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_siz
     config = config.update("model", attention_dropout=0.0, hidden_dropout=0.0)
     if machine.precision != "fp32":
         config = config.update("precision", **{machine.precision: True})
-    return round(stage_memory(Job(config, Layout(), "cuda" if machine.num_gpus else "cpu"), 0).allocated)
+    return round(stage_memory(Job(config, Mesh(), "cuda" if machine.num_gpus else "cpu"), 0).allocated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptpar.config.fields import flag, on_unless
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron's names of the ZeRO stages."""
@@ -100,8 +100,8 @@ class ParallelConfig(ParallelOptions):
         """Virtual stages of each process; more than one is an interleaved pipeline."""
         return self.num_virtual_stages_per_pipeline_rank
 
-    def layout(self, world_size: int) -> Layout:
+    def layout(self, world_size: int) -> Mesh:
         """How many of ``world_size`` processes are on each axis."""
-        return Layout(
+        return Mesh(
             self.data_parallel_size(world_size), self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         )

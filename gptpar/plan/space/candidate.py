@@ -11,7 +11,7 @@ from gptpar.config import Config, Flags
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.validate import resolve
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 Changes = Mapping[str, Any]
 """``section.field`` -> value: how a configuration differs from the command line's."""
@@ -32,7 +32,7 @@ class Option:
 
 UNCHANGED = Option()
 
-Dimension = Callable[[Layout], Sequence[Option]]
+Dimension = Callable[[Mesh], Sequence[Option]]
 """The options that a layout has, in the order in which they are tried; at least one."""
 
 
@@ -44,7 +44,7 @@ class Candidate(Option):
         layout: sizes of the axes. If their product is not the number of processes, the candidate is impossible.
     """
 
-    layout: Layout = Layout()
+    layout: Mesh = Mesh()
 
     def applied_to(self, flags: Flags) -> Flags:
         """The flags with the changes."""
@@ -56,7 +56,7 @@ class Candidate(Option):
         return flags_of(self.changes)
 
 
-def product(layouts: Iterable[Layout], dimensions: Sequence[Dimension]) -> Iterator[Candidate]:
+def product(layouts: Iterable[Mesh], dimensions: Sequence[Dimension]) -> Iterator[Candidate]:
     """Every layout with every combination of its options; the last dimension varies fastest."""
     for layout in layouts:
         for options in itertools.product(*(dimension(layout) for dimension in dimensions)):

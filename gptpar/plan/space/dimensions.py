@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptpar.plan.space.candidate import UNCHANGED, Changes, Dimension, Option
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
@@ -29,7 +29,7 @@ RECOMPUTED: Changes = {RECOMPUTE: "full", "recompute.recompute_modules": None}
 
 def layouts(
     num_processes: int, tensor_sizes: Iterable[int] | None = None, stages: Callable[[int], Iterable[int]] | None = None
-) -> Iterator[Layout]:
+) -> Iterator[Mesh]:
     """Every (data, tensor, pipeline) whose product is the number of processes, by tensor and then pipeline size.
 
     Args:
@@ -42,9 +42,9 @@ def layouts(
             yield sized(num_processes, tensor, pipeline)
 
 
-def sized(num_processes: int, tensor: int, pipeline: int) -> Layout:
+def sized(num_processes: int, tensor: int, pipeline: int) -> Mesh:
     """The layout with these sizes, whose data axis has the remaining processes."""
-    return Layout(max(1, num_processes // max(1, tensor * pipeline)), tensor, pipeline)
+    return Mesh(max(1, num_processes // max(1, tensor * pipeline)), tensor, pipeline)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -57,17 +57,17 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
 
 
-def sizes(layout: Layout) -> list[Option]:
+def sizes(layout: Mesh) -> list[Option]:
     """The one option that sets the layout's sizes."""
     return [Option({TENSOR: layout.tensor, PIPELINE: layout.pipeline}, layout.describe())]
 
 
-def zero_stages(layout: Layout) -> range:
+def zero_stages(layout: Mesh) -> range:
     """ZeRO stages that differ in a layout; without data parallelism all are the same, and only 0 is tried."""
     return range(4) if layout.data > 1 else range(1)
 
 
-def virtual_stages(layout: Layout, counts: Sequence[int], most: int | None = None) -> list[int]:
+def virtual_stages(layout: Mesh, counts: Sequence[int], most: int | None = None) -> list[int]:
     """Those numbers of virtual stages that each pipeline rank can have; more than one needs a pipeline.
 
     Args:
@@ -94,10 +94,10 @@ class Choices:
     """
 
     field: str
-    values: Callable[[Layout], Iterable[Any]]
+    values: Callable[[Mesh], Iterable[Any]]
     label: str = ""
 
-    def __call__(self, layout: Layout) -> list[Option]:
+    def __call__(self, layout: Mesh) -> list[Option]:
         """The options of a layout."""
         return [
             UNCHANGED if value is None else Option({self.field: value}, self.label.format(value))

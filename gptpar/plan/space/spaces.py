@@ -10,7 +10,7 @@ from typing import Any
 from gptpar.config import Flags
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Changes, Option, product
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_STAGES = (1, 2, 4)
@@ -138,7 +138,7 @@ def to_measure(flags: Flags, given: Collection[str], num_processes: int, values:
 
 def _layouts_to_measure(
     flags: Flags, given: Collection[str], num_processes: int, listed: Sequence[Mapping[str, int]] | None
-) -> list[Layout]:
+) -> list[Mesh]:
     if listed is None:
         typed = flags.parallel
         return [
@@ -148,7 +148,7 @@ def _layouts_to_measure(
             if d.PIPELINE not in given or layout.pipeline == typed.pipeline_model_parallel_size
         ]
     rest = [d.sized(num_processes, sizes.get("tp", 1), sizes.get("pp", 1)) for sizes in listed]
-    return [Layout(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(listed, rest, strict=True)]
+    return [Mesh(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(listed, rest, strict=True)]
 
 
 def _cpu_ratio(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
@@ -209,7 +209,7 @@ MODULE_VARIANTS = (
 def to_prove_of_a_module(num_processes: int) -> Iterator[Option]:
     """Every ZeRO stage x offload of a user's module, as section ``zero_optimization`` of its configuration."""
     several = num_processes > 1
-    for stage in d.zero_stages(Layout(data=num_processes)):
+    for stage in d.zero_stages(Mesh(data=num_processes)):
         for variant in MODULE_VARIANTS:
             words = [f"{num_processes} process{'es' * several}", f"ZeRO-{stage}" if several else "", variant.name]
             yield Option({"stage": stage, **variant.changes}, ", ".join(filter(None, words)))

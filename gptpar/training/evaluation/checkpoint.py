@@ -20,7 +20,7 @@ from gptpar.pipeline.module import PipelineModule, split_model
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import TENSOR
+from gptpar.topology.mesh import TENSOR
 from gptpar.training.generation import LoadedStages, load_stages
 from gptpar.training.stored import StoredModel
 
@@ -66,7 +66,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     Raises:
         ConfigError: the model cannot be split that way.
     """
-    layout = topology.layout
+    layout = topology.mesh
     if problems := layout_problems(model, layout.tensor, layout.pipeline, layout.world_size):
         raise ConfigError(problems)
     axis = TensorAxis(layout.tensor, topology.position(TENSOR), topology.group(TENSOR))

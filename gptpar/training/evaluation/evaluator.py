@@ -51,7 +51,7 @@ class Evaluator:
     @torch.no_grad()
     def log_likelihoods(self, task: Task, stop: Callable[[], bool]) -> torch.Tensor | None:
         """float64[rows]: the log-likelihood of each row's scored tokens; ``None`` if the evaluation was broken off."""
-        layout = self.topology.layout
+        layout = self.topology.mesh
         batches = plan_batches(
             [len(row) for row in task.rows],
             tokens=self.tokens,

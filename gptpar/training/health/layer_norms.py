@@ -121,7 +121,7 @@ class LayerNorms:
         return {name: math.sqrt(square) for name, square in sums.items()}
 
     def _from_all(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        everyone = [mine] * self._topology.layout.world_size
+        everyone = [mine] * self._topology.mesh.world_size
         if len(everyone) > 1:
             dist.all_gather_object(everyone, mine)
         return everyone

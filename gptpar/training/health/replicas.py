@@ -68,7 +68,7 @@ class ReplicaCheck:
         Raises:
             GptparError: on all processes: copies differ.
         """
-        size = self._topology.layout.world_size
+        size = self._topology.mesh.world_size
         if size == 1:
             return
         held = self._held()
@@ -119,7 +119,7 @@ class ReplicaCheck:
 
     def _find_shared(self, mine: list[Key]) -> list[list[Key]]:
         """For each rank its keys that other ranks have, too, in the same order on all of them."""
-        everyone: list[Any] = [None] * self._topology.layout.world_size
+        everyone: list[Any] = [None] * self._topology.mesh.world_size
         dist.all_gather_object(everyone, mine)
         count: dict[Key, int] = {}
         for keys in everyone:

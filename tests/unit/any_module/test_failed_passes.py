@@ -14,7 +14,7 @@ from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.order_watch import OrderWatch
 from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 TOLD = "an error ended a pass, but not the same pass on all processes: "
 REMEDY = (
@@ -30,7 +30,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[FailedPasses]:
     monkeypatch.setattr(failed_passes.dist.distributed_c10d, "_get_default_store", lambda: store)
     made = []
     for rank in range(2):
-        topology = Topology(Layout(data=2), rank, torch.device("cpu"))
+        topology = Topology(Mesh(data=2), rank, torch.device("cpu"))
         made.append(FailedPasses(topology, "engine", OrderWatch(topology)))
     return made
 
@@ -90,7 +90,7 @@ def test_one_process_need_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("there is none")
 
     monkeypatch.setattr(failed_passes.dist.distributed_c10d, "_get_default_store", no_store)
-    topology = Topology(Layout(), 0, torch.device("cpu"))
+    topology = Topology(Mesh(), 0, torch.device("cpu"))
     alone = FailedPasses(topology, "engine", OrderWatch(topology))
     alone.note("a forward pass")
     alone.settle()

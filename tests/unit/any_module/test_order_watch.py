@@ -14,7 +14,7 @@ from gptpar.any_module.agreement import REMEDY
 from gptpar.any_module.order_watch import ALL_CALL, OrderWatch
 from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 BACKWARD, OPTIMIZER = "a backward pass", "the optimizer's step"
 
@@ -25,7 +25,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OrderWatch]]:
     store = dist.HashStore()
     monkeypatch.setattr(order_watch.dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(order_watch, "LOOK_SECONDS_WITHOUT_UNITS", 0.02)
-    made = [OrderWatch(Topology(Layout(data=2), rank, torch.device("cpu"))) for rank in range(2)]
+    made = [OrderWatch(Topology(Mesh(data=2), rank, torch.device("cpu"))) for rank in range(2)]
     for one in made:
         one.start("engine", notes_units=False)
         one.begin_step(3)

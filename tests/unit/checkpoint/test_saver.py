@@ -17,7 +17,7 @@ from gptpar.checkpoint.saver import FORGIVEN, Saver
 from gptpar.errors import CheckpointError, NotSavedError
 from gptpar.system.state_guard import StateGuard
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.tensor_parts import as_parts
 
 HERE = torch.device("cpu")
@@ -25,7 +25,7 @@ HERE = torch.device("cpu")
 
 def make() -> tuple[Saver, StateGuard, list[str]]:
     guard, said = StateGuard(), list[str]()
-    return Saver(Topology(Layout(), 0, HERE), guard, said.append), guard, said
+    return Saver(Topology(Mesh(), 0, HERE), guard, said.append), guard, said
 
 
 def save_of(iteration: int, write: Callable[..., Path], **more: Any) -> Save:
@@ -94,7 +94,7 @@ def test_it_shows_that_it_lives_while_it_waits() -> None:
         gate.wait(60)
         return Path("run/written")
 
-    saver = Saver(Topology(Layout(), 0, HERE), StateGuard(), print, alive=alive)
+    saver = Saver(Topology(Mesh(), 0, HERE), StateGuard(), print, alive=alive)
     saver.begin(save_of(1, slow), behind=True)
     saver.finish()
     assert len(looks) >= 3
@@ -105,9 +105,9 @@ def test_votes_are_summed_where_the_callers_group_can(
     backends: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    topology = Topology(Layout(data=2), 0, torch.device("meta"))
+    topology = Topology(Mesh(data=2), 0, torch.device("meta"))
     assert topology.votes_device == torch.device(place)
-    assert Topology(Layout(), 0, torch.device("meta")).votes_device == HERE
+    assert Topology(Mesh(), 0, torch.device("meta")).votes_device == HERE
 
 
 def test_a_system_that_starts_no_threads_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.mesh import TENSOR, Mesh
 from gptpar.topology.placement import ParameterInfo, Placement, Split
 
 SHAPES = {
@@ -28,5 +28,5 @@ def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | N
 
 
 def table_of(unit: Unit, shard: int = 0, tensor_rank: int = 0) -> ParameterTable:
-    mesh = Layout(unit.shards, 2)
+    mesh = Mesh(unit.shards, 2)
     return ParameterTable([unit], Place(mesh, mesh.rank(data=shard, tensor=tensor_rank), int(unit.shards > 1)))

@@ -19,7 +19,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import Family, GroupRange
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterInfo
 from tests.unit.engine.four_groups import CLIP, JOINED, SCALE, SEPARATE, SKIPPED, STEPS, flat_after, groups_at, norm_at
 
@@ -137,9 +137,7 @@ def torchs_adamw() -> dict[str, dict[str, torch.Tensor]]:
 def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family, ...], shards: int) -> None:
     wanted = torchs_adamw()
     for ratio in (0.0, 0.3, 1.0):
-        made = [
-            Process(ratio, Place(Layout(data=shards), shard, 1), families, torch.float64) for shard in range(shards)
-        ]
+        made = [Process(ratio, Place(Mesh(data=shards), shard, 1), families, torch.float64) for shard in range(shards)]
         for kind, tensors in wanted.items():
             for name, tensor in tensors.items():
                 found = sum(one.state[kind][name] for one in made)

@@ -14,7 +14,7 @@ from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.optim.adamw import ADAMW
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.mesh import TENSOR, Mesh
 from gptpar.topology.placement import ParameterInfo, Placement, Split
 from gptpar.topology.tensor_parts import TensorParts
 from tests.flat_parts import parts_of_flat
@@ -58,7 +58,7 @@ def table_of(place: Place, ratio: float) -> ParameterTable:
 
 
 def place(shards: int, shard: int = 0) -> Place:
-    return Place(Layout(data=shards), shard, int(shards > 1))
+    return Place(Mesh(data=shards), shard, int(shards > 1))
 
 
 def box_of(offsets: tuple[int, ...], part: torch.Tensor) -> tuple[slice, ...]:

@@ -18,7 +18,7 @@ from gptpar.pipeline.stage import Stage
 from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import DATA, PIPELINE, TENSOR, Layout
+from gptpar.topology.mesh import DATA, PIPELINE, TENSOR, Mesh
 from gptpar.topology.placement import ParameterInfo, Placement
 from gptpar.topology.tensor_parts import flat_boxes
 from tests.helpers import make_trainer, tiny_config
@@ -52,7 +52,7 @@ class Case:
     ratio: float
 
     def place(self, **positions: int) -> Place:
-        mesh = Layout(self.data, self.tensor, self.stages)
+        mesh = Mesh(self.data, self.tensor, self.stages)
         return Place(mesh, mesh.rank(**positions), int(self.zero))
 
     def places(self) -> Iterator[Place]:
@@ -246,7 +246,7 @@ def test_several_tied_units_are_divided_alike_whatever_else_a_stage_has() -> Non
     for ratio in (0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
         tables = [
             ParameterTable.of(
-                {name: layers[name] for name in names}, Place(Layout(pipeline=2), stage), ratio=ratio, tied=tied
+                {name: layers[name] for name in names}, Place(Mesh(pipeline=2), stage), ratio=ratio, tied=tied
             )
             for stage, names in enumerate((["a", "b", "c"], ["other", "c", "b", "a"]))
         ]
@@ -316,7 +316,7 @@ def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_plan_has_the_table_of_the_run(flags: str, ratio: float) -> None:
     config = tiny_config(f"{flags} --cpu-optimizer --cpu-optimizer-ratio {ratio}")
-    job, trainer = Job(config, Layout(), "cpu"), make_trainer(config)
+    job, trainer = Job(config, Mesh(), "cpu"), make_trainer(config)
     (part,), table = job.stages, trainer.engine.table
     assert job.table(part).units == table.units and job.table(part).on_device == table.on_device
     assert [job.table(part).length(home) for home in Home] == [table.length(home) for home in Home]

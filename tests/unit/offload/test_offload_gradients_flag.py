@@ -17,7 +17,7 @@ from gptpar.offload.copying_transfers import (
 from gptpar.optim.adamw import ADAMW
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.auto_gradients import available_memory, with_gradients
 from tests.helpers import TINY, tiny_config
 from tests.unit.offload.tiny_runs import ALL
@@ -48,7 +48,7 @@ def test_what_cannot_be_is_told(flags: str, world_size: int, told: str) -> None:
 
 def test_auto_is_decided_by_the_memory_that_is_free_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = f"--bf16 {ALL} --num-layers 12 --hidden-size 512"
-    gpu, cpu = (Topology(Layout(), 0, torch.device(name)) for name in ("cuda", "cpu"))
+    gpu, cpu = (Topology(Mesh(), 0, torch.device(name)) for name in ("cuda", "cpu"))
     context = 1 << 29
     for memory, word in ((8 << 30, "off"), (2 << 30, "off"), (1 << 30, "on")):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, memory=memory: (memory - context, memory))

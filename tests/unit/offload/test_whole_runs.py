@@ -23,7 +23,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition, group_ranges_between
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterInfo
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
@@ -49,7 +49,7 @@ def test_the_ratio_is_exact_to_the_element(ratio: float, shards: int) -> None:
     """The device has the first elements of the forward order."""
     made = units([(3, 5), (7,)], [(13, 11), (65,), (4, 4)], [(100,), (9, 9)], shards=shards)
     for shard in range(shards):
-        table = ParameterTable(made, Place(Layout(data=shards), shard, 1), ratio=ratio)
+        table = ParameterTable(made, Place(Mesh(data=shards), shard, 1), ratio=ratio)
         held = sum(one.length for one in table.ranges())
         assert (table.elements(), table.elements(Home.HOST)) == (held, round(ratio * held))
         kept = 0

@@ -13,7 +13,7 @@ from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import case
 
 WORDS = [
@@ -54,5 +54,5 @@ def plain_loop(steps: int) -> list[Tensors]:
 
 
 def alone(flags: Sequence[str]) -> CaseRun:
-    config = case_config(WORDS, case(Layout(), *flags), 1)
-    return CaseRun(config, Topology(Layout(), 0, torch.device("cpu")))
+    config = case_config(WORDS, case(Mesh(), *flags), 1)
+    return CaseRun(config, Topology(Mesh(), 0, torch.device("cpu")))

@@ -13,7 +13,7 @@ from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.system import command_line
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.assemble import memory_explained
 from gptpar.training.auto_gradients import with_gradients
 from tests.helpers import TINY, tiny_config
@@ -56,7 +56,7 @@ def test_what_auto_has_decided_is_not_advised_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
     config = tiny_config("--bf16 --cpu-optimizer --num-layers 12 --hidden-size 512")
     with pytest.raises(GptparError) as caught, memory_explained(lambda: config):
-        config, _ = with_gradients(config, Topology(Layout(), 0, torch.device("cuda")))
+        config, _ = with_gradients(config, Topology(Mesh(), 0, torch.device("cuda")))
         assert config.offload.gradients_leave_at_once
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {LOWER}")

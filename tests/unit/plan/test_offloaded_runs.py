@@ -23,7 +23,7 @@ from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json
 from gptpar.plan.search import search
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.banner import refuse_what_cannot_fit
 from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, plan
 
@@ -301,7 +301,7 @@ def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
 def test_a_run_far_too_large_for_its_gpu_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 layers of 64 need about 6 MiB of states, and 64 MiB of workspace."""
     config = plan(IN_PAIRS).job.config
-    topology = Topology(Layout(), 0, torch.device("cuda"))
+    topology = Topology(Mesh(), 0, torch.device("cuda"))
     for capacity in (1 << 30, 1 << 24):
         properties = SimpleNamespace(total_memory=capacity)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)

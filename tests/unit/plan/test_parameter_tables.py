@@ -13,7 +13,7 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.plan.job import Job
 from gptpar.topology.groups import make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.gpt import make_engine
 from tests.helpers import tiny_config
 from tests.unit.plan.plans import pretended_world
@@ -25,7 +25,7 @@ LLAMA = (
 CUT = "--cpu-optimizer --cpu-optimizer-ratio 0.3 "
 
 
-def tables_of_run(flags: str, layout: Layout) -> tuple[Job, list[ParameterTable]]:
+def tables_of_run(flags: str, layout: Mesh) -> tuple[Job, list[ParameterTable]]:
     """The job, and of each stage the table of its first process."""
     sizes = f"--tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.pipeline}"
     config = tiny_config(f"--num-layers 4 --no-compile {sizes} {flags}", layout.world_size)
@@ -65,19 +65,19 @@ def described(table: ParameterTable) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (Layout(), CUT),
-        (Layout(tensor=2), CUT),
-        (Layout(tensor=2), CUT + "--sequence-parallel"),
-        (Layout(pipeline=2), ""),
-        (Layout(pipeline=2), CUT),
-        (Layout(pipeline=2), CUT + LLAMA),
-        (Layout(pipeline=2), CUT + "--num-virtual-stages-per-pipeline-rank 2"),
-        (Layout(pipeline=4), CUT),
-        (Layout(2, 2, 2), CUT + LLAMA + "--sequence-parallel --zero-stage 1"),
-        (Layout(2, 2, 1), CUT + "--sequence-parallel --qk-layernorm --zero-stage 3"),
+        (Mesh(), CUT),
+        (Mesh(tensor=2), CUT),
+        (Mesh(tensor=2), CUT + "--sequence-parallel"),
+        (Mesh(pipeline=2), ""),
+        (Mesh(pipeline=2), CUT),
+        (Mesh(pipeline=2), CUT + LLAMA),
+        (Mesh(pipeline=2), CUT + "--num-virtual-stages-per-pipeline-rank 2"),
+        (Mesh(pipeline=4), CUT),
+        (Mesh(2, 2, 2), CUT + LLAMA + "--sequence-parallel --zero-stage 1"),
+        (Mesh(2, 2, 1), CUT + "--sequence-parallel --qk-layernorm --zero-stage 3"),
     ],
 )
-def test_a_plan_has_the_table_of_each_stages_first_process(layout: Layout, flags: str) -> None:
+def test_a_plan_has_the_table_of_each_stages_first_process(layout: Mesh, flags: str) -> None:
     job, tables = tables_of_run(flags, layout)
     for part, table in zip(job.stages, tables, strict=True):
         planned = job.table(part)

@@ -23,7 +23,7 @@ from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
 from gptpar.topology.groups import make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.gpt import make_engine, split_of
 from tests.helpers import tiny_config
 from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
@@ -163,20 +163,20 @@ def allocated(engine: Engine) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (Layout(), ""),
-        (Layout(), "--bf16"),
-        (Layout(), "--fp16"),
-        (Layout(), "--bf16 --global-batch-size 4"),
-        (Layout(), "--fp64"),
-        (Layout(), "--cpu-optimizer --cpu-optimizer-ratio 0"),
-        *((Layout(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
-        (Layout(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
-        (Layout(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
-        (Layout(2, 2, 2), "--zero-stage 1 --qk-layernorm"),
-        (Layout(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
+        (Mesh(), ""),
+        (Mesh(), "--bf16"),
+        (Mesh(), "--fp16"),
+        (Mesh(), "--bf16 --global-batch-size 4"),
+        (Mesh(), "--fp64"),
+        (Mesh(), "--cpu-optimizer --cpu-optimizer-ratio 0"),
+        *((Mesh(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
+        (Mesh(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
+        (Mesh(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
+        (Mesh(2, 2, 2), "--zero-stage 1 --qk-layernorm"),
+        (Mesh(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
     ],
 )
-def test_states_are_what_the_run_allocates(layout: Layout, flags: str) -> None:
+def test_states_are_what_the_run_allocates(layout: Mesh, flags: str) -> None:
     sizes = f"--tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.pipeline}"
     config = tiny_config(f"{flags} {sizes} --no-compile", layout.world_size)
     job = Job(config, layout)

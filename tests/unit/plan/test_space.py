@@ -22,7 +22,7 @@ from gptpar.plan.space.spaces import (
     to_prove,
     to_prove_of_a_module,
 )
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 
 WORDS = [*SMALL.split(), "--fp64"]
 
@@ -90,7 +90,7 @@ def test_a_search_looks_at_everything_that_is_not_typed() -> None:
     config = typed(["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--micro-batch-size", "4"])
     given = {d.TENSOR, d.ZERO_STAGE, d.MICRO_BATCH}
     few = list(to_predict(config, given, 4, 8))
-    assert {one.layout for one in few} == {Layout(2, 2, 1), Layout(1, 2, 2)}
+    assert {one.layout for one in few} == {Mesh(2, 2, 1), Mesh(1, 2, 2)}
     assert not given & {name for one in few for name in one.changes}
     assert {one.name for one in few} == {
         f"pp{pp}, virtual stages {chunks}{recompute}"
@@ -118,7 +118,7 @@ def test_sweep_values_are_multiplied_and_impossible_ones_are_kept() -> None:
         layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2]
     )
     found = list(to_measure(typed(["--seq-length", "16"]), set(), 4, values))
-    assert [one.layout for one in found[::4]] == [Layout(4, 1, 1), Layout(1, 3, 1), Layout(2, 1, 1)]
+    assert [one.layout for one in found[::4]] == [Mesh(4, 1, 1), Mesh(1, 3, 1), Mesh(2, 1, 1)]
     assert {one.changes[d.GLOBAL_BATCH] for one in found} == {24}  # of dp4 alone: the others are no 4 processes
     assert set(CHOSEN) == set(vars(values))
 
@@ -135,7 +135,7 @@ def test_what_is_off_has_no_word_and_the_last_dimension_varies_fastest() -> None
         *("--recompute-modules", "mlp", "moe")
     ]
     dimensions = [d.sizes, d.fixed(Option(name="a"), Option(name="b")), d.listed(d.MICRO_BATCH, [1, 2])]
-    found = list(product([Layout()], dimensions))
+    found = list(product([Mesh()], dimensions))
     assert [one.name for one in found] == [f"dp1 x tp1 x pp1, {letter}" for letter in "aabb"]
     assert [one.changes[d.MICRO_BATCH] for one in found] == [1, 2, 1, 2]
 

@@ -25,7 +25,7 @@ PURE = [
     "any_module/units.py",
     "any_module/refusals.py",
     "config",
-    "topology/layout.py",
+    "topology/mesh.py",
     "topology/placement.py",
     "optim/schedule.py",
     "engine/ranges.py",

@@ -16,7 +16,7 @@ from gptpar.optim.schedule import make_schedule
 from gptpar.plan.graph import wants_graph
 from gptpar.system import host
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
@@ -152,7 +152,7 @@ def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
 def test_without_a_gpu_auto_is_nothing() -> None:
     config = tiny_config("--cpu-optimizer --cpu-optimizer-ratio auto")
     assert config.offload.ratio == "auto"
-    found = with_ratio(config, Topology(Layout(), 0, torch.device("cpu")))
+    found = with_ratio(config, Topology(Mesh(), 0, torch.device("cpu")))
     assert found.offload.ratio == 0.0
 
 
@@ -196,7 +196,7 @@ def test_a_folder_for_files_must_be_one() -> None:
 
 def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     config = tiny_config("--cpu-optimizer --bf16 --global-batch-size 8 --lr-warmup-iters 2 --lr-decay-style cosine")
-    topology = Topology(Layout(), 0, torch.device("cpu"))
+    topology = Topology(Mesh(), 0, torch.device("cpu"))
     trainer = Trainer(config, topology, make_schedule(config, 0), tries_memory=True)
     trainer.initialise()
     loss = trainer.forward_backward(any_batches(config, topology), 0)
@@ -207,9 +207,9 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
 
 
 def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
-    layout = Layout(pipeline=2)
+    layout = Mesh(pipeline=2)
     topology = Topology(layout, 0, torch.device("cpu"))
     words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
     assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
     assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4
-    assert len(any_batches(tiny_config("--global-batch-size 2"), Topology(Layout(), 0, topology.device))) == 1
+    assert len(any_batches(tiny_config("--global-batch-size 2"), Topology(Mesh(), 0, topology.device))) == 1

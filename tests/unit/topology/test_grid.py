@@ -9,34 +9,34 @@ import pytest
 
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.topology.layout import DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Layout, copies_over, rows_of
+from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Mesh, copies_over, rows_of
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 
 LAYOUTS = [
-    Layout(2, 2, 2),
-    Layout(3, 4, 1),
-    Layout(1, 2, 5),
-    Layout(),
-    Layout(6, 2, 2, expert=2),
-    Layout(4, 1, 2, expert=4),
+    Mesh(2, 2, 2),
+    Mesh(3, 4, 1),
+    Mesh(1, 2, 5),
+    Mesh(),
+    Mesh(6, 2, 2, expert=2),
+    Mesh(4, 1, 2, expert=4),
 ]
 
 
-def place_of(layout: Layout, rank: int) -> dict[str, int]:
+def place_of(layout: Mesh, rank: int) -> dict[str, int]:
     return {axis: layout.position(rank, axis) for axis in ROWS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_positions_and_ranks_are_inverse(layout: Layout) -> None:
+def test_positions_and_ranks_are_inverse(layout: Mesh) -> None:
     seen = [place_of(layout, rank) for rank in range(layout.world_size)]
     assert len({tuple(place.values()) for place in seen}) == layout.world_size
     assert [layout.rank(**place) for place in seen] == list(range(layout.world_size))
 
 
 def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
-    layout = Layout(data=2, tensor=2, pipeline=2)
+    layout = Mesh(data=2, tensor=2, pipeline=2)
     neighbours = [[layout.position(rank, axis) for axis in (DATA, TENSOR, PIPELINE)] for rank in (0, 1, 2, 4)]
     assert list(map(tuple, neighbours)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
 
@@ -45,7 +45,7 @@ def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
 @pytest.mark.parametrize(
     "axes", [*[(axis,) for axis in (*ROWS, DATA)], (DATA, TENSOR), (DATA, PIPELINE), (EXPERT, PIPELINE), ()]
 )
-def test_groups_of_axes_partition_the_ranks(layout: Layout, axes: tuple[str, ...]) -> None:
+def test_groups_of_axes_partition_the_ranks(layout: Mesh, axes: tuple[str, ...]) -> None:
     groups = layout.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     for group in groups:
@@ -60,7 +60,7 @@ def test_groups_of_axes_partition_the_ranks(layout: Layout, axes: tuple[str, ...
 
 
 def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
-    mesh = Layout(data=4, tensor=2, expert=2)
+    mesh = Mesh(data=4, tensor=2, expert=2)
     assert (mesh.size(), mesh.size(DATA), mesh.size(EXPERT), mesh.size(EXPERT_DATA), mesh.size(DATA, TENSOR)) == (
         8,
         4,
@@ -79,11 +79,11 @@ def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
         (EXPERT_DATA,),
     ]
     with pytest.raises(ValueError, match="2 expert-parallel processes do not divide 3 data-parallel ones"):
-        Layout(data=3, expert=2)
+        Mesh(data=3, expert=2)
 
 
 def test_groups_of_eight() -> None:
-    layout = Layout(data=2, tensor=2, pipeline=2)
+    layout = Mesh(data=2, tensor=2, pipeline=2)
     assert layout.groups(DATA) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert layout.groups(TENSOR) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.groups(PIPELINE) == [[0, 4], [1, 5], [2, 6], [3, 7]]

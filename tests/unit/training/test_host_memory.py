@@ -10,7 +10,7 @@ import torch
 from gptpar.config import Config
 from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training import banner
 from gptpar.training.banner import host_need, refuse_what_cannot_fit
 from tests.helpers import tiny_config
@@ -43,7 +43,7 @@ def test_a_run_far_too_large_for_its_host_is_refused_with_numbers(
     A run whose expected need exceeds what is free by less than the expectation's error is let go on.
     """
     config = config_of(flags)
-    topology = Topology(Layout(), 0, torch.device(device))
+    topology = Topology(Mesh(), 0, torch.device(device))
     found = host_need(config, topology) / (1 << 20)
     assert found == pytest.approx(need, rel=0.02)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 40))
@@ -61,8 +61,8 @@ def test_a_run_far_too_large_for_its_host_is_refused_with_numbers(
 
 def test_processes_of_one_machine_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("").update("batch", global_batch_size=8)
-    alone = host_need(config, Topology(Layout(), 0, torch.device("cpu")))
+    alone = host_need(config, Topology(Mesh(), 0, torch.device("cpu")))
     for rank, (place, count), times in ((1, (1, 2), 2), (0, (0, 2), 2), (1, (0, 1), 1)):
         monkeypatch.setattr(banner, "place_on_machine", lambda place=(place, count): place)
-        two = host_need(config, Topology(Layout(data=2), rank, torch.device("cpu")))
+        two = host_need(config, Topology(Mesh(data=2), rank, torch.device("cpu")))
         assert two == pytest.approx(times * alone, rel=0.05)

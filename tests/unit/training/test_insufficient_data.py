@@ -14,7 +14,7 @@ from gptpar.config.validate import resolve
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.errors import ConfigError, DataError
 from gptpar.topology.groups import make_topology
-from gptpar.topology.layout import Layout
+from gptpar.topology.mesh import Mesh
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary, data_order, make_loaders, other_order
 
@@ -34,7 +34,7 @@ def config_of(flags: str, world_size: int = 1) -> Config:
 
 def loaders_of(flags: str, said: list[str] | None = None) -> Loaders:
     config = config_of(flags)
-    topology = make_topology(Layout(), 0, torch.device("cpu"))
+    topology = make_topology(Mesh(), 0, torch.device("cpu"))
     said = [] if said is None else said
     return make_loaders(config, topology, BatchPlan.of(config.batch), Vocabulary(60, None, {}), said.append)
 

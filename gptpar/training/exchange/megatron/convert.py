@@ -25,7 +25,7 @@ from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
-from gptpar.topology.layout import TENSOR
+from gptpar.topology.mesh import TENSOR
 from gptpar.topology.placement import ParameterInfo
 from gptpar.training.exchange.finite import Finite
 from gptpar.training.exchange.megatron.arguments import count_in, model_of

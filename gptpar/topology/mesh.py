@@ -29,8 +29,8 @@ PARTS = {DATA: (EXPERT, EXPERT_DATA)}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A mesh of ranks, by the sizes of its axes; the expert axis is a part of the data axis.
+class Mesh:
+    """A grid of ranks, by the sizes of its axes; the expert axis is a part of the data axis.
 
     Raises:
         ValueError: the expert axis does not divide the data axis.

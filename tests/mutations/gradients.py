@@ -135,7 +135,7 @@ GRADIENTS = [
         "gathering-not-waited-for",
         GATHERER,
         "            work = self._pending.pop(unit, None)\n"
-        "            if work is not None:\n                self._axis.wait_for(work)\n"
+        "            if work is not None:\n                self._data.wait_for(work)\n"
         "            if self.watch is not None:\n                self.watch.arrived",
         "            self._pending.pop(unit, None)\n"
         "            if self.watch is not None:\n                self.watch.arrived",

@@ -65,8 +65,8 @@ PARALLEL = [
     Mutation(
         "norm-of-heads-declared-as-if-between-layers",
         "gptpar/model/attention.py",
-        "config, width, axis.gradient_inside_layers)",
-        "config, width, axis.gradient_between_layers)",
+        "config, width, axis.inside_layers)",
+        "config, width, axis.between_layers)",
         ("tests/unit/topology/test_placement.py::test_norms_of_heads_are_summed_with_and_without_split_tokens",),
     ),
     Mutation(

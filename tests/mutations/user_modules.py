@@ -43,8 +43,8 @@ USER_MODULES = [
     Mutation(
         "estimate-takes-masters-for-parameters",
         "gptpar/plan/module_memory.py",
-        "all(unit.dtype == wide for unit in table.units)",
-        "True",
+        "all(unit.shards == 1 and unit.dtype == wide for unit in table.units)",
+        "all(unit.shards == 1 for unit in table.units)",
         ("tests/ranks/test_module_memory.py",),
     ),
     Mutation(

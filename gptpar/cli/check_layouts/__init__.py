@@ -147,6 +147,11 @@ class _Chosen:
     cases: list[tuple[Candidate, Config]]
     left_out: dict[str, list[str]]
 
+    def covered(self) -> _Chosen:
+        """Few of the cases, with every pair of values."""
+        kept = pairwise([case for case, _ in self.cases])
+        return _Chosen([one for one in self.cases if one[0] in kept], self.left_out)
+
 
 def _chosen(words: Sequence[str], num_processes: int, options: argparse.Namespace) -> _Chosen:
     """The combinations that the model and the flags allow.
@@ -167,10 +172,7 @@ def _chosen(words: Sequence[str], num_processes: int, options: argparse.Namespac
             found.left_out.setdefault(reason, []).append(case.name)
     if not found.cases:
         raise ConfigError([f"{_some(names)}: {reason}" for reason, names in found.left_out.items()])
-    if options.pairwise:
-        kept = {id(case) for case in pairwise([case for case, _ in found.cases])}
-        return _Chosen([(case, config) for case, config in found.cases if id(case) in kept], found.left_out)
-    return found
+    return found.covered() if options.pairwise else found
 
 
 def _some(names: Sequence[str]) -> str:

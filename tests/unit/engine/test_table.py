@@ -132,7 +132,7 @@ def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> No
         for table in tables_of(case):
             for unit in table.units:
                 times = torch.zeros(unit.shard_length, dtype=torch.int64)
-                low = table.place.shard * unit.shard_length
+                low = table.place.shard(unit) * unit.shard_length
                 for start, stop in unit.padding():
                     times[max(0, start - low) : max(0, stop - low)] += 1
                 for one in table.ranges(unit=unit.name):

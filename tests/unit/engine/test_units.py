@@ -9,7 +9,7 @@ import torch
 
 from gptpar.engine.units import Unit
 from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT
-from gptpar.topology.placement import Split
+from gptpar.topology.placement import Placement, Split
 from tests.unit.engine.small_units import SHAPES, infos, table_of
 
 
@@ -76,9 +76,12 @@ def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards
     for rows, start in ((12, 0), (13, 12)):
         known = infos({**SHAPES, "tokens.weight": (rows, 8)}, {"tokens.weight": Split(0, 25, start, 13)})
         for name in ("norm.weight", "last.matrix"):
-            known[name] = replace(known[name], grad_sums=frozenset({"tensor"}))
+            known[name] = replace(known[name], placement=Placement(gradient_sum=frozenset({"tensor"})))
         unit = Unit.of("layer", known, shards)
-        assert [name for name, param in unit.params.items() if param.info.grad_sums] == ["last.matrix", "norm.weight"]
+        assert [name for name, param in unit.params.items() if param.info.placement.gradient_sum] == [
+            "last.matrix",
+            "norm.weight",
+        ]
         summed = [table_of(unit, shard).messages("layer", "tensor") for shard in range(shards)]
         assert sum(stop - start for parts in summed for start, stop in parts) == 128 + 64
         messages.append(summed)

@@ -13,7 +13,7 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.plan.job import Job
 from gptpar.topology.groups import make_topology
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, TENSOR, Mesh
 from gptpar.training.gpt import make_engine
 from tests.helpers import tiny_config
 from tests.unit.plan.plans import pretended_world
@@ -34,7 +34,7 @@ def tables_of_run(flags: str, layout: Mesh) -> tuple[Job, list[ParameterTable]]:
         with pretended_world(rank, layout.world_size):
             topology = make_topology(layout, rank, torch.device("cpu"))
             if topology.stage not in tables:
-                assert topology.data_rank == topology.tensor_rank == 0
+                assert topology.position(DATA) == topology.position(TENSOR) == 0
                 tables[topology.stage] = make_engine(config, topology, tries_memory=True).engine.table
     return Job(config, layout), [tables[stage] for stage in range(layout.pipeline)]
 

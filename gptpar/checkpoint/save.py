@@ -25,6 +25,7 @@ from gptpar.checkpoint.planner import ChunkSavePlanner
 from gptpar.checkpoint.ranks import MachineRanks, Ranks, as_checkpoint_error
 from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.storage import ChunkWriter
+from gptpar.checkpoint.tokenizer_copy import with_digests, write_copy
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
@@ -56,6 +57,7 @@ def save_checkpoint(
     snapshot: Snapshot | None = None,
     ring: Ring | None = None,
     moved: Callable[[], None] = lambda: None,
+    tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -83,6 +85,7 @@ def save_checkpoint(
         ring: of machines that have a folder `root` each. Each gets the files of its processes and of those of the
             machine before it, and all publish once all files are there; see `Copies`. `keep` must be None.
         moved: is called, by any thread, whenever this rank has written a piece or read one back.
+        tokenizer_files: name -> contents; rank 0's are stored, with a ring those of each machine's first rank.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -94,7 +97,7 @@ def save_checkpoint(
             written then); if a whole checkpoint of this iteration with other contents exists.
     """
     ranks = Ranks(process_group, moved) if ring is None else MachineRanks(process_group, ring, moved)
-    root, permit = Path(root), permit or (lambda: None)
+    root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
     ranks.lead(permit)
@@ -105,7 +108,7 @@ def save_checkpoint(
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held))
+    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held), tokenizer_files)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, retain, report, permit)
@@ -217,11 +220,13 @@ def _write(
     meta: dict[str, Any],
     permit: Callable[[], None],
     snapshot: Snapshot,
+    tokenizer_files: Mapping[str, bytes] | None,
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
 
     def publish(manifest: Manifest) -> None:
+        write_copy(temporary, tokenizer_files)
         write_synced(temporary / MANIFEST_NAME, manifest.to_json())
         permit()
         folders.publish(temporary, final)

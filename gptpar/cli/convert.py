@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
+from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
         what, num_bytes, then = f"Hugging Face folder {args.target} from {path}", export.nbytes, ""
     else:
         path = _convert_foreign(args)
-        what, num_bytes = f"checkpoint {path} from {args.source}", sum(one.stat().st_size for one in path.iterdir())
+        what, num_bytes = f"checkpoint {path} from {args.source}", sum(one.stat().st_size for one in files_of(path))
         then = _how_to_go_on(path)
     seconds = time.monotonic() - started
     print(f"made the {what}: {format_bytes(num_bytes)} in {seconds:.1f} s{then}")

@@ -284,7 +284,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
         return texts
     if not options.moved_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
         return texts | {name: text for name, text in before.items() if name not in of_the_model}
-    tokenizer = tokenizer_of_checkpoint(exported.stored, options.moved_tokenizer)
+    tokenizer = tokenizer_of_checkpoint(exported.stored, options.moved_tokenizer, for_export=True)
     return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
 
 

@@ -66,8 +66,7 @@ def save_checkpoint(
     older checkpoints stay as they are and no half-written one takes a final name.
 
     Args:
-        root: directory of the run's checkpoints, on a file system that all ranks share.
-        iteration: names the checkpoint, `root/iter_0000010`.
+        root, iteration: the checkpoint is `root/iter_0000010`, on a file system that all ranks share.
         tensors: by global name. A plain tensor is all of one, `TensorParts` are the boxes of it that this rank
             holds; a box that several ranks hold is a replica and is written once. Ranks may hold different names
             (pipeline stages); together they must hold every element of every tensor.
@@ -92,9 +91,8 @@ def save_checkpoint(
         shapes and the same meta is proved and kept, not written again; a damaged one is moved aside first.
 
     Raises:
-        CheckpointError: on every rank, if any rank fails; if the ranks disagree about a tensor, or some of its
-            elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
-            written then); if a whole checkpoint of this iteration with other contents exists.
+        CheckpointError: on every rank, if any fails; if ranks disagree about a tensor, or hold elements not at all or
+            twice, or the disk lacks room (nothing is written then); if a whole checkpoint with other contents exists.
     """
     ranks = Ranks(process_group, moved) if ring is None else MachineRanks(process_group, ring, moved)
     root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)

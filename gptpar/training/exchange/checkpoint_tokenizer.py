@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,29 +46,39 @@ def tokenizer_of_checkpoint(
     config = replace(stored.tokenizer, **given)
     names = usual_names(config.tokenizer_type)
     own = _own_files(stored, {role: name for role, name in names.items() if role not in given})
-    config, kept, problems = replace(config, **own), kept_folder(stored.path.parent), []
-    identity = stored.meta.get("tokenizer")
+    config = replace(config, **own)
+    if problems := list(_not_trusted(stored, config, {*given, *own}, for_export=for_export)):
+        raise TokenizerError("\n".join(problems))
+    return config
+
+
+def _not_trusted(
+    stored: StoredModel, config: TokenizerConfig, trusted: Collection[str], *, for_export: bool
+) -> Iterator[str]:
+    """A sentence for each file that may not be used although the checkpoint names it.
+
+    Args:
+        trusted: arguments whose files are used as they are.
+    """
+    kept, identity = kept_folder(stored.path.parent), stored.meta.get("tokenizer")
     recorded = identity.get("sha256") if isinstance(identity, dict) else None
     recorded = recorded if isinstance(recorded, dict) else {}
     paths = named_files(config.tokenizer_type, **config.options)
     for role, digest in digests_of(config).items():
-        is_kept = kept is not None and lies_in(paths[role], kept)
-        if role in given or role in own or (role not in recorded and is_kept):
+        path, is_kept = printable(str(paths[role])), kept is not None and lies_in(paths[role], kept)
+        if role in trusted or (role not in recorded and is_kept):
             continue
         if digest != recorded.get(role):
             before = f"SHA-256 {printable(str(recorded[role])[:64])}" if role in recorded else "no SHA-256"
-            problems.append(
-                f"{printable(str(paths[role]))} is not used: its SHA-256 is {digest}, and the checkpoint recorded "
-                f"{before}; name the right file with {_flags([role])}"
+            yield (
+                f"{path} is not used: its SHA-256 is {digest}, and the checkpoint recorded {before}; name the right "
+                f"file with {_flags([role])}"
             )
         elif for_export and not is_kept and len(files_of(config.tokenizer_type, **{role: paths[role]})) > 1:
-            problems.append(
-                f"{printable(str(paths[role]))} is not exported: it is outside of the run folder, and of the files "
-                f"beside it the checkpoint recorded no SHA-256; name it with {_flags([role])}"
+            yield (
+                f"{path} is not exported: it is outside of the run folder, and of the files beside it the checkpoint "
+                f"recorded no SHA-256; name it with {_flags([role])}"
             )
-    if problems:
-        raise TokenizerError("\n".join(problems))
-    return config
 
 
 def _own_files(stored: StoredModel, names: Mapping[str, str]) -> dict[str, Any]:

@@ -42,13 +42,13 @@ class ExportOptions:
     Attributes:
         dtype: of the weights; ``None``: that of the import from Hugging Face, else the run's number format.
         max_shard_bytes: of a weight file; ``None``: the files of the import, else 5 GB.
-        moved_tokenizer: fields of :class:`TokenizerConfig` that replace the checkpoint's.
+        given_tokenizer: fields of :class:`TokenizerConfig` that replace the checkpoint's.
         with_tokenizer: whether the tokenizer's files are written.
     """
 
     dtype: torch.dtype | None = None
     max_shard_bytes: int | None = None
-    moved_tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    given_tokenizer: Mapping[str, Any] = field(default_factory=dict)
     with_tokenizer: bool = True
 
 
@@ -282,9 +282,9 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
     texts = {name: text for name, text in before.items() if name in of_the_model and exported.same}
     if not options.with_tokenizer:
         return texts
-    if not options.moved_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
+    if not options.given_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
         return texts | {name: text for name, text in before.items() if name not in of_the_model}
-    tokenizer = tokenizer_of_checkpoint(exported.stored, options.moved_tokenizer, for_export=True)
+    tokenizer = tokenizer_of_checkpoint(exported.stored, options.given_tokenizer, for_export=True)
     return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
 
 

@@ -141,13 +141,12 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def of_stranger(root: Path, named: Path, copied: Any, recorded: dict[str, str]) -> Path:
-    """A checkpoint whose manifest names a file as its vocabulary."""
+def of_stranger(root: Path, tokenizer: dict[str, str], recorded: dict[str, str], copied: Any = None) -> Path:
+    """A checkpoint whose manifest names a tokenizer's files."""
 
     def change(meta: dict[str, Any]) -> None:
-        names = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(named), "merge_file": str(named)}
-        meta["config"]["tokenizer"] |= names
-        meta["tokenizer"] = {"type": "GPT2BPETokenizer", "vocab_size": 60, "eod": 0, "sha256": recorded}
+        meta["config"]["tokenizer"] |= tokenizer
+        meta["tokenizer"] = {"type": tokenizer["tokenizer_type"], "vocab_size": 60, "eod": 0, "sha256": recorded}
         meta |= {} if copied is None else {KEY: copied}
 
     return saved(root, change=change)
@@ -172,36 +171,38 @@ def test_a_strangers_checkpoint_brings_no_private_file_into_an_export(
     (tmp_path / "private").mkdir()
     secret = tmp_path / "private" / "id_rsa"
     secret.write_bytes(SECRET)
-    path = of_stranger(tmp_path / "run", secret, copied, {})
+    names = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(secret), "merge_file": str(secret)}
+    path = of_stranger(tmp_path / "run", names, {}, copied)
     (path / FOLDER).mkdir()
     name = next(iter(copied)) if isinstance(copied, dict) and copied else ""
     if name.endswith(".json"):
         link(path / FOLDER / name, secret)
-    good = bpe(tmp_path / "good").replace("good/", f"{tmp_path}/good/").split()
     assert main(["convert", str(path.parent), str(tmp_path / "out")]) == 1
     assert re.search(told, capsys.readouterr().err, re.DOTALL) and not (tmp_path / "out").exists()
-    for number, words in enumerate((good, ["--no-tokenizer"])):
-        assert main(["convert", str(path.parent), str(tmp_path / f"out{number}"), *words]) == 0
-        found = contents(tmp_path / f"out{number}")
-        assert found and not [name for name, content in found.items() if SECRET in content]
-    assert contents(tmp_path / "out0")["merges.txt"] == MERGES.encode()
+    if copied == {}:
+        good = bpe(tmp_path / "good").replace("good/", f"{tmp_path}/good/")
+        printed(capsys, "convert", str(path.parent), str(tmp_path / "out"), *good.split())
+        found = contents(tmp_path / "out")
+        assert found["merges.txt"] == MERGES.encode()
+        assert not [name for name, content in found.items() if SECRET in content]
 
 
-def test_files_beside_one_from_outside_are_exported_only_where_a_flag_names_it(tmp_path: Path) -> None:
+def test_files_beside_one_from_outside_are_exported_only_where_a_flag_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The checkpoint of a former version has the SHA-256 of tokenizer.json alone."""
     (tmp_path / "public").mkdir()
     for name, content in {"tokenizer.json": b"{}", "chat_template.jinja": SECRET}.items():
         (tmp_path / "public" / name).write_bytes(content)
-    tokenizer = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "public"))
-    meta = {"tokenizer": {"sha256": {"tokenizer_model": digest(b"{}")}}}
-    stored = StoredModel(tiny_config().model, tokenizer, tmp_path / "run" / "iter_0000001", meta)
-    assert tokenizer_of_checkpoint(stored, {}) == tokenizer
-    with pytest.raises(TokenizerError, match=r"tokenizer.json is not exported: it is outside .* --tokenizer-model"):
-        tokenizer_of_checkpoint(stored, {}, for_export=True)
     given = {"tokenizer_model": str(tmp_path / "public")}
-    assert tokenizer_of_checkpoint(stored, given, for_export=True) == tokenizer
+    path = of_stranger(tmp_path / "run", {"tokenizer_type": "HFTokenizer", **given}, {"tokenizer_model": digest(b"{}")})
+    assert main(["convert", str(path.parent), str(tmp_path / "out")]) == 1
+    assert re.search("tokenizer.json is not exported: .* with --tokenizer-model", capsys.readouterr().err)
+    stored = stored_model(path, read_manifest(path).meta)
+    assert tokenizer_of_checkpoint(stored, {}) == stored.tokenizer
+    assert tokenizer_of_checkpoint(stored, given, for_export=True) == stored.tokenizer
     (tmp_path / "public" / "chat_template.jinja").unlink()
-    assert tokenizer_of_checkpoint(stored, {}, for_export=True) == tokenizer
+    assert tokenizer_of_checkpoint(stored, {}, for_export=True) == stored.tokenizer
 
 
 def test_a_flag_wins_over_the_copy_and_a_damaged_copy_is_named(tmp_path: Path) -> None:
@@ -241,11 +242,9 @@ def test_a_resumed_run_without_flags_of_a_tokenizer_takes_the_copy(tmp_path: Pat
 def test_a_moved_import_of_a_hugging_face_folder_has_its_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
-    from tests.unit.training.exchange.hf_models import save_theirs
-
+    saved(tmp_path / "first")
     theirs = tmp_path / "theirs"
-    save_theirs(theirs, "GPT-2")
+    printed(capsys, "convert", str(tmp_path / "first"), str(theirs))
     (theirs / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
     (theirs / "merges.txt").write_text("a b\n")
     before = contents(theirs)

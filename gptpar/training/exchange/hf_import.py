@@ -20,7 +20,7 @@ from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
 from gptpar.training.exchange.checkpoint_tokenizer import digests_of
 from gptpar.training.exchange.finite import Finite
-from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
+from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, read_json, shapes_of
 from gptpar.training.exchange.kept import files_to_keep, keep
 from gptpar.training.exchange.meta import converted_meta
 
@@ -82,14 +82,19 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
-    """The tokenizer of a Hugging Face folder, if gptpar can read it."""
+    """The tokenizer of a Hugging Face folder, if gptpar can read it.
+
+    Raises:
+        CheckpointError: its ``tokenizer_config.json``, which says whether texts begin with bos, cannot be read.
+    """
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if (folder / "tokenizer.json").is_file():
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
     if vocab.is_file() and merges.is_file():
         return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
     if (folder / "tokenizer.model").is_file():
-        kind = "GPTSentencePieceTokenizer"
+        settings = read_json(path) if (path := folder / "tokenizer_config.json").is_file() else {}
+        kind = "Llama2Tokenizer" if settings.get("add_bos_token") is True else "GPTSentencePieceTokenizer"
         return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(folder / "tokenizer.model"))
     return None
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,14 @@ def damaged_copy(checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
     recorded, folder = meta.get(KEY, {}), checkpoint / FOLDER
     if not isinstance(recorded, dict) or not all(map(_PLAIN.fullmatch, recorded)):
         return [f"the meta of {checkpoint} has tokenizer_files that are no plain file names"]
-    there = os.listdir(folder) if recorded and folder.is_dir() else []
+    there: list[str] = []
+    with suppress(OSError):  # each file of it is told below
+        there = os.listdir(folder) if recorded else []
     problems = [f"{folder / printable(name)} was not saved with it" for name in sorted({*there} - {*recorded})]
     for name, digest in recorded.items():
         file = folder / name
         try:
-            if file.resolve() != checkpoint.resolve() / FOLDER / name:
+            if os.path.realpath(file) != os.path.join(os.path.realpath(checkpoint), FOLDER, name):
                 problems.append(f"{file} is a link, and none is followed")
             elif (found := hashlib.sha256(read_regular(file)).hexdigest()) != digest:
                 problems.append(f"{file} has the SHA-256 {found}, and {printable(str(digest)[:64])} was saved")

@@ -116,6 +116,7 @@ def link(path: Path, target: Path) -> None:
             ["vocab.json has .* 98c745f2.* and 44136fa3.* was sa"],
         ),
         (lambda copy: link(copy / "vocab.json", copy / "merges.txt"), ["vocab.json is a link"]),
+        (lambda copy: link(copy / "vocab.json", copy / "vocab.json"), ["vocab.json cannot be read: Too many levels"]),
         (lambda copy: link(copy, copy.rename(copy.with_name("x"))), ["vocab.json is a link", "merges.txt is a link"]),
         (lambda copy: (copy / "vocab.json").unlink() or os.mkfifo(copy / "vocab.json"), ["it is no regular file"]),
         (lambda copy: (copy / "tokenizer_config.json").touch(), ["tokenizer_config.json was not saved with it"]),

@@ -20,6 +20,7 @@ from gptpar.checkpoint.moving import move_files
 from gptpar.checkpoint.ranks import MachineRanks
 from gptpar.checkpoint.ring import Move, Ring
 from gptpar.checkpoint.tiling import overlap
+from gptpar.checkpoint.tokenizer_copy import FOLDER
 from gptpar.checkpoint.verify import Report, sound_files
 from gptpar.errors import CheckpointError
 from gptpar.system.files import read_regular
@@ -36,12 +37,12 @@ class _Held:
     """What a machine has of one copy.
 
     Attributes:
-        manifest_bytes: the manifest's length.
+        on_all: bytes of the manifest and of the tokenizer's files, which all machines have, by name.
         names: names of all files of the copy.
         files: names of the files that the machine has in full length.
     """
 
-    manifest_bytes: int
+    on_all: Mapping[str, int]
     names: frozenset[str]
     files: frozenset[str]
 
@@ -112,6 +113,7 @@ class Copies:
                 manifest, text = read_manifest(path), read_regular(path / MANIFEST_NAME)
                 sizes = manifest.file_sizes()
                 there = {name for name in os.listdir(path) if name in sizes and _length(path / name) == sizes[name]}
+                copied = {f"{FOLDER}/{file.name}": file.stat().st_size for file in (path / FOLDER).glob("*")}
             except DamagedCheckpoint as error:
                 problems.append(str(error))
                 continue
@@ -119,7 +121,7 @@ class Copies:
                 problems.append(f"{error.filename or path} cannot be read: {error.strerror}")
                 continue
             key = number, hashlib.sha256(text).hexdigest()
-            held[key] = _Held(len(text), frozenset(sizes), frozenset(there))
+            held[key] = _Held({MANIFEST_NAME: len(text), **copied}, frozenset(sizes), frozenset(there))
         return held, problems
 
     def _remove_after(self, iteration: int) -> None:
@@ -128,11 +130,11 @@ class Copies:
                 folders.remove_checkpoint(path)
 
     def _spread_manifest(self, iteration: int, parts: list[_Held | None]) -> None:
-        """Give each machine that lacks the manifest a folder with only it; a folder with another one goes."""
+        """Give each machine that lacks the manifest a folder with it and the tokenizer; one with another goes."""
         lacking = [machine for machine, part in enumerate(parts) if part is None]
         if not lacking:
             return
-        source, size = next((n, part.manifest_bytes) for n, part in enumerate(parts) if part is not None)
+        source, files = next((n, part.on_all) for n, part in enumerate(parts) if part is not None)
         final = folders.checkpoint_path(self.folder, iteration)
 
         def prepare() -> Path:
@@ -141,13 +143,15 @@ class Copies:
             if final.exists():
                 folders.remove_checkpoint(final)
             temporary = folders.temporary_path(self.folder, iteration)
-            temporary.mkdir()
+            for name in files:
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             return temporary
 
         folder = self.ranks.lead(prepare)
         moves = [
-            Move(self.ring.machines[source][0], self.ring.machines[machine][0], MANIFEST_NAME, size)
+            Move(self.ring.machines[source][0], self.ring.machines[machine][0], name, size)
             for machine in lacking
+            for name, size in files.items()
         ]
         move_files(self.ranks, moves, folder)
         self.ranks.lead(lambda: folders.publish(folder, final) if folder != final else None)

@@ -45,6 +45,11 @@ def find_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
+def files_of(path: Path) -> list[Path]:
+    """Every file of a checkpoint, in its folders, too."""
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
 def latest(root: str | Path) -> Path | None:
     """The newest published checkpoint, whole or not; None if there is none."""
     return next((path for _, path in find_checkpoints(root)), None)

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptpar.checkpoint.verify import damaged_files
 from gptpar.system.files import read_regular, replace_synced
@@ -85,5 +86,5 @@ def _note(path: Path) -> Path:
 
 def _files(path: Path) -> dict[str, list[int]]:
     """Name -> [bytes, modification time in ns] of every file of the checkpoint."""
-    stats = {entry.name: entry.stat() for entry in path.iterdir()}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())}
+    stats = {str(file.relative_to(path)): file.stat() for file in files_of(path)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

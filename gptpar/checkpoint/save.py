@@ -25,6 +25,7 @@ from gptpar.checkpoint.planner import ChunkSavePlanner
 from gptpar.checkpoint.ranks import MachineRanks, Ranks, as_checkpoint_error
 from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.storage import ChunkWriter
+from gptpar.checkpoint.tokenizer_copy import with_digests, write_copy
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
@@ -56,6 +57,7 @@ def save_checkpoint(
     snapshot: Snapshot | None = None,
     ring: Ring | None = None,
     moved: Callable[[], None] = lambda: None,
+    tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -64,8 +66,7 @@ def save_checkpoint(
     older checkpoints stay as they are and no half-written one takes a final name.
 
     Args:
-        root: directory of the run's checkpoints, on a file system that all ranks share.
-        iteration: names the checkpoint, `root/iter_0000010`.
+        root, iteration: the checkpoint is `root/iter_0000010`, on a file system that all ranks share.
         tensors: by global name. A plain tensor is all of one, `TensorParts` are the boxes of it that this rank
             holds; a box that several ranks hold is a replica and is written once. Ranks may hold different names
             (pipeline stages); together they must hold every element of every tensor.
@@ -83,18 +84,18 @@ def save_checkpoint(
         ring: of machines that have a folder `root` each. Each gets the files of its processes and of those of the
             machine before it, and all publish once all files are there; see `Copies`. `keep` must be None.
         moved: is called, by any thread, whenever this rank has written a piece or read one back.
+        tokenizer_files: name -> contents; rank 0's are stored, with a ring those of each machine's first rank.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
         shapes and the same meta is proved and kept, not written again; a damaged one is moved aside first.
 
     Raises:
-        CheckpointError: on every rank, if any rank fails; if the ranks disagree about a tensor, or some of its
-            elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
-            written then); if a whole checkpoint of this iteration with other contents exists.
+        CheckpointError: on every rank, if any fails; if ranks disagree about a tensor, or hold elements not at all or
+            twice, or the disk lacks room (nothing is written then); if a whole checkpoint with other contents exists.
     """
     ranks = Ranks(process_group, moved) if ring is None else MachineRanks(process_group, ring, moved)
-    root, permit = Path(root), permit or (lambda: None)
+    root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
     ranks.lead(permit)
@@ -105,7 +106,7 @@ def save_checkpoint(
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held))
+    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held), tokenizer_files)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, retain, report, permit)
@@ -217,11 +218,13 @@ def _write(
     meta: dict[str, Any],
     permit: Callable[[], None],
     snapshot: Snapshot,
+    tokenizer_files: Mapping[str, bytes] | None,
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
 
     def publish(manifest: Manifest) -> None:
+        write_copy(temporary, tokenizer_files)
         write_synced(temporary / MANIFEST_NAME, manifest.to_json())
         permit()
         folders.publish(temporary, final)

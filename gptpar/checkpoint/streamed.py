@@ -16,6 +16,7 @@ from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, 
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry, file_of
 from gptpar.checkpoint.patches import ParameterView, Patch, boxes_of
+from gptpar.checkpoint.tokenizer_copy import with_digests, write_copy
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
 from gptpar.system.snapshot import PIECE_BYTES
@@ -115,13 +116,17 @@ class StreamedCheckpoint:
 
 
 def write_checkpoint(
-    root: Path, iteration: int, fill: Callable[[StreamedCheckpoint], None], meta: dict[str, Any]
+    root: Path,
+    iteration: int,
+    fill: Callable[[StreamedCheckpoint], None],
+    meta: dict[str, Any],
+    tokenizer_files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write ``root/iter_...``; it appears whole or not at all.
 
     Args:
         fill: adds the tensors, and fills them.
-        meta: as ``save_checkpoint`` takes it.
+        meta, tokenizer_files: as ``save_checkpoint`` takes them.
 
     Returns:
         The checkpoint's path.
@@ -142,7 +147,9 @@ def write_checkpoint(
             entries = file.finish()
         finally:
             file.close()
-        write_synced(temporary / MANIFEST_NAME, Manifest(iteration, entries, meta).to_json())
+        write_copy(temporary, tokenizer_files)
+        manifest = Manifest(iteration, entries, with_digests(meta, tokenizer_files))
+        write_synced(temporary / MANIFEST_NAME, manifest.to_json())
         folders.publish(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

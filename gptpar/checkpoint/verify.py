@@ -10,6 +10,7 @@ from pathlib import Path
 from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint.pieces import ChunkFiles, run_parallel
 from gptpar.checkpoint.ranks import Ranks
+from gptpar.checkpoint.tokenizer_copy import damaged_copy
 
 Report = Callable[[str], None]
 
@@ -66,7 +67,7 @@ def damaged_files(path: Path, manifest: Manifest) -> list[str]:
 def damaged_pieces(
     path: Path, manifest: Manifest, share: int = 0, num_shares: int = 1, moved: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Pieces whose bytes are not what was saved; ranks that check together take a share each.
+    """Pieces, and files of a tokenizer, that are not what was saved; ranks that check together take a share each.
 
     Args:
         moved: is called after each piece.
@@ -78,7 +79,8 @@ def damaged_pieces(
             found = run_parallel([partial(_check_chunk, files, name, chunk, moved) for name, chunk in chunks])
     except DamagedCheckpoint as error:
         return [str(error)]
-    return [problem for problems in found for problem in problems]
+    copied = [] if share else damaged_copy(path, manifest.meta)
+    return copied + [problem for problems in found for problem in problems]
 
 
 def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> tuple[set[str], list[str]]:

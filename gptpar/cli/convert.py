@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
+from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
 from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files
 from gptpar.errors import CheckpointError
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser, not_negative_int
@@ -53,8 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help="this type instead of the checkpoint's"
     )
-    for name, text in TOKENIZER_FILES.items():
-        to_hf.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=f"where it is now: {text}")
+    add_tokenizer_flags(to_hf)
     return parser
 
 
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
         what, num_bytes, then = f"Hugging Face folder {args.target} from {path}", export.nbytes, ""
     else:
         path = _convert_foreign(args)
-        what, num_bytes = f"checkpoint {path} from {args.source}", sum(one.stat().st_size for one in path.iterdir())
+        what, num_bytes = f"checkpoint {path} from {args.source}", sum(one.stat().st_size for one in files_of(path))
         then = _how_to_go_on(path)
     seconds = time.monotonic() - started
     print(f"made the {what}: {format_bytes(num_bytes)} in {seconds:.1f} s{then}")
@@ -84,12 +85,11 @@ def _how_to_go_on(path: Path) -> str:
 
 
 def _options(args: argparse.Namespace) -> ExportOptions:
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    kind = {} if args.tokenizer_type is None else {"tokenizer_type": args.tokenizer_type}
     return ExportOptions(
         dtype=None if args.dtype is None else DTYPES[args.dtype],
         max_shard_bytes=args.max_shard_size,
-        moved_tokenizer=given,
+        given_tokenizer=kind | given_files(args),
         with_tokenizer=not args.no_tokenizer,
     )
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files, given_tokenizer
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
-from gptpar.cli.moved_tokenizer import add_tokenizer_flags, moved_tokenizer
-from gptpar.errors import CheckpointError, ConfigError
+from gptpar.errors import CheckpointError, ConfigError, TokenizerError
 from gptpar.model.dtypes import DTYPES
 from gptpar.reporting.console import task_line
 from gptpar.reporting.records import TaskRecord
@@ -24,6 +24,7 @@ from gptpar.training.evaluation.checkpoint import layout_problems, load_pipeline
 from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.items import all_problems
 from gptpar.training.evaluation.tasks import read_tasks
+from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.generation import newest_model
 
 DESCRIPTION = """Evaluate a checkpoint on questions with choices (accuracy) or on texts (bits per byte). Scores are
@@ -86,22 +87,23 @@ def main(argv: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace, count: int) -> None:
-    """Check tasks, checkpoint and layout before any process is started, and nothing else is read.
+    """Check tasks, checkpoint, its tokenizer and layout before any process is started, and nothing else is read.
 
     Raises:
-        CheckpointError: there is no checkpoint that can be read, and nothing else is wrong.
+        CheckpointError, TokenizerError: the checkpoint cannot be read, or its tokenizer's files; nothing else is wrong.
         ConfigError: with all problems.
     """
     problems = list(all_problems(args.eval_tasks))
     try:
-        model = newest_model(args.load, args.ckpt_step).model
-    except CheckpointError as error:
+        stored = newest_model(args.load, args.ckpt_step)
+        tokenizer_of_checkpoint(stored, given_files(args))
+    except (CheckpointError, TokenizerError) as error:
         if not problems:
             raise
         problems.append(str(error))
     else:
         sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        problems += layout_problems(model, *sizes, count)
+        problems += layout_problems(stored.model, *sizes, count)
     if problems:
         raise ConfigError(problems)
 
@@ -114,7 +116,7 @@ def evaluate(
     model = load_pipeline(args.load, topology, dtype, args.ckpt_step)
     stored, iteration = model.loaded.stored, model.loaded.iteration
     context = stored.model.seq_length
-    tasks = read_tasks(args.eval_tasks, moved_tokenizer(stored, args), context, args.eval_limit)
+    tasks = read_tasks(args.eval_tasks, given_tokenizer(stored, args), context, args.eval_limit)
     evaluator = Evaluator(model.pipeline, topology, context, args.micro_batch_size * context, activity.note)
     request.hold()  # until here nobody waits for this process to come to a batch's end
     scores: dict[str, Any] = {}

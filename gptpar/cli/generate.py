@@ -10,7 +10,7 @@ from unicodedata import category
 
 import torch
 
-from gptpar.cli.moved_tokenizer import add_tokenizer_flags, moved_tokenizer
+from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     prompts = _prompts(args)
     stage, stored = _model(args)
-    tokenizer = moved_tokenizer(stored, args)
+    tokenizer = given_tokenizer(stored, args)
     how = Sampling(
         num_tokens=args.num_tokens,
         context=stored.model.seq_length,

@@ -25,6 +25,7 @@ from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
 from gptpar.training.evaluation.items import all_problems
 from gptpar.training.exchange.start_from_hf import take_model_of_hf
+from gptpar.training.exchange.tokenizer_files import missing_package
 from gptpar.training.recovery import continued, with_global_batch
 from gptpar.training.resume import folder_problems
 
@@ -40,9 +41,10 @@ def tokenizer_checks(tokenizer: TokenizerConfig) -> Iterable[str]:
 
 
 def start_checks(flags: Flags) -> Iterable[str]:
-    """Problems with the tokenizer, folders that hold other programs' checkpoints, and files to evaluate on."""
+    """Problems with the tokenizer and its export, folders of other programs' checkpoints, and files to evaluate on."""
     tasks = all_problems(flags.logging.eval_tasks or ())
-    return [*tokenizer_checks(flags.tokenizer), *folder_problems(flags.checkpoint), *tasks]
+    tokenizer = [*tokenizer_checks(flags.tokenizer), *missing_package(flags)]
+    return [*tokenizer, *folder_problems(flags.checkpoint), *tasks]
 
 
 def remaining(parsed: ParsedFlags, global_batch_size: int, at_start: int) -> Callable[[int], int]:

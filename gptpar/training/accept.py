@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,24 @@ class Inputs:
         tokenizer: the tokenizer's identity.
         corpora: the corpora's identities when the run began, by the field that names them.
         data_order: what the order of the training samples depends on beside them.
+        tokenizer_files: name -> contents of the files that the tokenizer is made from; each checkpoint gets a copy.
     """
 
     tokenizer: dict[str, Any]
     corpora: Corpora
     data_order: dict[str, Any]
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: Config, tokenizer: dict[str, Any], data_parallel_size: int = 1) -> Inputs:
+    def of(
+        config: Config,
+        tokenizer: dict[str, Any],
+        data_parallel_size: int = 1,
+        tokenizer_files: Mapping[str, bytes] | None = None,
+    ) -> Inputs:
         """Reads a little of each corpus."""
-        return Inputs(tokenizer, same_run.corpora_of(config.data), data_order(config, data_parallel_size))
+        corpora, order = same_run.corpora_of(config.data), data_order(config, data_parallel_size)
+        return Inputs(tokenizer, corpora, order, tokenizer_files or {})
 
 
 def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:

@@ -129,7 +129,7 @@ def open_run(
             vocabulary = vocabulary_of(config.tokenizer)
             config = with_vocabulary(config, vocabulary)
             tasks = tasks_of(config)
-            inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
+            inputs = resume.Inputs.of(config, vocabulary.identity, layout.data, vocabulary.files)
         require_same(inputs_of(inputs), "give all machines the same files.")
         copies = open_copies(config, say)
         done = resume.progress_to_resume(config, inputs)

@@ -10,14 +10,16 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from gptpar.checkpoint.folders import checkpoint_path
-from gptpar.config import ModelFlags, TokenizerConfig
+from gptpar.checkpoint import checkpoints_in
+from gptpar.config import Flags, ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
-from gptpar.errors import CheckpointError
-from gptpar.training.resume import checkpoint_to_resume, folder_to_load
+from gptpar.errors import CheckpointError, TokenizerError
+from gptpar.system.data_flags import TOKENIZER_FILES
+from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
+from gptpar.training.resume import checkpoint_to_resume, folders_to_load
 from gptpar.training.same_run import RULES, Rule
 from gptpar.training.stored import StoredModel, stored_model
 
@@ -38,15 +40,25 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
         return _with_kept_rules(parsed)
     if c.load is None:
         return _with_problem(parsed, f"{_REASON} needs --load, a folder with checkpoints.")
-    manifest = checkpoint_to_resume(parsed.flags)
-    if manifest is None:
+    stored = _stored(parsed.flags, c.load)
+    if stored is None:
         return _with_problem(parsed, f"{_REASON}: there is no checkpoint in --load {c.load} yet: drop it at the start.")
-    stored = stored_model(checkpoint_path(folder_to_load(parsed.flags, c.load), manifest.iteration), manifest.meta)
-    return _filled(parsed, stored, Path(c.load))
+    typed = [name for name in TOKENIZER_FILES if f"tokenizer.{name}" in parsed.given]
+    tokenizer = tokenizer_of_checkpoint(stored, {name: getattr(parsed.flags.tokenizer, name) for name in typed})
+    return _filled(parsed, dataclasses.replace(stored, tokenizer=tokenizer), Path(c.load))
+
+
+def _stored(flags: Flags, load: str) -> StoredModel | None:
+    """What the checkpoint from which the run goes on says of its model; ``None``: there is none yet."""
+    manifest = checkpoint_to_resume(flags)
+    if manifest is None:
+        return None
+    found = checkpoints_in(folders_to_load(flags, load))
+    return stored_model(next(path for number, path in found if number == manifest.iteration), manifest.meta)
 
 
 def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
-    """With the checkpoint's ``--softmax-over-padding`` and ``--mlp-activation``, where they are not typed.
+    """With the checkpoint's ``--softmax-over-padding``, ``--mlp-activation`` and tokenizer, where they are not typed.
 
     What is wrong with the checkpoint is told later, with all other problems.
     """
@@ -54,14 +66,27 @@ def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
     if c.load is None:
         return parsed
     with contextlib.suppress(CheckpointError):
-        manifest = checkpoint_to_resume(parsed.flags)
-        if manifest is not None:
-            model = stored_model(checkpoint_path(Path(c.load), manifest.iteration), manifest.meta).model
+        stored = _stored(parsed.flags, c.load)
+        if stored is not None:
+            model, parsed = stored.model, _with_tokenizer(parsed, stored)
             kept: dict[str, object] = {"softmax_over_padding": model.softmax_over_padding}
             if parsed.flags.model.mlp_activation == UNFUSED_GELU and model.mlp_activation == FUSED_GELU:
                 kept["mlp_activation"] = FUSED_GELU
             return _keeping(parsed, kept, c.load)
     return parsed
+
+
+def _with_tokenizer(parsed: ParsedFlags, stored: StoredModel) -> ParsedFlags:
+    """With the checkpoint's tokenizer, or what is wrong with it, where the command line says nothing of one."""
+    if parsed.flags.tokenizer != TokenizerConfig():
+        return parsed
+    try:
+        found = tokenizer_of_checkpoint(stored, {})
+    except TokenizerError as error:
+        return _with_problem(parsed, str(error))
+    reason = f"the checkpoint in --load {parsed.flags.checkpoint.load}"
+    derived = [*parsed.derived, Derived("tokenizer", found.tokenizer_type or "none", reason)]
+    return dataclasses.replace(parsed, flags=dataclasses.replace(parsed.flags, tokenizer=found), derived=derived)
 
 
 def _keeping(parsed: ParsedFlags, kept: dict[str, object], load: str) -> ParsedFlags:

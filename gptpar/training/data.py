@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,13 @@ class Vocabulary:
         size: number of token ids.
         eod: id of the end of a document, where a tokenizer says it.
         identity: kept in checkpoints.
+        files: name -> contents of the files that it is made from; each checkpoint gets a copy.
     """
 
     size: int
     eod: int | None
     identity: dict[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
@@ -47,7 +49,7 @@ def vocabulary_of(config: TokenizerConfig) -> Vocabulary:
     """The size of the vocabulary, from the tokenizer or from ``--vocab-size``."""
     tokenizer = tokenizer_of(config)
     if tokenizer is not None:
-        return Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer.identity())
+        return Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer.identity(), tokenizer.files)
     size = config.vocab_size
     assert size is not None
     return Vocabulary(size, None, {"type": "none", "vocab_size": size})

@@ -54,7 +54,8 @@ def save(
     checkpoint = trainer.config.checkpoint
     assert checkpoint.save is not None
     tensors, meta = tensors_to_save(trainer), meta_of(trainer, progress, inputs)
-    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit)
+    how: dict[str, Any] = {"keep": keep, "permit": permit, "tokenizer_files": inputs.tokenizer_files}
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, **how)
 
 
 def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, TensorParts]:

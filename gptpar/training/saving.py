@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import room, save_checkpoint
+from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.save_request import Late, Save, Saved
 from gptpar.checkpoint.saver import Saver
@@ -212,6 +213,7 @@ class Saving:
             "retain": target.retain,
             "permit": permit,
             "ring": target.ring,
+            "tokenizer_files": self._inputs.tokenizer_files,
         }
         write = partial(save_checkpoint, target.folder, iteration, meta=meta, **keeping)
         host, optimizer = trainer.host, trainer.engine.optimizer
@@ -291,7 +293,7 @@ class Saving:
 
     def _tell(self, saved: Saved) -> None:
         iteration, path = saved.save.iteration, saved.path
-        num_bytes = sum(entry.stat().st_size for entry in path.iterdir()) if path.exists() else 0
+        num_bytes = sum(file.stat().st_size for file in files_of(path))
         kept = saved.most_kept
         copies = "; cloned on the GPU" if saved.cloned else f"; {format_bytes(kept)} of memory for it" if kept else ""
         self._say(

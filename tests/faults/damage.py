@@ -115,7 +115,7 @@ def _reads_right(place: Place, words: str, told: str, path: Path, changed: bool)
     if running.status not in (0, 1):
         raise Failed("traceback", f"gptpar {words}: exit status {running.status}: {text[-300:]}")
     name = path.relative_to(place.folder)
-    is_data = path.parent.name.startswith("iter_") and path.suffix == ".bin"
+    is_data = path.parent.name == "tokenizer" or (path.parent.name.startswith("iter_") and path.suffix == ".bin")
     if words.endswith("--verify") and is_data and changed and running.status == 0:
         raise Failed("silent loss", f"gptpar {words} finds {name} sound: {text[-300:]}")
     if words.startswith(("summary", "generate")) and running.status == 0 and text != told and not _warns(text):

@@ -17,7 +17,7 @@ def swapped_pieces(place: Place) -> Measured:
     """Two checkpoints swap a file, or one of them gets a copy of the other's."""
     place.with_stopped_run()
     new, old = sorted(place.run_folder.glob("iter_*"), reverse=True)[:2]
-    name = place.random.choice(sorted(path.name for path in new.iterdir()))
+    name = place.random.choice(sorted(path.name for path in new.iterdir() if path.is_file()))
     if place.random.random() < 0.5:
         (new / name).rename(place.folder / "between")
         (old / name).rename(new / name)

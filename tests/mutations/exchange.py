@@ -31,6 +31,20 @@ EXCHANGE = [
         ("tests/unit/training/exchange/test_export.py",),
     ),
     Mutation(
+        "links-in-a-copy-of-a-tokenizer-are-followed",
+        "gptpar/checkpoint/tokenizer_copy.py",
+        "if os.path.realpath(file) != os.path.join(os.path.realpath(checkpoint), FOLDER, name):",
+        "if False:",
+        ("tests/unit/training/exchange/test_tokenizer_copy.py",),
+    ),
+    Mutation(
+        "files-beside-an-outside-tokenizer-are-exported",
+        "gptpar/training/exchange/hf_export.py",
+        ", for_export=True",
+        "",
+        ("tests/unit/training/exchange/test_tokenizer_copy.py",),
+    ),
+    Mutation(
         "overlapping-tensors-are-read",
         "gptpar/checkpoint/exchange/safetensors_file.py",
         "if stop != start:",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:
         return {}
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
     return {role: file_at(str(path), cls.in_folder) for role in cls.file_names if (path := given.get(role)) is not None}
+
+
+def usual_names(tokenizer_type: str | None) -> Mapping[str, str]:
+    """Argument of `build_tokenizer` that is a file's path -> the file's name in a tokenizer's `files`."""
+    return _CLASSES[TOKENIZERS[tokenizer_type]].file_names if tokenizer_type in TOKENIZERS else {}
+
+
+def files_of(tokenizer_type: str | None, **given: Any) -> dict[str, bytes]:
+    """The `files` of the tokenizer that `build_tokenizer` makes of these arguments; its library is not needed.
+
+    Raises:
+        TokenizerError: one cannot be read.
+    """
+    files: dict[str, bytes] = {}
+    for role, path in named_files(tokenizer_type, **given).items():
+        files |= _CLASSES[TOKENIZERS[str(tokenizer_type)]].files_at(role, path)
+    return files
 
 
 def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[str]:

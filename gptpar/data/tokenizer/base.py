@@ -110,6 +110,7 @@ class TokenizerBase:
     optional: ClassVar[tuple[str, ...]] = ()  # those that it takes beside them
     in_folder: ClassVar[str] = ""  # the name of its file, where a folder is given in its place
     file_names: ClassVar[Mapping[str, str]] = {}  # argument that is a file's path -> its usual name
+    beside: ClassVar[tuple[str, ...]] = ()  # names of further files that belong to it, where they are beside that one
     may_drop: ClassVar[bool] = False  # whether there may be characters that no token represents
     vocab_size: int
     eod: int
@@ -123,15 +124,22 @@ class TokenizerBase:
         self.files: dict[str, bytes] = {}
 
     def _read(self, role: str, path: str | Path) -> bytes:
-        content = self.files[self.file_names[role]] = _contents(path)
+        self.files |= self.files_at(role, Path(path))
+        content = self.files[self.file_names[role]]
         self._sha256[role] = hashlib.sha256(content).hexdigest()
         return content
 
-    def _read_beside(self, path: Path, names: Iterable[str]) -> None:
-        """Read further files that are in the folder, not links out of it; they are no part of the identity."""
-        for sibling in map(path.with_name, names):
-            if sibling.name not in (path.name, *self.files) and sibling.is_file() and lies_in(sibling, path.parent):
-                self.files[sibling.name] = _contents(sibling)
+    @classmethod
+    def files_at(cls, role: str, path: Path) -> dict[str, bytes]:
+        """Usual name -> contents, of a file and of those beside it that belong to it.
+
+        Those beside it are no part of the identity, and no links out of its folder.
+
+        Raises:
+            TokenizerError: one cannot be read.
+        """
+        near = [one for one in map(path.with_name, cls.beside) if one.is_file() and lies_in(one, path.parent)]
+        return {one.name: _contents(one) for one in near if one != path} | {cls.file_names[role]: _contents(path)}
 
     @property
     def threads(self) -> bool:

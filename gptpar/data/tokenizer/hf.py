@@ -15,8 +15,6 @@ from gptpar.errors import TokenizerError
 COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 DECLARING = ("tokenizer_config.json", "special_tokens_map.json")
 """Files beside a tokenizer.json that say which token is which."""
-BESIDE = (*DECLARING, "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
-"""Files that transformers reads beside a tokenizer.json."""
 
 
 class HFTokenizer(TokenizerBase):
@@ -32,6 +30,7 @@ class HFTokenizer(TokenizerBase):
     options = ("tokenizer_model",)
     in_folder = "tokenizer.json"
     file_names = {"tokenizer_model": in_folder}
+    beside = (*DECLARING, "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
     may_drop = True
 
     def __init__(self, tokenizer_model: str):
@@ -39,7 +38,6 @@ class HFTokenizer(TokenizerBase):
         path = self._path = file_at(tokenizer_model, self.in_folder)
         content = self._read("tokenizer_model", path)
         self._tokenizer = load_tokenizer_json(content, str(path))
-        self._read_beside(path, BESIDE)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocab:
             raise TokenizerError(f"{path} holds no token: its vocabulary is empty; take the model's own tokenizer.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -24,6 +25,7 @@ from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
 from gptpar.system.files import read_regular, write_synced
+from gptpar.training.data import tokenizer_of
 from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
 from gptpar.training.exchange.kept import Kept, kept_in
@@ -42,13 +44,13 @@ class ExportOptions:
     Attributes:
         dtype: of the weights; ``None``: that of the import from Hugging Face, else the run's number format.
         max_shard_bytes: of a weight file; ``None``: the files of the import, else 5 GB.
-        moved_tokenizer: fields of :class:`TokenizerConfig` that replace the checkpoint's.
+        given_tokenizer: fields of :class:`TokenizerConfig` that replace the checkpoint's.
         with_tokenizer: whether the tokenizer's files are written.
     """
 
     dtype: torch.dtype | None = None
     max_shard_bytes: int | None = None
-    moved_tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    given_tokenizer: Mapping[str, Any] = field(default_factory=dict)
     with_tokenizer: bool = True
 
 
@@ -147,7 +149,7 @@ def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOpti
         problems.append(str(error))
     if problems:
         raise CheckpointError("\n".join(problems))
-    end, before = _end_of_text(exported.meta), _dtype_of(exported.fields, exported.meta)
+    end, before = _ends_of_text(exported, options), _dtype_of(exported.fields, exported.meta)
     dtype = options.dtype or before
     if CONFIG not in texts or dtype != before:
         texts[CONFIG] = _json({**end, **exported.fields, **_dtype_fields(exported.fields, dtype)})
@@ -282,16 +284,22 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
     texts = {name: text for name, text in before.items() if name in of_the_model and exported.same}
     if not options.with_tokenizer:
         return texts
-    if not options.moved_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
+    if not options.given_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
         return texts | {name: text for name, text in before.items() if name not in of_the_model}
-    tokenizer = tokenizer_of_checkpoint(exported.stored, options.moved_tokenizer)
+    tokenizer = tokenizer_of_checkpoint(exported.stored, options.given_tokenizer, for_export=True)
     return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
 
 
-def _end_of_text(meta: Mapping[str, Any]) -> dict[str, int | None]:
-    """The token that begins and ends documents; ``None`` without one, because version 4 would put its own default."""
-    eod = _tokenizer(meta).get("eod")
-    return dict.fromkeys(("bos_token_id", "eos_token_id"), eod if type(eod) is int else None)
+def _ends_of_text(exported: _Exported, options: ExportOptions) -> dict[str, int | None]:
+    """The tokens that begin and end documents; ``None`` without, because version 4 would put its own default."""
+    eod = _tokenizer(exported.meta).get("eod")
+    if type(eod) is not int:
+        return {"bos_token_id": None, "eos_token_id": None}
+    begin = eod
+    with suppress(ConfigError, TokenizerError, ImportError):  # told where its files are to be written
+        tokenizer = tokenizer_of(tokenizer_of_checkpoint(exported.stored, options.given_tokenizer))
+        begin = eod if tokenizer is None else tokenizer.encode_document("")[0]
+    return {"bos_token_id": begin, "eos_token_id": eod}
 
 
 def _shards(tensors: Iterable[HfTensor], dtype: torch.dtype, max_bytes: int) -> dict[str, list[HfTensor]]:

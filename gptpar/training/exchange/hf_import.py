@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from gptpar.checkpoint.assembly import Assembly, FileBlock, Reading, Room
 from gptpar.checkpoint.data_file import AlignedBuffers
@@ -16,13 +14,14 @@ from gptpar.checkpoint.patches import ParameterView, common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.checkpoint.streamed import StreamedCheckpoint, write_checkpoint
 from gptpar.config import TokenizerConfig
+from gptpar.data.tokenizer import files_of
 from gptpar.errors import CheckpointError
 from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
 from gptpar.training.exchange.checkpoint_tokenizer import digests_of
 from gptpar.training.exchange.finite import Finite
-from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, shapes_of
-from gptpar.training.exchange.kept import FOLDER, files_to_keep, keep
+from gptpar.training.exchange.hf_folder import HfModel, SourcePart, open_hf, read_json, shapes_of
+from gptpar.training.exchange.kept import files_to_keep, keep
 from gptpar.training.exchange.meta import converted_meta
 
 
@@ -46,18 +45,17 @@ def import_hf(source: Path, target: Path) -> Path:
         raise CheckpointError("\n".join([*problems, str(error)])) from None
     if problems:
         raise CheckpointError(problems[0])
-    tokenizer = tokenizer_in(source)
-    if tokenizer is None:
-        tokenizer = TokenizerConfig(vocab_size=model.model.padded_vocab_size)
+    tokenizer = tokenizer_in(source) or TokenizerConfig(vocab_size=model.model.padded_vocab_size)
+    files = files_of(tokenizer.tokenizer_type, **tokenizer.options)
     size = tokenizer.vocab_size or model.model.padded_vocab_size
     meta = converted_meta(
-        *(model.model, _moved(tokenizer, target), f"huggingface {model.kind}"),
+        *(model.model, tokenizer, f"huggingface {model.kind}"),
         vocab_size=size,
         sha256=digests_of(tokenizer),
     )
     with new_folder(target) as folder:
         keep(model, folder)
-        path = write_checkpoint(folder, 0, partial(_write_weights, model), meta)
+        path = write_checkpoint(folder, 0, partial(_write_weights, model), meta, files)
     return target / path.name
 
 
@@ -84,25 +82,21 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
-    """The tokenizer of a Hugging Face folder, if gptpar can read it."""
+    """The tokenizer of a Hugging Face folder, if gptpar can read it.
+
+    Raises:
+        CheckpointError: its ``tokenizer_config.json``, which says whether texts begin with bos, cannot be read.
+    """
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if (folder / "tokenizer.json").is_file():
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
     if vocab.is_file() and merges.is_file():
         return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
     if (folder / "tokenizer.model").is_file():
-        kind = "GPTSentencePieceTokenizer"
+        settings = read_json(path) if (path := folder / "tokenizer_config.json").is_file() else {}
+        kind = "Llama2Tokenizer" if settings.get("add_bos_token") is True else "GPTSentencePieceTokenizer"
         return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(folder / "tokenizer.model"))
     return None
-
-
-def _moved(tokenizer: TokenizerConfig, target: Path) -> TokenizerConfig:
-    """The same tokenizer, with the paths of its copies beside the checkpoint."""
-    kept = (target / FOLDER).absolute()
-    names = ("tokenizer_model", "vocab_file", "merge_file")
-    given = {name: Path(path) for name in names if (path := getattr(tokenizer, name)) is not None}
-    moved: dict[str, Any] = {name: str(kept if path.is_dir() else kept / path.name) for name, path in given.items()}
-    return dataclasses.replace(tokenizer, **moved)
 
 
 def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:

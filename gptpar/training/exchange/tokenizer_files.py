@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from gptpar.config import TokenizerConfig
+from gptpar.config import Flags, TokenizerConfig
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.bpe import END_OF_TEXT
 from gptpar.errors import ConfigError, TokenizerError
+from gptpar.system.data_flags import TOKENIZERS
 from gptpar.training.data import tokenizer_of
+from gptpar.training.exchange.kept import kept_folder
 from gptpar.training.exchange.sentencepiece_json import SentencePieceModel
 from gptpar.training.exchange.tokenizer_check import require_same_ids
 
@@ -46,6 +50,18 @@ def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes
             return {}
     require_same_ids(files["tokenizer.json"], tokenizer)
     return files
+
+
+def missing_package(flags: Flags) -> Iterator[str]:
+    """A sentence if a run's exports need a package that is not installed; those of an imported model copy files."""
+    c, kind = flags.checkpoint, TOKENIZERS.get(flags.tokenizer.tokenizer_type or "")
+    copies = c.save_hf_interval is None or c.load_hf or kept_folder(Path(c.save or ""))
+    made = ("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+    if not copies and kind in made and find_spec("tokenizers") is None:
+        yield (
+            f"--save-hf-interval {c.save_hf_interval}: the export of a {kind} needs the tokenizers library: pip "
+            "install 'gptpar[hf]', or leave the flag out."
+        )
 
 
 def _of_sentencepiece(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:

@@ -39,7 +39,8 @@ def _checkpoint(iteration: int, path: Path, verify: bool) -> dict[str, Any] | No
         proofs.remember(path, verify_checkpoint(path))
     proof, problems = proofs.recall(path), proofs.known_problems(iteration, path)
     try:
-        stats = [entry.stat() for entry in path.iterdir()]
+        stats = [file.stat() for file in folders.files_of(path)]
+        path.stat()
     except FileNotFoundError:
         return None
     return {

@@ -25,7 +25,7 @@ def copied_by_halves(place: Place) -> Measured:
     """The newest checkpoint is a copy that broke off: files are missing, one has a copying program's temporary name."""
     place.with_stopped_run()
     newest = max(place.run_folder.glob("iter_*"))
-    files = sorted(newest.iterdir())
+    files = sorted(path for path in newest.iterdir() if path.is_file())
     place.random.shuffle(files)
     count = place.random.randint(1, len(files))
     for path in files[1:count]:
@@ -70,7 +70,7 @@ def linked_folders(place: Place) -> Measured:
         path.symlink_to(elsewhere)
     else:
         shutil.copytree(place.run_folder, elsewhere, copy_function=os.link)
-    held = {file: file.read_bytes() for file in elsewhere.rglob("iter_*/*")}
+    held = {file: file.read_bytes() for file in elsewhere.rglob("iter_*/*") if file.is_file()}
     place.say("runs run")
     running = place.train_to_end()
     if running.status != 0:

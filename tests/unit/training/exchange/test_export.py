@@ -60,8 +60,11 @@ def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> Non
     before = contents(out)
     with pytest.raises(CheckpointError, match="is there already, and nothing is overwritten"):
         convert([str(run), str(out)])
-    vocab.unlink()
-    with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*encoder.json is not there.*--no-tokenizer"):
+    vocab.unlink()  # the checkpoint has its own
+    convert([str(run), str(tmp_path / "again")])
+    assert contents(tmp_path / "again") == before
+    (run / "iter_0000001" / "tokenizer" / "vocab.json").unlink()
+    with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*vocab.json cannot be read.*--vocab-file"):
         convert([str(run), str(out)])
     assert contents(out) == before
     convert([str(run), str(tmp_path / "bare"), "--no-tokenizer"])

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.former_names import layers_in_order, present_state, stored_names
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
     ENGINE_COUNTS,
@@ -188,7 +189,7 @@ def load(
     for number, path in found:
         try:
             manifest = ranks.lead(partial(read_manifest, path))
-            state = read_state(path, manifest.meta)
+            state = present_state(read_state(path, manifest.meta), layers_in_order(engine.module))
             _require_fit(ranks, engine, path, state, chosen)
             _fill(engine, folder, number, manifest, chosen)
         except DamagedCheckpoint as error:
@@ -335,7 +336,11 @@ _REMEDY = (
 
 def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen) -> None:
     """Read all tensors, after they have been verified."""
-    targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine)
+    names = stored_names(manifest.tensors, layers_in_order(engine.module))
+    targets = {
+        names.get(name, name): target
+        for name, target in (_tensors(engine, with_moments=chosen.moments) | _buffers(engine)).items()
+    }
     rounded = {
         name: _like(target, entry.dtype)
         for name, target in targets.items()

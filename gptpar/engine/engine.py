@@ -180,7 +180,9 @@ class Engine:
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
         orders = _call_orders(self.stages, layers)
         frozen_units = {unit.name for unit in frozen}
-        self.gatherer = ParameterGatherer(parameters, layers, data, subscriber, self.graph_breaks, frozen_units)
+        self.gatherer = ParameterGatherer(
+            parameters, layers, data, subscriber, self.graph_breaks, frozen_units, subscribed=table.may_offload
+        )
         self.gatherer.follow(orders)
         router = GradientRouter(
             table,

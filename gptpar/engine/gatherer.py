@@ -54,6 +54,8 @@ class ParameterGatherer:
         subscriber: updates some of the parameters; a layer waits until its own are updated.
         graph_breaks: where the host waits for the subscriber, also in a recorded step.
         frozen: units that no step changes.
+        subscribed: whether a process of the data axis may have a subscriber, even if this one has none (its shards may
+            be all padding): all processes gather at the same places.
 
     Attributes:
         watch: is told which units are readable; ``None``: nobody is told.
@@ -68,9 +70,12 @@ class ParameterGatherer:
         subscriber: Subscriber | None,
         graph_breaks: GraphBreaks,
         frozen: Collection[str] = (),
+        *,
+        subscribed: bool = False,
     ):
         self._memory, self._data, self._subscriber, self._graph_breaks = memory, data, subscriber, graph_breaks
         self._is_sharded = any(unit.shards > 1 for unit in memory.units.values())
+        self._subscribed = subscribed or subscriber is not None
         self._full, self._shards = memory.full, memory.shards
         self._units = {name: tuple(units) for name, units in layers.items()}
         self._layer_of = {unit: name for name, units in self._units.items() for unit in units}
@@ -93,22 +98,22 @@ class ParameterGatherer:
     @property
     def brings(self) -> bool:
         """Whether a layer has to wait for its parameters before it is called."""
-        return self._travels or self._subscriber is not None
+        return self._travels or self._subscribed
 
     @property
     def changes_early(self) -> bool:
         """Whether a subscriber may give parameters new values before the step."""
-        return self._subscriber is not None
+        return self._subscribed
 
     @property
     def gathers_in_call_order(self) -> bool:
         """Whether processes have to call the same layers in the same order."""
-        return self._is_sharded and (self._memory.transient or self._subscriber is not None)
+        return self._is_sharded and (self._memory.transient or self._subscribed)
 
     @property
     def arrives_alone(self) -> bool:
         """Whether this process can bring a unit without a collective in this step, and the unit then stays."""
-        return not self._memory.transient and (not self._is_sharded or self._subscriber is None)
+        return not self._memory.transient and (not self._is_sharded or not self._subscribed)
 
     def is_present(self, unit: str) -> bool:
         """Whether a unit's parameters are on the device, or being gathered."""
@@ -158,9 +163,9 @@ class ParameterGatherer:
             self._holds = holds
         elif self._is_sharded:
             self._present = set(self._frozen)
-            for unit in self._full if self._subscriber is None else ():
+            for unit in self._full if not self._subscribed else ():
                 self._start(unit)
-        elif self._subscriber is not None:
+        elif self._subscribed:
             self._present = set(self._frozen)
         if self.watch is not None and not self._memory.transient:
             for unit in self._full:
@@ -279,7 +284,7 @@ class ParameterGatherer:
 
         Where a subscriber updates parameters, each layer waits for its own parameters in the step instead.
         """
-        if self._subscriber is not None:
+        if self._subscribed:
             self._present = set(self._frozen)
             return
         for name in self._units if not self._memory.transient else ():

@@ -52,6 +52,7 @@ class ParameterTable:
         ties: unit -> its tie, for units that other stages have a copy of.
         buffers: as given.
         on_device: unit -> number of elements at the beginning of its shard that the device updates.
+        may_offload: whether the host updates some elements on this process or, of the same units, on another one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ParameterTable:
         tied: Mapping[str, Sequence[int]] | None = None,
         buffers: Mapping[str, BufferInfo] | None = None,
     ):
-        self.place, self.buffers = place, dict(buffers or {})
+        self.place, self.buffers, self.may_offload = place, dict(buffers or {}), ratio > 0
         self.units = tuple(units)
         self._unit_of = {unit.name: unit for unit in units}
         self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}

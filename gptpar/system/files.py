@@ -56,9 +56,16 @@ def read_regular(path: str | os.PathLike[str], most: int = MAX_TEXT_BYTES) -> by
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path, with all links followed, is in a folder; in a hub's cache, links to its ``blobs`` count, too."""
+    """Whether a path, with all links followed, is in a folder.
+
+    In Hugging Face's cache, ``models--OWNER--NAME/snapshots/COMMIT`` holds links to files of
+    ``models--OWNER--NAME/blobs``, which count, too.
+    """
     real, inside = path.resolve(), folder.resolve()
-    return real.is_relative_to(inside) or real.parent == inside.parent.parent / "blobs"
+    cache = inside.parent.parent
+    is_commit = re.fullmatch("[0-9a-f]{40}", inside.name) is not None and inside.parent.name == "snapshots"
+    is_snapshot = is_commit and cache.name.startswith("models--")
+    return real.is_relative_to(inside) or (is_snapshot and real.parent == cache / "blobs")
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:

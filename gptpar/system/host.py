@@ -200,8 +200,8 @@ def several_without_rank(environment: Mapping[str, str]) -> str | None:
             return (
                 f"{program} started {environment[size]} processes ({size}) without RANK and WORLD_SIZE, so that each "
                 f"would train by itself: export RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} in each, and "
-                f"MASTER_ADDR and MASTER_PORT; or start one process on each machine, gptpar launch; or unset {size} "
-                "where each is a run of its own"
+                "MASTER_ADDR and MASTER_PORT; or start one process on each machine, gptpar launch --nnodes with the "
+                f"number of machines; or unset {size} where each is a run of its own"
             )
     return None
 

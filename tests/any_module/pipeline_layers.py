@@ -236,20 +236,44 @@ class Counting(Scaled):
         self.calls = state
 
 
-def counted(rank: int, before: Divided, after: Divided, folder: str) -> list[tuple[int, float]]:
-    """(calls, level) of the layers that count, on this process, after a step in one way and a load in another."""
-    specs = [
+def counting_layers() -> list[Any]:
+    """:func:`layers`, in which the layer in the middle counts."""
+    return [
         spec if spec.__class__ is not LayerSpec or spec.cls is not Scaled else LayerSpec(Counting, INNER)
         for spec in layers()
     ]
+
+
+def counts_of(engine: Any) -> list[tuple[int, float]]:
+    """(calls, level) of the layers that count, on this process."""
+    return [(one.calls, one.level.mean().item()) for one in engine.module.modules() if isinstance(one, Counting)]
+
+
+def counted(rank: int, before: Divided, after: Divided, folder: str) -> list[tuple[int, float]]:
+    """:func:`counts_of` after a step in one way and a load in another."""
     for divided, verb in ((before, "save_checkpoint"), (after, "load_checkpoint")):
-        engine, *_ = gptpar.initialize(model=specs, loss_fn=loss_of, config=divided.config())
+        engine, *_ = gptpar.initialize(model=counting_layers(), loss_fn=loss_of, config=divided.config())
         if divided is before:
             engine.train_batch(data_of(engine))
         getattr(engine, verb)(folder)
-        found = [(one.calls, one.level.mean().item()) for one in engine.module.modules() if isinstance(one, Counting)]
+        found = counts_of(engine)
         engine.close()
     return found
+
+
+def gone_on(rank: int, divided: Divided, folder: str, done: int) -> tuple[Named, list[tuple[int, float]], list[float]]:
+    """Load a checkpoint of ``done`` steps: its weights and moments (``KIND/NAME``), its counts, the next 3 losses."""
+    with fp64():
+        engine, *_ = gptpar.initialize(model=counting_layers(), loss_fn=loss_of, config=divided.config())
+        engine.load_checkpoint(folder)
+        kinds = ("weights", "exp_avg", "exp_avg_sq")
+        names = reference().weights[0]
+        held = {f"{kind}/{name}": engine.weights.whole(name, kind).clone() for kind in kinds for name in names}
+        counts = counts_of(engine)
+        data = itertools.islice(data_of(engine), done * engine.gradient_accumulation_steps(), None)
+        losses = [engine.train_batch(data).item() for _ in range(3)]
+        engine.close()
+    return held, counts, losses
 
 
 def square(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.any_module.pipeline_layers import MICRO_BATCHES, Divided, chained, counted, reference, train
+from gptpar.checkpoint.load import read_tensors
+from tests.any_module.pipeline_layers import MICRO_BATCHES, Divided, chained, counted, gone_on, reference, train
 from tests.any_module.rank_pool import RankPool
+from tests.fixtures.write_checkpoints import HERE
 
 CUTS = {"partition": "0,3,5,6,10"}
 """For 2 stages of 2 pieces: the layer in the middle is in both pieces of the second one."""
@@ -22,6 +25,7 @@ LAYOUTS = [
     Divided(2, 1, 2, 0.0),
     Divided(2, 1, 3, 0.6, pipeline={"activation_checkpoint_interval": 3}),
     Divided(2, 1, 3, 1.0, offload_param=True),
+    Divided(4, 1, 1, 0.3),  # the last process's shards are padding: it has nothing to offload
     Divided(2, 2, 0, 0.0),
     Divided(2, 2, 0, 0.6, pipeline={"partition": "0,4,10"}),
     Divided(2, 2, 1, 1.0, pipeline={"partition": "uniform"}),
@@ -59,7 +63,7 @@ def test_layers_train_like_a_plain_loop(pools: dict[int, RankPool], divided: Div
 
 RATIOS = [
     Divided(4, 4, 0, 0.5),
-    Divided(4, 2, 1, 0.3),
+    Divided(4, 1, 1, 0.3),
     Divided(4, 2, 0, 0.7, virtual=2, pipeline=CUTS),
     Divided(4, 4, 0, 0.1, pipeline={"partition": "0,2,3,5,10"}),
     Divided(4, 2, 1, 0.9, virtual=2, pipeline=CUTS),
@@ -85,3 +89,23 @@ def test_buffers_and_extra_states_of_all_stages_are_saved(
     found = pools[2].run(counted, before, after, str(tmp_path))
     layer = [(MICRO_BATCHES, 0.5 + MICRO_BATCHES)]
     assert found == ([layer, layer] if after.stages == 1 else [[], layer])
+
+
+FORMER = HERE / "engine-one-stage"
+"""Three steps of one stage, saved by version e6b9d50^, which named groups, buffers and extra states by position."""
+
+
+GOING_ON = [Divided(), Divided(ratio=0.6), SECOND, Divided(2, 2, virtual=2, pipeline=CUTS), Divided(2, 1, 3)]
+
+
+@pytest.mark.parametrize("divided", GOING_ON, ids=str)
+def test_a_former_checkpoint_of_one_stage_goes_on_anywhere(pools: dict[int, RankPool], divided: Divided) -> None:
+    """Weights and moments bit for bit, buffers and extra states, and the losses that the former version had then."""
+    stored, expected = read_tensors(FORMER / "iter_0000003"), json.loads((FORMER / "expected.json").read_text())
+    found = pools[divided.world].run(gone_on, divided, str(FORMER), 3)
+    for held, counts, losses in found:
+        assert all(torch.equal(value, stored[name]) for name, value in held.items())
+        assert set(counts) <= {(expected["calls"], expected["level"])}
+        if divided.world == divided.stages:  # data-parallel processes count fewer calls
+            torch.testing.assert_close(losses, expected["losses"], rtol=1e-12, atol=0)
+    assert sum(len(counts) for _, counts, _ in found) == divided.world // divided.stages

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gptpar.cli import hostfile
 from gptpar.cli.launch.failure import Failure
-from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, program_of, read_flags
+from gptpar.cli.launch.job import HANG_SECONDS, ONE_MACHINE, LaunchJob, job_of, keep_all, program_of, read_flags
 from gptpar.cli.launch.machines import run_torchrun
 from gptpar.cli.launch.memory import folder_in_memory, keep_copies, owned_folder
 from gptpar.cli.launch.program import Program
@@ -51,8 +51,7 @@ def workers_wanted(nproc_per_node: int | None) -> int:
     Raises:
         GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
-    if problem := several_without_rank(os.environ):
-        raise GptparError(f"{problem}.")
+    _refuse_several()
     if nproc_per_node:
         return nproc_per_node
     import torch  # a second, which a verb that needs no GPU should not pay for
@@ -95,11 +94,15 @@ def main(argv: Sequence[str]) -> int:
     """``gptpar launch``: takes torchrun's flags, or DeepSpeed's; the workers get the time they need to save.
 
     Raises:
-        GptparError: the workers did not find each other.
+        GptparError: the workers did not find each other; or mpirun or srun started several launchers, each of which
+            would start a run of its own.
     """
     if hostfile.is_asked_for(argv):
+        _refuse_several()
         return hostfile.main(argv, main)
     words = read_flags(argv)
+    if words.nnodes in ONE_MACHINE:
+        _refuse_several()
     job = job_of(words)
     if job is not None:
         if job.count > 1:
@@ -115,6 +118,11 @@ def main(argv: Sequence[str]) -> int:
         memory = stack.enter_context(folder_in_memory(tell)) if words.max_restarts else None
         relay = Relay(folder, patience(), Children(), program_of(words))
         return _exit_code(relay, folder, memory, False, lambda: run_torchrun(words, folder, memory))
+
+
+def _refuse_several() -> None:
+    if problem := several_without_rank(os.environ):
+        raise GptparError(f"{problem}.")
 
 
 def run_job(job: LaunchJob) -> int:

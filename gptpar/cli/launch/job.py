@@ -15,6 +15,9 @@ from gptpar.system.command_line import describe_if_asked, positive_float
 HANG_SECONDS = 600.0
 """Default of ``--hang-seconds``. A first step may compile for minutes."""
 
+ONE_MACHINE = ("1", "1:1")
+"""Values of ``--nnodes``."""
+
 IMPORTED_BY_ENGINES = ("gptpar.any_module.initialize", "gptpar.checkpoint")
 _OURS = {
     *("nnodes", "nproc_per_node", "standalone", "max_restarts", "monitor_interval", "module", "no_python"),
@@ -94,7 +97,7 @@ def job_of(words: argparse.Namespace) -> LaunchJob | None:
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     default = get_args_parser()
-    if words.nnodes not in ("1", "1:1") or _asks_torchrun(words, default):
+    if words.nnodes not in ONE_MACHINE or _asks_torchrun(words, default):
         return None
     chosen = not words.standalone and words.master_port != default.get_default("master_port")
     return LaunchJob(

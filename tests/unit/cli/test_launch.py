@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +51,8 @@ raise SystemExit(run_job(LaunchJob(Program("executable", sys.executable, ("-uc",
 """
 WORKER = """
 import os, signal, sys, time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from gptpar.system.activity import Activity
 activity = Activity(0, Path(os.environ["GPTPAR_ACTIVITY_FOLDER"]))
@@ -273,7 +277,12 @@ def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselv
     if "SLURM_NTASKS" not in others:
         assert launch.workers_wanted(3) == 3 and world_from_environment() == (0, 0, 1)
     monkeypatch.setenv(size, "8")
-    for refuses in (lambda: launch.workers_wanted(3), world_from_environment):
+    monkeypatch.setattr("torch.distributed.run.run", lambda words: None)
+    assert launch.main(["--rdzv-endpoint", "node1:29500", *SEVERAL]) == 0  # one launcher on each machine
+    refusing: list[Callable[[], object]] = [lambda: launch.workers_wanted(3), world_from_environment]
+    for words in (["--standalone"], ["--nnodes", "1:1", "--rdzv-backend", "c10d"], ["--num-gpus", "2"]):
+        refusing.append(partial(launch.main, [*words, "x.py"]))
+    for refuses in refusing:
         with pytest.raises(GptparError) as caught:
             refuses()
         assert f" started 8 processes ({size}) without RANK and WORLD_SIZE, so that each would train" in str(

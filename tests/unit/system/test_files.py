@@ -24,7 +24,7 @@ from gptpar.data.tokenizer.base import TokenizerBase
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.reporting.metrics_file import cut_after
 from gptpar.reporting.trace import load_trace
-from gptpar.system.files import read_regular
+from gptpar.system.files import lies_in, read_regular
 from gptpar.training.exchange.hf_folder import read_json
 
 
@@ -100,3 +100,29 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "f", 5) == b"12345"
     with pytest.raises(OSError, match="it holds 5 bytes, and at most 4 are read"):
         read_regular(tmp_path / "f", 4)
+
+
+COMMIT = "models--o--n/snapshots/" + "0a" * 20
+
+
+@pytest.mark.parametrize(
+    ("folder", "target", "lies"),
+    [
+        (COMMIT, "models--o--n/blobs/b", True),
+        (COMMIT, "models--o--n/blobs/below/b", False),
+        (COMMIT, "models--o--m/blobs/b", False),
+        ("models--o--n/snapshots/main", "models--o--n/blobs/b", False),
+        ("models--o--n/runs/" + "0a" * 20, "models--o--n/blobs/b", False),
+        ("o/snapshots/" + "0a" * 20, "o/blobs/b", False),
+        ("runs/r/huggingface", "runs/blobs/b", False),
+        ("runs/r/huggingface", "runs/r/huggingface/below/b", True),
+    ],
+)
+def test_links_out_of_a_folder_count_in_the_hugging_face_cache_alone(
+    tmp_path: Path, folder: str, target: str, lies: bool
+) -> None:
+    for path in (tmp_path / folder / "f", tmp_path / target):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / target).write_text("x")
+    (tmp_path / folder / "f").symlink_to(tmp_path / target)
+    assert lies_in(tmp_path / folder / "f", tmp_path / folder) == lies

@@ -12,12 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from common import initialize, make_parser, read_config, report, train_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import gptpar.deepspeed as deepspeed
+from common import initialize, make_parser, read_config, report, train_step
 
 CLASSES, PIXELS, RECORD = 10, 32, 1 + 3 * 32 * 32
 """CIFAR-10's binary version: each image is a byte for its class, then 1,024 bytes each of red, green and blue."""

@@ -17,12 +17,12 @@ import os
 from pathlib import Path
 
 import torch
-from common import initialize, make_parser, read_config, report, train_step
-from model import Gpt, layer_specs, loss_fn
 from torch import nn
 from torch.utils.data import Dataset
 
 import gptpar.deepspeed as deepspeed
+from common import initialize, make_parser, read_config, report, train_step
+from model import Gpt, layer_specs, loss_fn
 
 
 class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):

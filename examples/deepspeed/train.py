@@ -20,10 +20,10 @@ from gptpar.system.command_line import needed_packages
 
 with needed_packages():
     import torch
-    from common import initialize, make_parser, read_config, report, train_step
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
     import gptpar.deepspeed as deepspeed
+    from common import initialize, make_parser, read_config, report, train_step
 
 
 def make_model(source: Path, *, plain: bool) -> PreTrainedModel:

@@ -38,8 +38,8 @@ def groups_of(
 
     A group has ``params`` (a list), the optimizer's hyperparameters, and further keys that users add. Groups are the
     client's own dictionaries, as torch's optimizers keep them, so that a scheduler that the client has built over an
-    optimizer of these groups changes their learning rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not
-    trained, as in DeepSpeed, and a warning names them.
+    optimizer of these groups changes their learning rates. Frozen parameters stay in the groups that name them.
+    Trainable ones that no group names are not trained, as in DeepSpeed, and a warning names them.
 
     Args:
         optimizer: the client's, which has not stepped, or a function (or class) that makes one of parameters.

@@ -36,10 +36,10 @@ def groups_of(
 ) -> tuple[list[Group], EngineOptions]:
     """(the parameter groups, the options with the update of their elements).
 
-    A group has ``params`` (a list), the optimizer's hyperparameters, and further keys that users add. A client
-    optimizer's groups are its own dictionaries, so that a scheduler that the client has built over it changes their
-    learning rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not
-    trained, as in DeepSpeed, and a warning names them.
+    A group has ``params`` (a list), the optimizer's hyperparameters, and further keys that users add. Groups are the
+    client's own dictionaries, as torch's optimizers keep them, so that a scheduler that the client has built over an
+    optimizer of these groups changes their learning rates. Frozen parameters stay in the groups that name them.
+    Trainable ones that no group names are not trained, as in DeepSpeed, and a warning names them.
 
     Args:
         optimizer: the client's, which has not stepped, or a function (or class) that makes one of parameters.
@@ -79,11 +79,13 @@ _NO_OPTIMIZER = 'there is no optimizer: add {"optimizer": {"type": "AdamW"}} to 
 
 
 def _listed(params: Any, model: nn.Module) -> list[Any]:
-    """Parameters, or groups of them, as lists; without names."""
+    """Parameters, or groups of them, whose ``params`` become lists; without names."""
     if params is None:
         return [p for p in model.parameters() if p.requires_grad]
-    given, _ = tensors_of([params] if isinstance(params, dict) else params)
-    return [{**g, "params": _nameless(g["params"])} if isinstance(g, dict) else g for g in _nameless(given)]
+    given = [params] if isinstance(params, dict | torch.Tensor) else [*params]
+    for group in (one for one in given if isinstance(one, dict)):
+        group["params"] = _nameless(tensors_of([group])[0][0]["params"])
+    return _nameless(given)
 
 
 def _nameless(entries: Sequence[Any]) -> list[Any]:
@@ -98,7 +100,10 @@ def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], lis
     if groups and len(groups) != len(given):
         return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
     defaults = options.update.group_of(options.optimizer)
-    return [{**defaults, **group} for group in groups or [{"params": given}]], []
+    groups = groups or [{"params": given}]
+    for group in groups:
+        group |= {**defaults, **group}
+    return groups, []
 
 
 def _parameter_problems(groups: Sequence[Group], model: nn.Module, may_be_empty: bool) -> Iterator[str]:

@@ -19,7 +19,8 @@ _CHOOSING = ("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus"
 _PROGRAM = ("--module", "--no-python")
 _WITHOUT_EFFECT = ("--force-multi", "--no-ssh-check", "--bind-cores-to-rank", "--save-pid", "--quiet")
 _SWITCHES = ("--dry-run", "--no-local-rank", *_PROGRAM, *_WITHOUT_EFFECT)
-_FLAGS = (*_CHOOSING, "--master-addr", "--master-port", "--ssh-port", "--log-level", *_SWITCHES)
+_TORCHRUNS = ("--master-addr", "--master-port", *_PROGRAM)
+_FLAGS = (*_CHOOSING, "--ssh-port", "--log-level", *_SWITCHES, *_TORCHRUNS)
 _SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-m": "--module", "-q": "--quiet"}
 _HERE = "localhost"
 """DeepSpeed's name of this machine, where there is no hostfile."""
@@ -157,8 +158,8 @@ def commands(
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether ``gptpar launch`` was called as DeepSpeed's launcher is."""
-    return bool({*_CHOOSING, "--no-local-rank"} & _flags_first(argv)[0].keys())
+    """Whether ``gptpar launch`` was called with a flag that DeepSpeed's launcher has and torchrun has not."""
+    return bool(_flags_first(argv)[0].keys() - {*_TORCHRUNS})
 
 
 def _name(word: str) -> str:

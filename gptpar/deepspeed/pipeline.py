@@ -17,8 +17,8 @@ from gptpar.deepspeed.start import set_random_seed
 from gptpar.errors import ConfigError
 from gptpar.model import layer_spec
 from gptpar.pipeline import partition
-from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
-from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.built_layers import BuiltLayer
+from gptpar.pipeline.module import PipelineModule, as_spec
 from gptpar.topology.groups import make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import join_world
@@ -102,13 +102,13 @@ class PipeModule(PipelineModule):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
     ):
-        listed = list(layers)
+        listed = [as_spec(layer, number) for number, layer in enumerate(layers)]
         interval = activation_checkpoint_interval
         if interval and activation_checkpoint_func not in (checkpoint, non_reentrant_checkpoint, torch_checkpoint):
             raise ConfigError(
                 ["activation_checkpoint_func is a function of your own: leave it out, or recompute in the layer."]
             )
-        kinds = [getattr(_class_of(layer), "__name__", "") for layer in listed]
+        kinds = [spec.cls.__name__ for spec in listed]
         self.activation_checkpoint_interval, self.seed_layers = interval, seed_layers
 
         def recompute(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -156,31 +156,31 @@ class _Builder:
         device: where built layers go.
     """
 
-    def __init__(self, layers: Sequence[Any], seed: int | None, seed_fn: Callable[[int], None], device: torch.device):
+    def __init__(
+        self,
+        layers: Sequence[layer_spec.LayerSpec],
+        seed: int | None,
+        seed_fn: Callable[[int], None],
+        device: torch.device,
+    ):
         self._device, self._states = device, dict[int, torch.Tensor]()
         tied: set[str] = set()
         for number, layer in enumerate(layers):
             if seed is not None:
                 seed_fn(seed + number)
             key = getattr(layer, "key", None)
-            if isinstance(layer, layer_spec.LayerSpec) and key not in tied:
+            if not isinstance(layer, BuiltLayer) and key not in tied:
                 self._states[id(layer)] = torch.get_rng_state()
                 with deferred_init(seed=None):
                     layer.build()
                 tied |= set() if key is None else {key}
 
     def __call__(self, spec: layer_spec.LayerSpec) -> nn.Module:
-        if isinstance(spec, BuiltLayer) or id(spec) not in self._states:
+        if id(spec) not in self._states:
             return spec.build().to(self._device)
         with torch.random.fork_rng():
             torch.set_rng_state(self._states[id(spec)])
             return spec.build().to(self._device)
-
-
-def _class_of(layer: Any) -> Any:
-    if isinstance(layer, layer_spec.LayerSpec):
-        return layer.cls
-    return type(layer) if isinstance(layer, nn.Module) else FunctionLayer
 
 
 def _grid(num_stages: int | None, topology: ProcessTopology | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         _require_types(layers, num_stages, loss_fn, partition_method, topology)
         self.topology = topology or _topology_of(None if num_stages is None else int(num_stages))
-        self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
+        self.specs = [as_spec(layer, number) for number, layer in enumerate(layers)]
         self.num_stages, self.stage = self.topology.mesh.pipeline, self.topology.stage
         self.num_virtual_stages = num_virtual_stages
         if num_virtual_stages > 1 and self.num_stages == 1:
@@ -352,7 +353,13 @@ def _require_types(layers: Any, num_stages: Any, loss_fn: Any, partition_method:
         raise ConfigError(problems)
 
 
-def _as_spec(layer: Any, number: int) -> LayerSpec:
+def as_spec(layer: Any, number: int) -> LayerSpec:
+    """A layer as a specification with a name; one without is copied, as a list may have it several times.
+
+    Raises:
+        ConfigError: it is a pipeline.
+        TypeError: it is no layer.
+    """
     if isinstance(layer, PipelineModule):
         raise ConfigError(["a PipelineModule cannot be a layer of another one."])
     if isinstance(layer, nn.Module):
@@ -362,6 +369,7 @@ def _as_spec(layer: Any, number: int) -> LayerSpec:
             raise TypeError(f"layer {number} is {layer!r}: a LayerSpec, a module or a function is needed")
         layer = LayerSpec(FunctionLayer, layer)
     if not layer.name:
+        layer = copy.copy(layer)
         layer.name = f"tied.{layer.key}" if isinstance(layer, TiedLayerSpec) else f"layers.{number}"
     return layer
 

@@ -126,6 +126,13 @@ PARALLEL = [
         (f"{STAGES}[2-2-options0]",),
     ),
     Mutation(
+        "repeated-layers-share-a-name",
+        "gptpar/pipeline/module.py",
+        "layer = copy.copy(layer)",
+        "pass",
+        ("tests/unit/pipeline/test_repeated_layers.py",),
+    ),
+    Mutation(
         "tied-layer-not-summed-over-its-stages",
         "gptpar/pipeline/module.py",
         "for group in (*self._summed_over[full_name], *(() if tied is None else (tied,))):",

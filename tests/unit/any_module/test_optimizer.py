@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from gptpar.any_module.client_optimizer import groups_of
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions, read_options
+from gptpar.any_module.schedulers import scheduler_of
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload.twin_flow import TwinFlowAdamW
 from gptpar.optim.adam_update import AdamHyperparameters
@@ -77,7 +79,7 @@ def test_groups_numbers_go_before_the_configurations() -> None:
         "name": "matrices",
     }
     assert others["lr"] == 1e-2 and others["weight_decay"] == 0.2 and len(others["params"]) == 4
-    assert "lr" not in given[0]
+    assert matrices is given[0] and others is given[1]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,18 @@ def test_adam_without_weight_decay_is_adamw() -> None:
     assert (group["lr"], group["weight_decay"]) == (0.5, 0)
     decoupled = torch.optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
     assert groups(decoupled, None, module, options())[0]["weight_decay"] == 0.1
+
+
+def test_a_scheduler_over_another_optimizer_of_the_same_groups_changes_the_engines_rates() -> None:
+    """As in Megatron's scripts: the scheduler has torch's optimizer, ``initialize`` gets the groups."""
+    module = model()
+    given = [{"params": [p for p in module.parameters() if (p.dim() == 1) == bias]} for bias in (False, True)]
+    scheduler = LambdaLR(torch.optim.AdamW(given, lr=1.0), lambda step: 1 / (1 + step))
+    made = groups(None, given, module, options(optimizer=ADAM))
+    optimizer = EngineOptimizer(ADAMW, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False))
+    assert scheduler_of(scheduler, optimizer, None) is scheduler
+    scheduler.step()
+    assert [how.lr for how in optimizer.hyperparameters()] == [0.5, 0.5]
 
 
 def test_trainable_parameters_in_no_group_are_told() -> None:

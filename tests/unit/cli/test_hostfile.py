@@ -77,6 +77,7 @@ def not_here(words: Sequence[str]) -> int:
     "words, expected, visible",
     [
         (["--num_gpus", "2", "train.py"], ["--nproc-per-node", "2", "--pass-local-rank", "train.py"], "0,1"),
+        (["--bind_cores_to_rank", "t"], ["--nproc-per-node", "1", "--pass-local-rank", "t"], "0"),
         (["--num_gpus=-1", "--module", "m"], ["--nproc-per-node", "1", "--pass-local-rank", "--module", "m"], "0"),
         (["--no_local_rank", "--master_port", "4", "t"], ["--master-port", "4", "--nproc-per-node", "1", "t"], "0"),
         (
@@ -124,6 +125,7 @@ def test_the_command_of_each_host_is_printed(
     words = ["-H", str(path), "--include", "a:0,1@b:2,3", "--master_port=4000", "--ssh_port", "23", "--dry-run"]
     words += ["train.py", "--name", "two words"]
     assert hostfile.is_asked_for(words) and not hostfile.is_asked_for(["--nnodes", "2", "train.py"])
+    assert not hostfile.is_asked_for(["--master_port", "4", "--module", "train"])
     assert hostfile.main(words, not_here) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:6] for line in lines] == [["ssh", "-o", "BatchMode=yes", "-p", "23", host] for host in "ab"]

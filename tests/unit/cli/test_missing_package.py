@@ -49,8 +49,8 @@ def test_a_command(program: str, words: str) -> None:
     [
         ("tools/estimate_memory.py", "torch"),
         ("examples/pretrain_gpt.py", "torch"),
-        ("examples/train_hf_model.py", "torch"),
-        pytest.param("examples/train_hf_model.py", "transformers", marks=pytest.mark.slow),  # it imports torch
+        ("examples/deepspeed/train.py", "torch"),
+        pytest.param("examples/deepspeed/train.py", "transformers", marks=pytest.mark.slow),  # it imports torch
     ],
 )
 def test_a_script(script: str, package: str) -> None:

@@ -69,9 +69,16 @@ HOMES: Mapping[str, str] = {
     "safe_get_full_fp32_param": f"{_HERE}.whole_tensors:safe_get_full_fp32_param",
     "safe_get_full_grad": f"{_HERE}.whole_tensors:safe_get_full_grad",
     "safe_get_full_optimizer_state": f"{_HERE}.whole_tensors:safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param": f"{_HERE}.whole_tensors:safe_get_local_fp32_param",
+    "safe_get_local_grad": f"{_HERE}.whole_tensors:safe_get_local_grad",
+    "safe_get_local_optimizer_state": f"{_HERE}.whole_tensors:safe_get_local_optimizer_state",
     "safe_set_full_fp32_param": f"{_HERE}.whole_tensors:safe_set_full_fp32_param",
     "safe_set_full_grad": f"{_HERE}.whole_tensors:safe_set_full_grad",
     "safe_set_full_optimizer_state": f"{_HERE}.whole_tensors:safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param": f"{_HERE}.whole_tensors:safe_set_local_fp32_param",
+    "safe_set_local_grad": f"{_HERE}.whole_tensors:safe_set_local_grad",
+    "safe_set_local_optimizer_state": f"{_HERE}.whole_tensors:safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized": f"{_HERE}.whole_tensors:safe_update_full_grad_vectorized",
     "see_memory_usage": f"{_HERE}.start:see_memory_usage",
     "set_random_seed": f"{_HERE}.start:set_random_seed",
     "set_z3_leaf_modules": f"{_HERE}.zero_parameters:set_z3_leaf_modules",
@@ -89,7 +96,8 @@ HOMES: Mapping[str, str] = {
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
     "safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
-    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized"
 )
 _LEAVES = "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules"
 _ZERO = (
@@ -189,10 +197,6 @@ REFUSED: Mapping[str, str] = {
     "there are no experts with processes of their own: a module's own experts train like its other layers.": ("MoE"),
     "sequences are not divided over processes: lower the micro-batch size, and recompute activations.": (
         "_SeqAllToAll DistributedAttention UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
-    ),
-    "with ZeRO a process has a part of a unit, not of one parameter: use safe_get_full_... or safe_set_full_...": (
-        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
-        "safe_set_local_grad safe_set_local_optimizer_state"
     ),
 }
 """What a program can do instead -> the names that are refused with it."""

@@ -20,6 +20,8 @@ from torch import nn
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
     ENGINE_COUNTS,
+    Chosen,
+    Kept,
     StoredState,
     alias_problems,
     group_differences,
@@ -55,39 +57,7 @@ AMID_A_STEP = (
 Tensors = dict[str, torch.Tensor | TensorParts]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Which parts of a checkpoint are loaded.
-
-    Attributes:
-        strict: whether checkpoint and engine must have the same parameters, persistent buffers and moments.
-        optimizer: whether to load moments, the number of updates, and the groups' hyperparameters.
-        scheduler: whether to load the schedule's state.
-        module_only: whether to load parameters and buffers alone, without optimizer, schedule and counts.
-    """
-
-    strict: bool = True
-    optimizer: bool = True
-    scheduler: bool = True
-    module_only: bool = False
-
-    @property
-    def moments(self) -> bool:
-        return self.optimizer and not self.module_only
-
-    @property
-    def schedule(self) -> bool:
-        return self.scheduler and not self.module_only
-
-
-def save(
-    engine: TrainingEngine,
-    saver: Saver,
-    save_dir: str | os.PathLike[str],
-    tag: str | None,
-    client_state: Any,
-    save_latest: bool,
-) -> str:
+def save(engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: Kept) -> str:
     """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
 
     Where the configuration says ``async_save`` it goes on behind the training. Then a failure is told on stderr and
@@ -97,15 +67,14 @@ def save(
         saver: finishes the save before, which decides this one's number.
         save_dir: a folder that all processes share.
         tag: the checkpoint's name; default: ``global_step`` and the number of steps. It replaces one of that name.
-        client_state: numbers, texts, lists, tuples and dictionaries; the first process's is saved.
-        save_latest: whether a load without a tag takes this checkpoint.
+        kept: what is saved beside the engine's state.
 
     Returns:
         The checkpoint's path.
 
     Raises:
         CheckpointError: on every process. Its causes are those of ``gptpar.checkpoint.save_checkpoint``, values that
-            JSON cannot hold (the error names all of them), and a folder of another program. Earlier checkpoints stay.
+            cannot be stored (the error names all of them), and a folder of another program. Earlier checkpoints stay.
     """
     ranks, folder, behind = Ranks(None), Path(save_dir), engine.options.async_save
     saver.finish()
@@ -113,13 +82,16 @@ def save(
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
     held = _named_on_all_stages(ranks, engine, partial(_named, engine, with_extra=True))
-    meta = ranks.lead(lambda: _state_of(engine, tag, held, client_state).to_meta())
-    tensors = _tensors(engine, with_moments=True)
+    tensors, client = _tensors(engine, with_moments=True), dict[str, torch.Tensor]()
+    meta = ranks.lead(lambda: _state_of(engine, tag, held, kept.client, client).to_meta())
     if engine.topology.data_rank == 0:
         tensors |= _buffers(engine)
+    if not kept.frozen:
+        tensors = {name: one for name, one in tensors.items() if not _is_frozen(engine, name)}
+    tensors |= client
     parts = {name: as_parts(tensor) for name, tensor in tensors.items()}
     in_reach = {id(part) for name, one in parts.items() if _is_in_reach(engine, name) for _, part in one.parts}
-    write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=save_latest)
+    write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=kept.latest)
     saver.begin(
         Save(folder, number, parts, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
     )
@@ -136,7 +108,13 @@ def _is_in_reach(engine: TrainingEngine, name: str) -> bool:
     if kind == "weights":
         trained = parameter in engine.engine.table.params
         return engine.engine.masters_are_parameters if trained else not engine.engine.parameters.transient
-    return kind == "buffers"
+    return kind in ("buffers", "client")
+
+
+def _is_frozen(engine: TrainingEngine, name: str) -> bool:
+    """Whether a tensor of a checkpoint is a frozen parameter."""
+    kind, _, parameter = name.partition("/")
+    return kind == "weights" and parameter in engine.weights.frozen
 
 
 def _write(
@@ -188,15 +166,17 @@ def load(
     for number, path in found:
         try:
             manifest = ranks.lead(partial(read_manifest, path))
-            state = read_state(path, manifest.meta)
+            entries = ((name, one) for name, one in manifest.tensors.items() if name.startswith("client/"))
+            client = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in entries}
+            state = read_state(path, manifest.meta, client)
             _require_fit(ranks, engine, path, state, chosen)
-            _fill(engine, folder, number, manifest, chosen)
+            _fill(engine, folder, number, manifest, chosen, client)
         except DamagedCheckpoint as error:
             damaged.append(str(error))
             ranks.lead(partial(print_report, f"skipped a damaged checkpoint: {error}"))
         else:
             _take_over(engine, state, chosen)
-            return str(path), from_json(state.client)
+            return str(path), from_json(state.client, client)
     raise CheckpointError(f"nothing was loaded: no whole checkpoint in {folder}:\n" + "\n".join(damaged))
 
 
@@ -246,8 +226,10 @@ def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Calla
     return _Named(members, aliases, extra, [problem for one in each for problem in one.problems])
 
 
-def _state_of(engine: TrainingEngine, tag: str, held: _Named, client_state: Any) -> StoredState:
-    """All numbers of the engine's present state that are not tensors."""
+def _state_of(
+    engine: TrainingEngine, tag: str, held: _Named, client_state: Any, tensors: dict[str, torch.Tensor]
+) -> StoredState:
+    """All numbers of the engine's present state; ``tensors`` receives those of the user's state."""
     problems = list(held.problems)
     counts = {name: getattr(engine, name) for name in ENGINE_COUNTS}
     state = StoredState(
@@ -259,12 +241,13 @@ def _state_of(engine: TrainingEngine, tag: str, held: _Named, client_state: Any)
         aliases=held.aliases,
         extra=held.extra,
         skip_step=None if engine.skip_step is None else engine.skip_step.state(),
-        client=to_json({} if client_state is None else client_state, "client_state", problems),
+        client=to_json({} if client_state is None else client_state, "client_state", problems, tensors),
     )
     if problems:
         raise CheckpointError(
-            f"nothing was saved: a checkpoint holds numbers, texts, lists, tuples and dictionaries beside its tensors, "
-            f"but {'; '.join(problems)}. Keep these in a file of your own, or as numbers (.tolist())."
+            "nothing was saved: client_state holds numbers, texts, tensors, arrays, bytes, and lists, tuples, sets, "
+            "dictionaries and namespaces of these, other state of the engine no tensors, but "
+            f"{'; '.join(problems)}. Keep these in a file of your own, or as numbers (.tolist())."
         )
     return state
 
@@ -333,9 +316,11 @@ _REMEDY = (
 )
 
 
-def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen) -> None:
+def _fill(
+    engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen, client: Tensors
+) -> None:
     """Read all tensors, after they have been verified."""
-    targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine)
+    targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine) | client
     rounded = {
         name: _like(target, entry.dtype)
         for name, target in targets.items()

@@ -256,6 +256,7 @@ class ModuleEngine(TrainingEngine):
             GptparError: no gradient of the micro-batch is final, though it is the step's last.
         """
         self._require_usable()
+        self._require_optimizer()
         ends_step = self._is_final or self._is_last()
         if ends_step and not self._is_final:
             raise GptparError(
@@ -340,6 +341,7 @@ class ModuleEngine(TrainingEngine):
 
     def _require_loss(self, loss: torch.Tensor) -> None:
         self._require_usable()
+        self._require_optimizer()
         self._require_no_final()
         require_loss(loss)
         if _SPENT in _notes_of(loss):

@@ -43,7 +43,9 @@ from gptpar.topology.layout import Layout
 from gptpar.topology.world import join_world, require_same_start
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
-Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
+Initialized = tuple[
+    ModuleEngine | PipelineEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None
+]
 
 
 def initialize(
@@ -89,7 +91,8 @@ def initialize(
             (the last one's output, the labels) -> a scalar; default: the output is the loss.
 
     Returns:
-        (engine, optimizer, loader, scheduler); loader and scheduler are ``None`` if there is no data or no schedule.
+        (engine, optimizer, loader, scheduler). The latter three are ``None`` if there is none. An engine without an
+        optimizer, at ZeRO stage 0 or 3, has forward passes, checkpoints and :meth:`eval_batch`, and takes no steps.
 
     Raises:
         ConfigError: configuration, optimizer or parameters are wrong; it names everything.
@@ -118,9 +121,10 @@ def initialize(
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
         engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
     with all_or_none(world):
-        engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
+        if engine.options.has_optimizer:
+            engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
         engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, engine.optimizer if engine.options.has_optimizer else None, loader, engine.lr_scheduler
 
 
 def _kind_of(model: object) -> ModelKind:

@@ -21,6 +21,47 @@ WRITER = "gptpar.initialize"
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """Which parts of a checkpoint are loaded.
+
+    Attributes:
+        strict: whether checkpoint and engine must have the same parameters, persistent buffers and moments.
+        optimizer: whether to load moments, the number of updates, and the groups' hyperparameters.
+        scheduler: whether to load the schedule's state.
+        module_only: whether to load parameters and buffers alone, without optimizer, schedule and counts.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+
+    @property
+    def moments(self) -> bool:
+        return self.optimizer and not self.module_only
+
+    @property
+    def schedule(self) -> bool:
+        return self.scheduler and not self.module_only
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a save keeps beside the engine's own state.
+
+    Attributes:
+        client: numbers, texts, tensors, arrays, bytes; lists, tuples, sets, dictionaries and namespaces of these. The
+            first process's is saved.
+        latest: whether a load without a tag takes this checkpoint.
+        frozen: whether it has the weights that are not trained.
+    """
+
+    client: Any = None
+    latest: bool = True
+    frozen: bool = True
+
+
+@dataclass(frozen=True)
 class StoredState:
     """The state of an engine that is not tensors, in values that JSON can hold.
 
@@ -64,8 +105,11 @@ def tag_of(meta: Mapping[str, Any]) -> str | None:
     return tag if meta.get("writer") == WRITER and isinstance(tag, str) else None
 
 
-def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
+def read_state(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> StoredState:
     """The state in a checkpoint's meta.
+
+    Args:
+        tensors: of the user's state, with any values.
 
     Raises:
         CheckpointError: the meta is not an engine's, or is damaged; it names everything.
@@ -77,7 +121,8 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
         unfit.append("skip_step")
     problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
-        from_json([meta.get(name) for name in ("groups", "scheduler", "extra", "client")])
+        from_json([meta.get(name) for name in ("groups", "scheduler", "extra")])
+        from_json(meta.get("client"), tensors)
     except ValueError as error:
         problems.append(str(error))
     if problems:

@@ -204,6 +204,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             GptparError: the data ends within the step, there is no loss, or another step has begun.
         """
         self._require_usable()
+        self._require_optimizer()
         self._require_no_step()
         batches = self.data.take(data_iter)
         self._watch.note("engine.train_batch()")
@@ -234,6 +235,13 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
 
     def _require_no_step(self) -> None:
         """Raise if another step has begun."""
+
+    def _require_optimizer(self) -> None:
+        if not self.options.has_optimizer:
+            raise GptparError(
+                "this engine has no optimizer, and takes no steps: pass optimizer= to initialize, or add "
+                '{"optimizer": {"type": "AdamW"}} to the configuration.'
+            )
 
     def _passes(self, batches: Batches) -> StepResult:
         """All forward and backward passes of a step."""

@@ -165,6 +165,12 @@ class Weights(NotCopied):
         return {parameter: name for name, parameter in self._stage.parameters.items()}
 
     @property
+    def frozen(self) -> set[str]:
+        """First names of the parameters that are not trained and require no gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {name for name in self._frozen if not self._stage.parameters[name].requires_grad}
+
+    @property
     def aliases(self) -> dict[str, str]:
         """Each further name of a parameter or buffer -> its first one."""
         return {name: first for name, first in self._stage.plan.aliases.items() if name != first}

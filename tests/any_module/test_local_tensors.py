@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from gptpar.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -21,6 +19,8 @@ from gptpar.deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from torch import nn
+
 from gptpar.deepspeed.zero_parameters import mark_trained
 from gptpar.errors import GptparError
 from tests.any_module.case import Setup, make_optimizer

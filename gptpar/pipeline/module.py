@@ -157,11 +157,22 @@ class PipelineModule(nn.Module):
         return self._run(actions, micro_batches, grad, observer)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The micro-batches' losses without gradients, if this process has the last layer; else nothing."""
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], take_output: Callable[[torch.Tensor], None] = lambda y: None
+    ) -> list[torch.Tensor]:
+        """The micro-batches' losses without gradients, if this process has the last layer; else nothing.
+
+        Args:
+            take_output: takes each output of the last layer.
+        """
         count = len(micro_batches)
         actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
-        return self._run(actions, micro_batches, None, None)
+
+        def to_loss(y: torch.Tensor, fields: Fields) -> torch.Tensor:
+            take_output(y)
+            return self._loss_of(y, fields)
+
+        return self._run(actions, micro_batches, None, None, to_loss)
 
     @torch.no_grad()
     def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -181,7 +192,6 @@ class PipelineModule(nn.Module):
         observer: Observer | None,
         to_loss: Callable[[torch.Tensor, Fields], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        loss_fn = self._loss_fn
         self.auxiliary.begin(len(micro_batches), grad)
         runtime = Runtime(
             self.stages_here,
@@ -189,13 +199,16 @@ class PipelineModule(nn.Module):
             self.num_stages,
             self._transport,
             self._boundary,
-            to_loss or (lambda y, fields: _scalar(y if loss_fn is None else loss_fn(y, fields["labels"]), loss_fn)),
+            to_loss or self._loss_of,
             micro_batches,
             grad,
             observer or Silent(),
         )
         runtime.run(schedules.with_transfers(actions, self.stage, self.num_stages, self.num_virtual_stages))
         return runtime.losses
+
+    def _loss_of(self, y: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return _scalar(y if self._loss_fn is None else self._loss_fn(y, fields["labels"]), self._loss_fn)
 
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
         """Forward and backward of one step; afterwards your own optimizer takes the step and clears ``.grad``.

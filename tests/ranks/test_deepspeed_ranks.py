@@ -57,6 +57,34 @@ def pipeline_of_specifications(rank: int) -> None:
     assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
 
 
+def evaluations_of_a_pipeline(rank: int) -> None:
+    """Losses and outputs by each argument of ``eval_batch``; the last stage of two has them."""
+    torch.manual_seed(42)
+    specs = [deepspeed.pipe.LayerSpec(nn.Linear, *size) for size in SIZES]
+    model = deepspeed.pipe.PipelineModule(specs, num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    torch.manual_seed(42)
+    expected, pairs = make(), micro_batches()
+    with torch.no_grad():
+        outputs = [expected(x) for x, _ in pairs]
+        losses = [nn.functional.cross_entropy(out, y) for out, (_, y) in zip(outputs, pairs, strict=True)]
+
+    def close(one: object, other: object) -> None:
+        torch.testing.assert_close(one, other if engine.is_last_stage() else None, rtol=1e-6, atol=1e-7)
+
+    torch.testing.assert_close(engine.eval_batch(iter(pairs)), torch.stack(losses[:4]).mean(), rtol=1e-6, atol=0)
+    mean, last = engine.eval_batch(iter(pairs), return_logits=True, num_micro_batches=6)
+    torch.testing.assert_close(mean, torch.stack(losses[:6]).mean(), rtol=1e-6, atol=0)
+    close(last, outputs[5])
+    close(engine.eval_batch(iter(pairs), bcast_loss=False), torch.stack(losses[:4]).mean())
+    close(engine.eval_batch(iter(pairs), reduce_output=None), losses[:4])
+    close(engine.eval_batch(iter(pairs), compute_loss=False, reduce_output=None), outputs[:4])
+    close(engine.eval_batch(iter(pairs), compute_loss=False), torch.stack(outputs[:4]).mean(0))
+    with pytest.raises(GptparError, match=r"reduce_output='sum'\): it is 'avg', or None"):
+        engine.eval_batch(iter(pairs), reduce_output="sum")
+
+
 def zero3_under_init(rank: int) -> None:
     torch.manual_seed(42)
     with deepspeed.zero.Init():
@@ -112,6 +140,9 @@ def without_an_optimizer(rank: int) -> None:
             verb()
 
 
-@pytest.mark.parametrize("program", [pipeline_of_specifications, zero3_under_init, without_an_optimizer])
+PROGRAMS = [pipeline_of_specifications, evaluations_of_a_pipeline, zero3_under_init, without_an_optimizer]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_with_deepspeeds_names_have_plain_numbers(program: object) -> None:
     spawn(program, 2)

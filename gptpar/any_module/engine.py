@@ -173,6 +173,10 @@ class ModuleEngine(TrainingEngine):
         self._is_scaled = True
         return loss * self.loss_scaler.value
 
+    @property
+    def _shows_gradients(self) -> bool:  # type: ignore[override]
+        return self._grads is not None and self._grads.are_shown
+
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gptpar.any_module.deferred import deferred_init
-from gptpar.deepspeed.grid import ProcessTopology
+from gptpar.deepspeed.grid import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from gptpar.deepspeed.recomputation import checkpoint, non_reentrant_checkpoint
 from gptpar.deepspeed.start import set_random_seed
 from gptpar.errors import ConfigError
@@ -83,6 +83,9 @@ class PipeModule(PipelineModule):
         checkpointable_layers: names of the classes that may be recomputed; default: all with parameters.
         dynamic_shape: without effect: shapes may always change from step to step.
 
+    Attributes:
+        grid: the processes and their groups, which is ``engine.grid``, too; ``None`` where there is no process group.
+
     Raises:
         ConfigError: the arguments contradict each other or the number of processes.
     """
@@ -127,6 +130,16 @@ class PipeModule(PipelineModule):
             build=_Builder(listed, base_seed if seed_layers else None, seed_fn or set_random_seed, grid.device),
             recompute=lambda names: tuple(recompute(names)),
         )
+        self.stage_id = self.stage
+        self.grid: PipelineParallelGrid | None = None
+        if dist.is_initialized():
+            layout = self.topology.layout
+            axes = topology or PipeDataParallelTopology(layout.pipeline, layout.data)
+            self.grid = PipelineParallelGrid(axes, known=self.topology)
+
+    def mpu(self) -> PipelineParallelGrid | None:
+        """The grid of processes and their groups; ``None`` where there is no process group."""
+        return self.grid
 
     @property
     def parts(self) -> list[int]:
@@ -194,6 +207,8 @@ def _grid(num_stages: int | None, topology: ProcessTopology | None) -> Any:
         problems.append(f"the topology's model axis has {topology.get_dim('model')} processes: leave it out.")
     if topology is not None and topology.world_size() != world:
         problems.append(f"the topology has {topology.world_size()} processes, and there are {world}: let them agree.")
+    if topology is not None and [axis for axis in topology.axes if axis in ("pipe", "data")] == ["data", "pipe"]:
+        problems.append("the topology has the axis data before pipe: name pipe first: ranks of a stage are in a row.")
     if stages < 1 or world % stages:
         problems.append(f"{world} processes cannot be cut into pipelines of {stages} stages: start a multiple.")
     if problems:

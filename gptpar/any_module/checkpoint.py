@@ -21,8 +21,8 @@ from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
     ENGINE_COUNTS,
     Chosen,
-    Kept,
     StoredState,
+    UsersPart,
     alias_problems,
     group_differences,
     groups_to_json,
@@ -58,7 +58,9 @@ AMID_A_STEP = (
 Tensors = dict[str, torch.Tensor | TensorParts]
 
 
-def save(engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: Kept) -> str:
+def save(
+    engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart
+) -> str:
     """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
 
     Where the configuration says ``async_save`` it goes on behind the training. Then a failure is told on stderr and

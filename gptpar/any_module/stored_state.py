@@ -47,7 +47,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Kept:
+class UsersPart:
     """What a save keeps beside the engine's own state.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -70,34 +71,39 @@ def tie_functions(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
     Raises:
         ConfigError: a function uses parameters of several layers.
     """
-    owners: dict[int, int] = {}
-    found, problems = list(specs), []
+    found, owners = list(specs), _owners(specs)
+    problems = []
     for place, spec in enumerate(specs):
-        for tensor in tensors_of(spec.module) if isinstance(spec, BuiltLayer) else ():
-            owners.setdefault(id(tensor), place)
-    for place, spec in enumerate(specs):
-        if not issubclass(spec.cls, FunctionLayer) or isinstance(spec, BuiltLayer):
+        if not issubclass(spec.cls, FunctionLayer):
             continue
         function = spec.args[0]
         used = modules_used(function)
-        tensors = [tensor for one in used.values() for tensor in tensors_of(one)]
-        owning = sorted({owners.get(id(tensor), -1) for tensor in tensors})
+        tensors = [id(tensor) for one in used.values() for tensor in tensors_of(one)]
+        owning = sorted({owners.get(tensor, -1) for tensor in tensors})
         if owning == [-1]:
             found[place] = BuiltLayer(FunctionLayer(function, used))
             found[place].name = spec.name
-            owners |= {id(tensor): place for tensor in tensors}
+            owners |= dict.fromkeys(tensors, place)
         elif len(owning) == 1:
-            owner = found[owning[0]]
-            assert isinstance(owner, BuiltLayer)
+            owner = cast(BuiltLayer, found[owning[0]])
             if not isinstance(owner, BuiltTiedLayer):
                 found[owning[0]] = BuiltTiedLayer(owner.module, owner.name)
             found[place] = BuiltTiedLayer(owner.module, owner.name, function)
         elif owning:
-            names = ", ".join(specs[one].name if one >= 0 else "no layer" for one in owning)
-            problems.append(
-                f"{spec.name} is a function that uses parameters of several layers ({names}): make it a layer that has "
-                "them, or write TiedLayerSpec(key, ..., forward_fn=function) here and where the shared layer is."
-            )
+            names = ", ".join("no layer" if one < 0 else specs[one].name for one in owning)
+            problems.append(_SEVERAL.format(spec.name, names))
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _owners(specs: Sequence[LayerSpec]) -> dict[int, int]:
+    """Identity of each tensor of layers that exist already -> the place of the first such layer."""
+    placed = [(place, spec.module) for place, spec in enumerate(specs) if isinstance(spec, BuiltLayer)]
+    return {id(tensor): place for place, module in reversed(placed) for tensor in tensors_of(module)}
+
+
+_SEVERAL = (
+    "{} is a function that uses parameters of several layers ({}): make it a layer that has them, or write "
+    "TiedLayerSpec(key, ..., forward_fn=function) here and where the shared layer is."
+)

@@ -323,7 +323,12 @@ _REMEDY = (
 
 
 def _fill(
-    engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen, client: Tensors
+    engine: TrainingEngine,
+    folder: Path,
+    number: int,
+    manifest: Manifest,
+    chosen: Chosen,
+    client: dict[str, torch.Tensor],
 ) -> None:
     """Read all tensors, after they have been verified."""
     targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine) | client

@@ -120,16 +120,21 @@ def initialize(
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
         engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
     with all_or_none(world):
-        if trains := engine.options.has_optimizer:
-            engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
+        engine.lr_scheduler = _scheduler_of(lr_scheduler, engine)
         engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
-    return engine, engine.optimizer if trains else None, loader, engine.lr_scheduler
+    return engine, engine.optimizer if engine.options.has_optimizer else None, loader, engine.lr_scheduler
 
 
 def _kind_of(model: object) -> ModelKind:
     if isinstance(model, PipelineModule):
         return ModelKind.PIPELINE
     return ModelKind.MODULE if isinstance(model, nn.Module) else ModelKind.LAYERS
+
+
+def _scheduler_of(given: ClientScheduler, engine: ModuleEngine | PipelineEngine) -> LRScheduler | None:
+    if not engine.options.has_optimizer:
+        return None
+    return scheduler_of(given, engine.optimizer, engine.options.scheduler)
 
 
 def _loader_of(

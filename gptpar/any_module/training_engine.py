@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module.agreement import FINE, Agreement
-from gptpar.any_module.batches import Batches, BatchSource, evaluating
+from gptpar.any_module.batches import Batches, BatchSource
 from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.frozen_groups import FrozenGroups
@@ -247,25 +247,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
     def _passes(self, batches: Batches) -> StepResult:
         """All forward and backward passes of a step."""
         return self._work(batches)
-
-    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
-
-        Micro-batches and losses are as in :meth:`train_batch`. Afterwards each module has its former mode. A current
-        step is not changed.
-
-        Returns:
-            [] the mean over micro-batches and processes, on the device, fp32 or wider; the host does not wait for it.
-
-        Raises:
-            StopIteration: the data is at its end.
-            GptparError: the data ends within the batch, or there is no loss.
-        """
-        self._require_usable()
-        batches = self.data.take(data_iter)
-        with self._watch.together("eval_batch"), evaluating(self):
-            mean = self._work.evaluate(batches)
-        return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
     def _take_note_of_last_step(self) -> None:
         """Read the numbers of the last step, which has probably ended by now.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,8 +73,9 @@ class AbstractRun:
 
 
 def _function_of(spec: LayerSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    own = spec.function if isinstance(spec, BuiltTiedLayer) else None
-    return own or (spec.module.function if isinstance(spec, BuiltLayer) else spec.args[0])
+    if isinstance(spec, BuiltTiedLayer) and spec.function is not None:
+        return spec.function
+    return cast(FunctionLayer, spec.module).function if isinstance(spec, BuiltLayer) else spec.args[0]
 
 
 class _OnMeta(TorchDispatchMode):

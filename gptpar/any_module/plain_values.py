@@ -136,7 +136,8 @@ def _value_of(kind: str, values: Any, tensors: Mapping[str, torch.Tensor]) -> An
     if plain in _TENSORS:
         found = tensors[values]
         return _TENSORS[plain](found if plain == kind else torch.view_as_complex(found))
-    if not isinstance(values, str if kind in _TEXTS else list):
+    needed: type = str if kind in _TEXTS else list
+    if type(values) is not needed:
         raise TypeError
     if kind in _MAPPINGS:
         return _MAPPINGS[kind](dict(values))

@@ -136,8 +136,7 @@ def _value_of(kind: str, values: Any, tensors: Mapping[str, torch.Tensor]) -> An
     if plain in _TENSORS:
         found = tensors[values]
         return _TENSORS[plain](found if plain == kind else torch.view_as_complex(found))
-    needed: type = str if kind in _TEXTS else list
-    if type(values) is not needed:
+    if not (isinstance(values, str) if kind in _TEXTS else isinstance(values, list)):
         raise TypeError
     if kind in _MAPPINGS:
         return _MAPPINGS[kind](dict(values))

@@ -38,8 +38,8 @@ class BatchSource:
         self.loader: Iterable[Any] | None = None
         self._repeated: RepeatingLoader[Any] | None = None
 
-    def take(self, data: Iterator[Any] | None) -> Batches:
-        """A step's micro-batches; copies of their tensors to the device have begun.
+    def take(self, data: Iterator[Any] | None, number: int | None = None) -> Batches:
+        """A step's micro-batches, or another number of them; copies of their tensors to the device have begun.
 
         Raises:
             StopIteration: the data is at its end.
@@ -53,14 +53,15 @@ class BatchSource:
                 "pass that to each step, or every step would begin with the first batch again."
             )
         batches: Batches = []
-        for taken in range(self.number):
+        wanted = self.number if number is None else number
+        for taken in range(wanted):
             try:
                 batches.append(mapped(next(data), lambda tensor: tensor.to(self._device, non_blocking=True)))
             except StopIteration:
                 if not taken:
                     raise
                 raise GptparError(
-                    f"the data ended after {taken} of the step's {self.number} micro-batches, which were not used: "
+                    f"the data ended after {taken} of the step's {wanted} micro-batches, which were not used: "
                     "let its length be a multiple of gradient_accumulation_steps, or repeat it."
                 ) from None
         return batches

@@ -21,12 +21,15 @@ from gptpar.any_module.former_names import layers_in_order, present_state, store
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
     ENGINE_COUNTS,
+    Chosen,
     StoredState,
+    UsersPart,
     alias_problems,
     group_differences,
     groups_to_json,
     load_groups,
     read_state,
+    room_for_client,
     scheduler_problems,
     scheduler_to_json,
 )
@@ -56,38 +59,8 @@ AMID_A_STEP = (
 Tensors = dict[str, torch.Tensor | TensorParts]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Which parts of a checkpoint are loaded.
-
-    Attributes:
-        strict: whether checkpoint and engine must have the same parameters, persistent buffers and moments.
-        optimizer: whether to load moments, the number of updates, and the groups' hyperparameters.
-        scheduler: whether to load the schedule's state.
-        module_only: whether to load parameters and buffers alone, without optimizer, schedule and counts.
-    """
-
-    strict: bool = True
-    optimizer: bool = True
-    scheduler: bool = True
-    module_only: bool = False
-
-    @property
-    def moments(self) -> bool:
-        return self.optimizer and not self.module_only
-
-    @property
-    def schedule(self) -> bool:
-        return self.scheduler and not self.module_only
-
-
 def save(
-    engine: TrainingEngine,
-    saver: Saver,
-    save_dir: str | os.PathLike[str],
-    tag: str | None,
-    client_state: Any,
-    save_latest: bool,
+    engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart
 ) -> str:
     """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
 
@@ -98,15 +71,14 @@ def save(
         saver: finishes the save before, which decides this one's number.
         save_dir: a folder that all processes share.
         tag: the checkpoint's name; default: ``global_step`` and the number of steps. It replaces one of that name.
-        client_state: numbers, texts, lists, tuples and dictionaries; the first process's is saved.
-        save_latest: whether a load without a tag takes this checkpoint.
+        kept: what is saved beside the engine's state.
 
     Returns:
         The checkpoint's path.
 
     Raises:
         CheckpointError: on every process. Its causes are those of ``gptpar.checkpoint.save_checkpoint``, values that
-            JSON cannot hold (the error names all of them), and a folder of another program. Earlier checkpoints stay.
+            cannot be stored (the error names all of them), and a folder of another program. Earlier checkpoints stay.
     """
     ranks, folder, behind = Ranks(None), Path(save_dir), engine.options.async_save
     saver.finish()
@@ -114,13 +86,16 @@ def save(
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
     held = _named_on_all_stages(ranks, engine, partial(_named, engine, with_extra=True))
-    meta = ranks.lead(lambda: _state_of(engine, tag, held, client_state).to_meta())
-    tensors = _tensors(engine, with_moments=True)
+    tensors, client = _tensors(engine, with_moments=True), dict[str, torch.Tensor]()
+    meta = ranks.lead(lambda: _state_of(engine, tag, held, kept.client, client).to_meta())
     if engine.topology.data_rank == 0:
         tensors |= _buffers(engine)
+    if not kept.frozen:
+        tensors = {name: one for name, one in tensors.items() if not _is_frozen(engine, name)}
+    tensors |= client
     parts = {name: as_parts(tensor) for name, tensor in tensors.items()}
     in_reach = {id(part) for name, one in parts.items() if _is_in_reach(engine, name) for _, part in one.parts}
-    write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=save_latest)
+    write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=kept.latest)
     saver.begin(
         Save(folder, number, parts, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
     )
@@ -137,7 +112,13 @@ def _is_in_reach(engine: TrainingEngine, name: str) -> bool:
     if kind == "weights":
         trained = parameter in engine.engine.table.params
         return engine.engine.masters_are_parameters if trained else not engine.engine.parameters.transient
-    return kind == "buffers"
+    return kind in ("buffers", "client")
+
+
+def _is_frozen(engine: TrainingEngine, name: str) -> bool:
+    """Whether a tensor of a checkpoint is a frozen parameter."""
+    kind, _, parameter = name.partition("/")
+    return kind == "weights" and parameter in engine.weights.frozen
 
 
 def _write(
@@ -189,15 +170,16 @@ def load(
     for number, path in found:
         try:
             manifest = ranks.lead(partial(read_manifest, path))
-            state = present_state(read_state(path, manifest.meta), layers_in_order(engine.module))
+            client = room_for_client(manifest)
+            state = present_state(read_state(path, manifest.meta, client), layers_in_order(engine.module))
             _require_fit(ranks, engine, path, state, chosen)
-            _fill(engine, folder, number, manifest, chosen)
+            _fill(engine, folder, number, manifest, chosen, client)
         except DamagedCheckpoint as error:
             damaged.append(str(error))
             ranks.lead(partial(print_report, f"skipped a damaged checkpoint: {error}"))
         else:
             _take_over(engine, state, chosen)
-            return str(path), from_json(state.client)
+            return str(path), from_json(state.client, client)
     raise CheckpointError(f"nothing was loaded: no whole checkpoint in {folder}:\n" + "\n".join(damaged))
 
 
@@ -213,12 +195,14 @@ class _Named:
         aliases: each further name of a parameter or buffer -> its first one.
         extra: path of a module with extra state -> that state as JSON, or ``None`` where it is not asked for.
         problems: values of extra states that JSON cannot hold.
+        frozen: names of the weights that are not trained.
     """
 
     members: list[list[str]]
     aliases: dict[str, str]
     extra: dict[str, Any]
     problems: list[str]
+    frozen: list[str]
 
 
 def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
@@ -232,7 +216,7 @@ def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
         for path, module in _with_extra_state(engine)
     }
     members = [[names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
-    return _Named(members, engine.weights.aliases, extra, problems)
+    return _Named(members, engine.weights.aliases, extra, problems, sorted(engine.weights.frozen))
 
 
 def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Callable[[], _Named]) -> _Named:
@@ -244,11 +228,14 @@ def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Calla
     for one in reversed(each):  # the first process counts
         aliases |= one.aliases
         extra |= one.extra
-    return _Named(members, aliases, extra, [problem for one in each for problem in one.problems])
+    problems, frozen = ([*chain(*every)] for every in ([one.problems for one in each], [one.frozen for one in each]))
+    return _Named(members, aliases, extra, problems, sorted(set(frozen)))
 
 
-def _state_of(engine: TrainingEngine, tag: str, held: _Named, client_state: Any) -> StoredState:
-    """All numbers of the engine's present state that are not tensors."""
+def _state_of(
+    engine: TrainingEngine, tag: str, held: _Named, client_state: Any, tensors: dict[str, torch.Tensor]
+) -> StoredState:
+    """All numbers of the engine's present state; ``tensors`` receives those of the user's state."""
     problems = list(held.problems)
     counts = {name: getattr(engine, name) for name in ENGINE_COUNTS}
     state = StoredState(
@@ -258,14 +245,16 @@ def _state_of(engine: TrainingEngine, tag: str, held: _Named, client_state: Any)
         groups=groups_to_json(engine.optimizer.param_groups, held.members, problems),
         scheduler=scheduler_to_json(engine.lr_scheduler, problems),
         aliases=held.aliases,
+        frozen=held.frozen,
         extra=held.extra,
         skip_step=None if engine.skip_step is None else engine.skip_step.state(),
-        client=to_json({} if client_state is None else client_state, "client_state", problems),
+        client=to_json({} if client_state is None else client_state, "client_state", problems, tensors),
     )
     if problems:
         raise CheckpointError(
-            f"nothing was saved: a checkpoint holds numbers, texts, lists, tuples and dictionaries beside its tensors, "
-            f"but {'; '.join(problems)}. Keep these in a file of your own, or as numbers (.tolist())."
+            "nothing was saved: client_state holds numbers, texts, tensors, arrays, bytes, and lists, tuples, sets, "
+            "dictionaries and namespaces of these, other state of the engine no tensors, but "
+            f"{'; '.join(problems)}. Keep these in a file of your own, or as numbers (.tolist())."
         )
     return state
 
@@ -334,12 +323,19 @@ _REMEDY = (
 )
 
 
-def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen) -> None:
+def _fill(
+    engine: TrainingEngine,
+    folder: Path,
+    number: int,
+    manifest: Manifest,
+    chosen: Chosen,
+    client: dict[str, torch.Tensor],
+) -> None:
     """Read all tensors, after they have been verified."""
     names = stored_names(manifest.tensors, layers_in_order(engine.module))
     targets = {
         names.get(name, name): target
-        for name, target in (_tensors(engine, with_moments=chosen.moments) | _buffers(engine)).items()
+        for name, target in (_tensors(engine, with_moments=chosen.moments) | _buffers(engine) | client).items()
     }
     rounded = {
         name: _like(target, entry.dtype)

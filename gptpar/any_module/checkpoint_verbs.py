@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from gptpar.any_module import checkpoint
+from gptpar.any_module.stored_state import Chosen, UsersPart
 from gptpar.checkpoint.saver import Saver
 from gptpar.errors import CheckpointError, wrong_type
 
@@ -24,6 +25,7 @@ class CheckpointVerbs:
         tag: str | None = None,
         client_state: Any = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> str:
         """Keep the module's and the engine's state between two steps; all processes call it.
 
@@ -31,7 +33,9 @@ class CheckpointVerbs:
         this moment is safe from the steps that follow. The files are whole when the next save, load, :meth:`close` or
         :meth:`wait_for_checkpoint` returns, or the process has ended.
 
-        See :func:`gptpar.any_module.checkpoint.save` for the arguments, the result and the errors.
+        See :func:`gptpar.any_module.checkpoint.save` for the result and the errors, and
+        :class:`~gptpar.any_module.stored_state.UsersPart` for ``client_state``. ``exclude_frozen_parameters`` leaves
+        out frozen weights; a load with ``load_module_strict=False`` then leaves alone those of the engine.
         """
         engine = cast("TrainingEngine", self)
         engine._require_open()
@@ -41,7 +45,8 @@ class CheckpointVerbs:
             raise CheckpointError(checkpoint.AMID_A_STEP.format(engine._count, steps))
         with engine._watch.together("save_checkpoint"):
             engine._take_note_of_last_step()
-            return checkpoint.save(engine, self._saver, save_dir, tag, client_state, save_latest)
+            kept = UsersPart(client_state, latest=save_latest, frozen=not exclude_frozen_parameters)
+            return checkpoint.save(engine, self._saver, save_dir, tag, kept)
 
     def load_checkpoint(
         self,
@@ -59,12 +64,18 @@ class CheckpointVerbs:
         engine = cast("TrainingEngine", self)
         engine._require_open()
         _require_path("engine.load_checkpoint: load_dir", load_dir)
-        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        trains = engine.options.has_optimizer
+        what = (
+            load_module_strict,
+            load_optimizer_states and trains,
+            load_lr_scheduler_states and trains,
+            load_module_only,
+        )
         with engine._watch.together("load_checkpoint"):
             self._saver.finish()
             engine._take_note_of_last_step()
             engine._drop_step()
-            return checkpoint.load(engine, load_dir, tag, checkpoint.Chosen(*what))
+            return checkpoint.load(engine, load_dir, tag, Chosen(*what))
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last :meth:`save_checkpoint` is on the disk; all processes call it.

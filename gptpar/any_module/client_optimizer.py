@@ -39,7 +39,8 @@ def groups_of(
     A group has ``params`` (a list), the optimizer's hyperparameters, and further keys that users add. Groups are the
     client's own dictionaries, as torch's optimizers keep them, so that a scheduler that the client has built over an
     optimizer of these groups changes their learning rates. Frozen parameters stay in the groups that name them.
-    Trainable ones that no group names are not trained, as in DeepSpeed, and a warning names them.
+    Trainable ones that no group names are not trained, as in DeepSpeed, and a warning names them. Without any optimizer
+    there is one empty group.
 
     Args:
         optimizer: the client's, which has not stepped, or a function (or class) that makes one of parameters.
@@ -53,6 +54,11 @@ def groups_of(
         ConfigError: something does not fit; it names everything.
     """
     given = _listed(model_parameters, model)
+    if optimizer is None and options.optimizer is None and options.torch_optimizer is None:
+        if options.zero_stage in (1, 2):
+            raise ConfigError([_NO_OPTIMIZER.format(options.zero_stage)])
+        defaults = options.update.group_of(options.update.unchanging)
+        return [{**defaults, "params": []}], replace(options, has_optimizer=False)
     client = options.torch_optimizer if optimizer is None else optimizer
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         if not callable(client):
@@ -75,7 +81,10 @@ def groups_of(
 
 _USE_TORCHS = f"pass an optimizer of torch ({torch_optimizers.NAMES}), or none and the configuration's optimizer"
 
-_NO_OPTIMIZER = 'there is no optimizer: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
+_NO_OPTIMIZER = (
+    'there is no optimizer: add {{"optimizer": {{"type": "AdamW"}}}} to the configuration, or pass optimizer=. An '
+    "engine for forward passes alone needs none at ZeRO stage 0 or 3, and this is stage {}."
+)
 
 
 def _listed(params: Any, model: nn.Module) -> list[Any]:
@@ -94,11 +103,10 @@ def _nameless(entries: Sequence[Any]) -> list[Any]:
 
 def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], list[str]]:
     """(groups with the configuration's hyperparameters as defaults, problems)"""
-    if options.optimizer is None:
-        return [], [_NO_OPTIMIZER]
     groups = [item for item in given if isinstance(item, dict)]
     if groups and len(groups) != len(given):
         return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
+    assert options.optimizer is not None
     defaults = options.update.group_of(options.optimizer)
     groups = groups or [{"params": given}]
     for group in groups:

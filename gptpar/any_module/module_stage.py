@@ -118,8 +118,8 @@ class ModuleStage(PlacedParameters):
         if gatherer.brings:
             self._watch_reads()
         trained = self.global_parameters()
-        for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
-            if parameter.requires_grad and name not in trained:
+        for name, parameter in self.parameters.items():  # trainable, but in no group of an optimizer, if there is one
+            if parameter.requires_grad and trained and name not in trained:
                 self.undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)

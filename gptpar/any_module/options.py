@@ -119,6 +119,7 @@ class EngineOptions:
         update: how elements are updated.
         torch_optimizer: makes the optimizer of torch that the configuration names, of parameters; ``None``: it names
             none, and ``optimizer`` counts.
+        has_optimizer: whether there is one, the user's or the configuration's; without it, nothing is trained.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
         compile: ``auto``, ``on`` or ``off``: whether blocks are compiled.
@@ -159,6 +160,7 @@ class EngineOptions:
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    has_optimizer: bool = True
     monitor: MonitorOptions = MonitorOptions()
 
     def facts(self) -> dict[str, str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from gptpar.any_module.batches import cast_inputs, described, mean_of
+from gptpar.any_module.batches import cast_inputs, described, evaluating, mean_of
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
@@ -50,6 +50,58 @@ class PipelineEngine(TrainingEngine):
         work = PipelineWork(pipeline, stages, parts.engine, cast, parts.activity)
         super().__init__(pipeline, work, parts, groups, options)
 
+    _work: PipelineWork
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of micro-batches, or what else is asked for, in eval mode and without gradients.
+
+        Afterwards each module has its former mode.
+
+        Args:
+            data_iter: has this process's micro-batches.
+            return_logits: return the pair of the result and of the last micro-batch's output of the last layer, which
+                other stages have as ``None``.
+            compute_loss: whether the result is of losses, or of the last layer's outputs.
+            reduce_output: ``avg``: the mean over micro-batches and processes; ``None``: a list of all values of this
+                process. Stages without the last layer have ``None``, unless a loss is broadcast.
+            bcast_loss: whether all stages get the mean loss.
+            num_micro_batches: default: as many as a step has.
+
+        Raises:
+            StopIteration: the data is at its end.
+            GptparError: the data ends within the batch, there is no loss, or another reduction is asked for.
+        """
+        self._require_usable()
+        if reduce_output not in ("avg", None):
+            raise GptparError(f"eval_batch(reduce_output={reduce_output!r}): it is 'avg', or None for a list.")
+        outputs: list[torch.Tensor] = []
+        batches = self.data.take(data_iter, num_micro_batches)
+        with self._watch.together("eval_batch"), evaluating(self):
+            losses = self._work.evaluate(batches, outputs, with_loss=compute_loss)
+            found = self._reduced(losses if compute_loss else outputs, reduce_output, compute_loss and bcast_loss)
+        return (found, outputs[-1] if outputs else None) if return_logits else found
+
+    def _reduced(self, values: list[torch.Tensor], reduce_output: str | None, to_all: bool) -> Any:
+        """The mean over micro-batches and processes; or all values. ``None`` where another stage has them."""
+        if reduce_output is None:
+            return list(values) if self.is_last_stage() else None
+        if to_all:
+            mean = mean_of(values) if values else self._work.no_loss
+            return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
+        return (
+            self.topology.sum_over_data(torch.stack(values).sum(0) / (len(values) * self.dp_world_size))
+            if values
+            else None
+        )
+
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a pipeline's stages work on several micro-batches at once; :meth:`train_batch` calls them."""
         raise GptparError(
@@ -80,6 +132,7 @@ class PipelineWork:
 
     Attributes:
         scale: the incoming gradient of each loss, on the device: the loss scale over the number of micro-batches.
+        no_loss: zero, in the number format of mean losses.
     """
 
     def __init__(
@@ -93,7 +146,7 @@ class PipelineWork:
         self._pipeline, self._stages, self._engine = pipeline, stages, engine
         self._cast, self._activity = cast, activity
         self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
-        self._no_loss = torch.zeros_like(self.scale)
+        self.no_loss = torch.zeros_like(self.scale)
 
     def __call__(self, batches: Sequence[Any]) -> StepResult:
         """All passes of a step.
@@ -112,21 +165,28 @@ class PipelineWork:
         self._engine.gatherer.let_all_go()
         return self.result(mean_of(losses) if losses else None)
 
-    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
-        """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it.
+    def evaluate(
+        self, batches: Sequence[Any], outputs: list[torch.Tensor], *, with_loss: bool = True
+    ) -> list[torch.Tensor]:
+        """The losses of this process's micro-batches; none where another stage has them.
+
+        Args:
+            outputs: receives the last layer's outputs, if this process has it.
 
         Raises:
             GptparError: a micro-batch is not (inputs, labels).
         """
         inputs = [self._input_of(batch) for batch in batches]
         with self._activity.lost_ranks_explained():
-            losses = self._pipeline.evaluate(inputs)
-        return mean_of(losses) if losses else self._no_loss
+            if with_loss:
+                return self._pipeline.evaluate(inputs, outputs.append)
+            outputs += self._pipeline.outputs(inputs)
+            return []
 
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
         """The result of the passes that have ended."""
         late = self._engine.gradients.collector.late
-        return StepResult(self._no_loss if loss is None else loss, (), tuple(sorted(late)))
+        return StepResult(self.no_loss if loss is None else loss, (), tuple(sorted(late)))
 
     def _input_of(self, batch: Any) -> MicroBatch:
         pair = isinstance(batch, tuple | list) and len(batch) == 2

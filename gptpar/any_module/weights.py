@@ -19,8 +19,9 @@ from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
+from gptpar.engine.ranges import Range
 from gptpar.engine.table import ParameterTable
-from gptpar.engine.units import Unit
+from gptpar.engine.units import Param, Unit
 from gptpar.errors import GptparError, is_whole
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
@@ -165,6 +166,12 @@ class Weights(NotCopied):
         return {parameter: name for name, parameter in self._stage.parameters.items()}
 
     @property
+    def frozen(self) -> set[str]:
+        """First names of the parameters that are not trained and require no gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {name for name in self._frozen if not self._stage.parameters[name].requires_grad}
+
+    @property
     def aliases(self) -> dict[str, str]:
         """Each further name of a parameter or buffer -> its first one."""
         return {name: first for name, first in self._stage.plan.aliases.items() if name != first}
@@ -226,26 +233,38 @@ class Weights(NotCopied):
             self._take(changed)
             self._engine.publish()
 
-    @torch.no_grad()
-    def set_whole(self, name: str, kind: str, value: torch.Tensor) -> None:
-        """Change a parameter's ``weights`` or one of the optimizer's states; all processes call it with equal values.
+    # Whole and local tensors of one parameter.
+
+    def set(self, name: str, kind: str, value: torch.Tensor, *, local: bool = False) -> None:
+        """Change a parameter's ``weights`` or one of the optimizer's states; all processes call it.
+
+        Args:
+            value: the whole, the same on all processes; or what :meth:`local` returns.
 
         Raises:
             GptparError: this process trains no parameter of that name, or the value has another shape.
         """
+        param = self._to_change(name, value, local)
         self._engine.finish()
-        first = self._stage.plan.aliases.get(name, name)
-        param = self._engine.table.params.get(first)
-        if param is None:
-            raise GptparError(f"{name} is no parameter that is trained on this process.")
-        if (shape := param.info.full_shape) != value.shape:
-            raise GptparError(f"{name} has the shape {tuple(shape)}, and its new value {tuple(value.shape)}.")
-        held = self._engine.optimizer.parts(kind).get(first)  # none where other processes have all of its shards
-        if held is not None:
-            self._engine.optimizer.guard.before_write(part for _, part in held.parts)
-            held.fill(value)
+        ranges = self._ranges_of(param, kind)
+        self._engine.optimizer.guard.before_write(values for _, values in ranges)
+        self._copy_into(ranges, value, local)
         if kind == "weights":
             self._engine.publish()
+
+    @torch.no_grad()
+    def set_gradient(self, name: str, value: torch.Tensor, *, local: bool = False) -> None:
+        """Replace the sum of a parameter's gradient, which is final; see :meth:`set`."""
+        engine, param = self._engine, self._to_change(name, value, local)
+        unit = next(unit for unit in engine.table.units if param.name in unit.params)
+        engine.gatherer.keep_last_step()  # the CPU may have worked ahead with the old one
+        shard = torch.zeros(unit.shard_length, dtype=engine.settings.gradient_dtype, device=engine.device)
+        for one, values in engine.optimizer.ranges_of("grad"):
+            if one.unit == unit.name:
+                shard[one.start : one.stop].copy_(values)
+        here = [one for one in engine.table.ranges(unit=unit.name) if one.param == param.name]
+        self._copy_into([(one, shard[one.start : one.stop]) for one in here], value, local)
+        engine.gradients.router.replace(unit, shard)
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """A parameter's ``weights``, one of the optimizer's states, or ``grad``; all processes call it.
@@ -253,55 +272,80 @@ class Weights(NotCopied):
         Raises:
             GptparError: no process trains a parameter of that name.
         """
-        first = self._stage.plan.aliases.get(name, name)
-        param = self._engine.table.params.get(first)
-        shapes = self._over_stages(None if param is None else param.info.full_shape)
+        found = self.whole_here(name, kind)
+        shape, shapes = None if found is None else found.shape, list[torch.Size | None]()
+        if self._topology.mesh.pipeline == 1:
+            shapes = [shape]
+        else:
+            shapes = [None] * self._topology.mesh.world_size
+            dist.all_gather_object(shapes, shape)
         owner = next((rank for rank, shape in enumerate(shapes) if shape is not None), None)
         if owner is None:
             raise GptparError(f"{name} is no parameter that is trained.")
-        found = torch.zeros(shapes[owner] or (), dtype=self._engine.settings.wide, device=self._engine.device)
-        held = self._engine.optimizer.parts(kind).get(first)
-        for offsets, part in held.parts if held is not None else ():
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-            found[box] = part.to(found)
-        if param is not None and self._engine.table.place.zero_stage:
-            dist.all_reduce(found, group=self._topology.group(DATA))
+        found = self._zeros(*(shapes[owner] or ())) if found is None else found
         if len(shapes) > 1:
             dist.broadcast(found, owner)
         return found
 
-    @torch.no_grad()
-    def set_gradient(self, name: str, value: torch.Tensor) -> None:
-        """Replace the sum of a parameter's gradient, which is final; all processes call it with equal values.
+    def whole_here(self, name: str, kind: str) -> torch.Tensor | None:
+        """The same of a parameter that this process has; only its stage's processes call it. Untrained: ``None``."""
+        param = self._trained(name)
+        if param is None:
+            return None
+        found = self._zeros(*param.info.full_shape)
+        for one, values in self._ranges_of(param, kind):
+            for offsets, part in self._engine.table.views(one, values):
+                box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+                found[box] = part.to(found)
+        if self._engine.table.place.zero_stage:
+            dist.all_reduce(found, group=self._topology.group(DATA))
+        return found
 
-        Raises:
-            GptparError: this process trains no parameter of that name, or the value has another shape.
+    def local(self, name: str, kind: str) -> torch.Tensor | None:
+        """[n] a copy of the elements that this process updates, in the order of memory. Untrained: ``None``.
+
+        Those of all processes of the data axis, in the order of their numbers, are the whole parameter.
         """
-        engine, first = self._engine, self._stage.plan.aliases.get(name, name)
-        param = engine.table.params.get(first)
+        param = self._trained(name)
+        if param is None:
+            return None
+        return torch.cat([self._zeros(0), *(values.to(self._zeros(0)) for _, values in self._ranges_of(param, kind))])
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter that this process has is trained."""
+        return self._trained(name) is not None
+
+    def _trained(self, name: str) -> Param | None:
+        return self._engine.table.params.get(self._stage.plan.aliases.get(name, name))
+
+    def _ranges_of(self, param: Param, kind: str) -> list[tuple[Range, torch.Tensor]]:
+        found = [pair for pair in self._engine.optimizer.ranges_of(kind) if pair[0].param == param.name]
+        return sorted(found, key=lambda pair: pair[0].first)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._engine.settings.wide, device=self._engine.device)
+
+    def _to_change(self, name: str, value: torch.Tensor, local: bool) -> Param:
+        param = self._trained(name)
         if param is None:
             raise GptparError(f"{name} is no parameter that is trained on this process.")
-        if value.shape != param.info.full_shape:
-            shapes = f"{tuple(param.info.full_shape)}, and its new gradient {tuple(value.shape)}"
-            raise GptparError(f"{name} has the shape {shapes}.")
-        unit = next(unit for unit in engine.table.units if first in unit.params)
-        engine.gatherer.keep_last_step()  # the CPU may have worked ahead with the old one
-        shard = torch.zeros(unit.shard_length, dtype=engine.settings.gradient_dtype, device=engine.device)
-        for one, values in engine.optimizer.ranges_of("grad"):
-            if one.unit == unit.name:
-                into = shard[one.start : one.stop]
-                into.copy_(values)
-                if one.param == first:
-                    TensorParts(value.shape, engine.table.views(one, into), into.dtype).fill(value)
-        engine.gradients.router.replace(unit, shard)
+        here = sum(one.length for one in self._engine.table.ranges() if one.param == param.name)
+        shape = torch.Size([here]) if local else param.info.full_shape
+        if shape != value.shape:
+            what = "elements of this process have" if local else "parameter has"
+            raise GptparError(f"{name}: the {what} the shape {tuple(shape)}, and the new value {tuple(value.shape)}.")
+        return param
 
-    def _over_stages(self, shape: torch.Size | None) -> list[torch.Size | None]:
-        """Every process's shape, if there are several stages, which have different parameters."""
-        if self._topology.mesh.pipeline == 1:
-            return [shape]
-        shapes: list[torch.Size | None] = [None] * self._topology.mesh.world_size
-        dist.all_gather_object(shapes, shape)
-        return shapes
+    @torch.no_grad()
+    def _copy_into(self, ranges: Iterable[tuple[Range, torch.Tensor]], value: torch.Tensor, local: bool) -> None:
+        """Copy a whole parameter, or this process's elements of it, into the memory of its ranges."""
+        at = 0
+        for one, into in ranges:
+            if local:
+                into.copy_(value[at : at + one.length])
+                at += one.length
+            else:
+                TensorParts(value.shape, self._engine.table.views(one, into), into.dtype).fill(value)
 
     # state_dict and load_state_dict, scope by scope.
 

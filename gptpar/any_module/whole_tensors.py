@@ -46,6 +46,21 @@ class WholeTensors:
         self._require_gradient("set_full_gradient()")
         self.weights.set_gradient(name, value * self._divisor)
 
+    def local_gradient(self, name: str) -> torch.Tensor | None:
+        """[n] the elements of :meth:`full_gradient` that this process updates, in the order of memory; maybe none.
+
+        Those of all processes, in the order of their numbers, are the whole gradient. ``None``: no such parameter is
+        trained.
+        """
+        self._require_gradient("local_gradient()")
+        found = self.weights.local(name, "grad")
+        return None if found is None else found / self._divisor
+
+    def set_local_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Replace the elements of :meth:`local_gradient`; all processes call it, each with its own."""
+        self._require_gradient("set_local_gradient()")
+        self.weights.set_gradient(name, value * self._divisor, local=True)
+
     def _require_gradient(self, verb: str) -> None:
         if not self._is_final:
             raise GptparError(f"{verb} works only between the step's last backward pass and the step.")

@@ -13,12 +13,15 @@ _ESTIMATES = "gptpar.plan.deepspeed_estimates"
 
 HOMES: Mapping[str, str] = {
     "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.start:DEEPSPEED_ENVIRONMENT_NAME",
+    "DeepSpeedCPUAdam": f"{_HERE}.optimizers:DeepSpeedCPUAdam",
     "DeepSpeedConfig": f"{_HERE}.settings:DeepSpeedConfig",
     "DeepSpeedConfigError": "gptpar.errors:ConfigError",
-    "DeepSpeedCPUAdam": f"{_HERE}.optimizers:DeepSpeedCPUAdam",
     "DeepSpeedDataLoader": "torch.utils.data:DataLoader",
     "DeepSpeedEngine": "gptpar.any_module.training_engine:TrainingEngine",
     "DeepSpeedOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
+    "DeepSpeedZeroConfig": f"{_HERE}.zero_config:DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadParamConfig",
     "DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
     "DeepSpeedZeroOptimizer_Stage3": "gptpar.any_module.optimizer:EngineOptimizer",
     "FP16_DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
@@ -28,12 +31,14 @@ HOMES: Mapping[str, str] = {
     "Init": f"{_HERE}.zero_parameters:Init",
     "LRRangeTest": f"{_SCHEDULES}:LRRangeTest",
     "LayerSpec": f"{_HERE}.pipeline:PipeLayerSpec",
+    "OffloadDeviceEnum": f"{_HERE}.zero_config:OffloadDeviceEnum",
     "OnDevice": f"{_HERE}.zero_parameters:OnDevice",
     "OneCycle": f"{_SCHEDULES}:OneCycle",
     "PipeDataParallelTopology": f"{_HERE}.grid:PipeDataParallelTopology",
     "PipeModelDataParallelTopology": f"{_HERE}.grid:PipeModelDataParallelTopology",
     "PipelineEngine": "gptpar.any_module.pipeline_engine:PipelineEngine",
     "PipelineModule": f"{_HERE}.pipeline:PipeModule",
+    "PipelineParallelGrid": f"{_HERE}.grid:PipelineParallelGrid",
     "ProcessTopology": f"{_HERE}.grid:ProcessTopology",
     "RepeatingLoader": "gptpar.any_module.dataset:RepeatingLoader",
     "TiedLayerSpec": f"{_HERE}.pipeline:PipeTiedLayerSpec",
@@ -42,6 +47,7 @@ HOMES: Mapping[str, str] = {
     "WarmupDecayLR": f"{_SCHEDULES}:WarmupDecayLR",
     "WarmupLR": f"{_SCHEDULES}:WarmupLR",
     "ZeroParamStatus": f"{_HERE}.zero_parameters:ZeroParamStatus",
+    "ZeroStageEnum": f"{_HERE}.zero_config:ZeroStageEnum",
     "__version__": f"{_HERE}.names:VERSION",
     "add_config_arguments": "gptpar.any_module.arguments:add_config_arguments",
     "checkpoint": f"{_HERE}.recomputation:checkpoint",
@@ -49,16 +55,20 @@ HOMES: Mapping[str, str] = {
     "clip_grad_norm_": "torch.nn.utils:clip_grad_norm_",
     "clone_tensors_for_torch_save": f"{_HERE}.whole_tensors:clone_tensors_for_torch_save",
     "configure": f"{_HERE}.recomputation:configure",
+    "convert_zero_checkpoint_to_fp32_state_dict": f"{_HERE}.fp32_weights:convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_live",
     "get_accelerator": f"{_HERE}.accelerators:get_accelerator",
+    "get_fp32_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules": f"{_HERE}.zero_parameters:get_z3_leaf_modules",
+    "get_zero_config": f"{_HERE}.zero_config:get_zero_config",
     "init_distributed": f"{_HERE}.start:init_distributed",
     "initialize": f"{_HERE}.start:initialize",
     "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
     "is_configured": f"{_HERE}.recomputation:is_configured",
+    "load_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:load_state_dict_from_zero_checkpoint",
     "log_dist": f"{_HERE}.start:log_dist",
     "logger": f"{_HERE}.start:logger",
     "move_to_device": f"{_HERE}.start:move_to_device",
@@ -69,9 +79,16 @@ HOMES: Mapping[str, str] = {
     "safe_get_full_fp32_param": f"{_HERE}.whole_tensors:safe_get_full_fp32_param",
     "safe_get_full_grad": f"{_HERE}.whole_tensors:safe_get_full_grad",
     "safe_get_full_optimizer_state": f"{_HERE}.whole_tensors:safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param": f"{_HERE}.whole_tensors:safe_get_local_fp32_param",
+    "safe_get_local_grad": f"{_HERE}.whole_tensors:safe_get_local_grad",
+    "safe_get_local_optimizer_state": f"{_HERE}.whole_tensors:safe_get_local_optimizer_state",
     "safe_set_full_fp32_param": f"{_HERE}.whole_tensors:safe_set_full_fp32_param",
     "safe_set_full_grad": f"{_HERE}.whole_tensors:safe_set_full_grad",
     "safe_set_full_optimizer_state": f"{_HERE}.whole_tensors:safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param": f"{_HERE}.whole_tensors:safe_set_local_fp32_param",
+    "safe_set_local_grad": f"{_HERE}.whole_tensors:safe_set_local_grad",
+    "safe_set_local_optimizer_state": f"{_HERE}.whole_tensors:safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized": f"{_HERE}.whole_tensors:safe_update_full_grad_vectorized",
     "see_memory_usage": f"{_HERE}.start:see_memory_usage",
     "set_random_seed": f"{_HERE}.start:set_random_seed",
     "set_z3_leaf_modules": f"{_HERE}.zero_parameters:set_z3_leaf_modules",
@@ -89,7 +106,8 @@ HOMES: Mapping[str, str] = {
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
     "safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
-    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized"
 )
 _LEAVES = "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules"
 _ZERO = (
@@ -99,7 +117,8 @@ _ZERO = (
 _PIPE = "PipelineModule LayerSpec TiedLayerSpec"
 _SCHEDULERS = "VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"
 _CHECKPOINTING = "checkpoint configure is_configured reset"
-_GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
+_GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+_OFFLOAD = "OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
 _ZERO2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
 _ZERO3 = "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
 
@@ -140,7 +159,9 @@ PLACES: Mapping[str, str] = {
     "runtime.utils": "clip_grad_norm_ see_memory_usage partition_uniform partition_balanced move_to_device "
     "set_random_seed",
     "runtime.zero": _ZERO,
+    "runtime.zero.config": f"DeepSpeedZeroConfig ZeroStageEnum get_zero_config {_OFFLOAD}",
     "runtime.zero.mics": "MiCS_Init",
+    "runtime.zero.offload_config": _OFFLOAD,
     "runtime.zero.partition_parameters": f"{_ZERO} zero_wrapper_for_fp_tensor_constructor get_accelerator",
     "runtime.zero.stage3": f"DeepSpeedZeroOptimizer_Stage3 unwrap_model_for_generation {_ZERO3}",
     "runtime.zero.stage_1_and_2": f"DeepSpeedZeroOptimizer FP16_DeepSpeedZeroOptimizer {_ZERO2}",
@@ -152,6 +173,8 @@ PLACES: Mapping[str, str] = {
     "utils.nvtx": "instrument_w_nvtx",
     "utils.tensor_fragment": _SAFE,
     "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "zero": _ZERO,
 }
 """Module of DeepSpeed -> its names here."""
@@ -189,10 +212,6 @@ REFUSED: Mapping[str, str] = {
     "there are no experts with processes of their own: a module's own experts train like its other layers.": ("MoE"),
     "sequences are not divided over processes: lower the micro-batch size, and recompute activations.": (
         "_SeqAllToAll DistributedAttention UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
-    ),
-    "with ZeRO a process has a part of a unit, not of one parameter: use safe_get_full_... or safe_set_full_...": (
-        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
-        "safe_set_local_grad safe_set_local_optimizer_state"
     ),
 }
 """What a program can do instead -> the names that are refused with it."""

@@ -173,7 +173,7 @@ def take_recording(model: nn.Module) -> Recording | None:
 
 def mark_trained(engine: TrainingEngine) -> None:
     """Give an engine's parameters DeepSpeed's attributes, by which they are found."""
-    for name, parameter in engine.module.named_parameters():
+    for parameter, name in engine.weights.names.items():
         _mark(parameter, ValueOwner(None, engine, name), divided=engine.zero_optimization_stage() == 3)
 
 

@@ -130,7 +130,8 @@ class ParameterMemory:
         """
         targets = [self.shards[unit][: len(values)] for unit, values in master_weights.items()]
         if self.stream is None:
-            torch._foreach_copy_(targets, list(master_weights.values()))
+            if targets:
+                torch._foreach_copy_(targets, list(master_weights.values()))
             return
         for target, values in zip(targets, master_weights.values(), strict=True):
             target.copy_(values.to(target.dtype), non_blocking=True)

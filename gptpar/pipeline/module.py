@@ -17,7 +17,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
-from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
+from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer, tie_functions
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
@@ -35,7 +35,8 @@ class PipelineModule(nn.Module):
     """A sequence of layers, divided into the stages of a pipeline; each process builds its own layers only.
 
     Args:
-        layers: :class:`LayerSpec`, :class:`TiedLayerSpec`, modules, or functions of one tensor.
+        layers: :class:`LayerSpec`, :class:`TiedLayerSpec`, modules, or functions of one tensor. A function that uses
+            the parameters of a module in the list is tied to it; one that uses other modules has their parameters.
         num_stages: number of stages. It divides the number of processes; the quotient is the data axis's size.
         loss_fn: ``loss_fn(output, labels)`` -> scalar; by default the last layer's output is the loss.
         partition_method: ``parameters``, ``flops``, ``uniform``, ``type:REGEX`` (layers whose class matches count 1,
@@ -54,7 +55,8 @@ class PipelineModule(nn.Module):
         base_seed: for the default ``build``.
 
     Raises:
-        ConfigError: the partition is impossible, or there is neither ``num_stages`` nor ``topology``.
+        ConfigError: the partition is impossible, there is neither ``num_stages`` nor ``topology``, or a function uses
+            parameters of several layers.
         TypeError: the topology has tensor parallelism, and a layer does not declare the placement of its parameters'
             values and gradients (:mod:`gptpar.topology.placement`).
     """
@@ -80,7 +82,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         _require_types(layers, num_stages, loss_fn, partition_method, topology)
         self.topology = topology or _topology_of(None if num_stages is None else int(num_stages))
-        self.specs = [as_spec(layer, number) for number, layer in enumerate(layers)]
+        self.specs = tie_functions([as_spec(layer, number) for number, layer in enumerate(layers)])
         self.num_stages, self.stage = self.topology.mesh.pipeline, self.topology.stage
         self.num_virtual_stages = num_virtual_stages
         if num_virtual_stages > 1 and self.num_stages == 1:
@@ -177,11 +179,22 @@ class PipelineModule(nn.Module):
         return self._run(actions, micro_batches, grad, observer)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The micro-batches' losses without gradients, if this process has the last layer; else nothing."""
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], take_output: Callable[[torch.Tensor], None] = lambda y: None
+    ) -> list[torch.Tensor]:
+        """The micro-batches' losses without gradients, if this process has the last layer; else nothing.
+
+        Args:
+            take_output: takes each output of the last layer.
+        """
         count = len(micro_batches)
         actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
-        return self._run(actions, micro_batches, None, None)
+
+        def to_loss(y: torch.Tensor, fields: Fields) -> torch.Tensor:
+            take_output(y)
+            return self._loss_of(y, fields)
+
+        return self._run(actions, micro_batches, None, None, to_loss)
 
     @torch.no_grad()
     def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -201,7 +214,6 @@ class PipelineModule(nn.Module):
         observer: Observer | None,
         to_loss: Callable[[torch.Tensor, Fields], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        loss_fn = self._loss_fn
         self.auxiliary.begin(len(micro_batches), grad)
         runtime = Runtime(
             self.stages_here,
@@ -209,13 +221,16 @@ class PipelineModule(nn.Module):
             self.num_stages,
             self._transport,
             self._boundary,
-            to_loss or (lambda y, fields: _scalar(y if loss_fn is None else loss_fn(y, fields["labels"]), loss_fn)),
+            to_loss or self._loss_of,
             micro_batches,
             grad,
             observer or Silent(),
         )
         runtime.run(schedules.with_transfers(actions, self.stage, self.num_stages, self.num_virtual_stages))
         return runtime.losses
+
+    def _loss_of(self, y: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return _scalar(y if self._loss_fn is None else self._loss_fn(y, fields["labels"]), self._loss_fn)
 
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
         """Forward and backward of one step; afterwards your own optimizer takes the step and clears ``.grad``.

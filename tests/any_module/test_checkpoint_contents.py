@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.checkpoint import read_tensors
-from gptpar.errors import CheckpointError
+from gptpar.deepspeed.fp32_weights import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from gptpar.errors import CheckpointError, ConfigError
 from tests.any_module.checkpointed import LAYOUTS, SCHEDULERS, assert_same, make, mlp, state, train
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
@@ -198,19 +207,100 @@ def test_values_come_back_as_they_were() -> None:
         "client_state['rng'] is a tensor of shape [3]",
         "client_state['f'][0] is of type builtins.builtin_function_or_method",
     ]
-    for wrong in ({"__python__": "set", "values": []}, {"__python__": "dict", "values": [[[1], 2]]}):
+    for kind, values in (("odd", []), ("tensor", "client/0"), ("dict", [[[1], 2]]), ("dtype", "load")):
         with pytest.raises(ValueError, match="__python__"):
-            from_json(wrong)
+            from_json({"__python__": kind, "values": values}, {})
 
 
 def test_what_cannot_be_stored_is_named_and_nothing_is_saved(tmp_path: Path) -> None:
     engine = make(mlp())
-    engine.optimizer.param_groups[0]["odd"] = {1, 2}
+    engine.optimizer.param_groups[0]["odd"] = object()
     with pytest.raises(
-        CheckpointError, match=r"param_groups\[0\]\['odd'\] is of type.*set; client_state\['x'\] is a ten"
+        CheckpointError, match=r"param_groups\[0\]\['odd'\] is of type.*object; client_state\['x'\] is a ten"
     ):
-        engine.save_checkpoint(tmp_path, client_state={"x": torch.zeros(2)})
+        engine.save_checkpoint(tmp_path, client_state={"x": torch.zeros(2).to_sparse()})
     assert not list(tmp_path.iterdir())
+
+
+def test_tensors_and_small_objects_of_the_user_come_back_to_the_bit(tmp_path: Path) -> None:
+    draws = np.random.default_rng(1)
+    client = {
+        "rng": torch.get_rng_state(),
+        "numpy": ("MT19937", draws.integers(0, 2**32, 624, dtype=np.uint32), np.float32(0.1), np.zeros((2, 0))),
+        "tensors": [
+            torch.tensor([float("nan"), -0.0, 1e-40]),
+            torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),
+            torch.tensor([1 + 2j]),
+            torch.tensor(True),
+            torch.zeros(0, 3, dtype=torch.int64),
+            nn.Parameter(torch.ones(2)),
+        ],
+        "args": argparse.Namespace(lr=1e-3, seen={3, 4}, path=Path("a/b"), dtype=torch.bfloat16),
+        7: OrderedDict(b=torch.Size([2, 3]), a=b"\0\xff"),
+    }
+    saved = make(mlp(), precision="bf16")
+    saved.save_checkpoint(tmp_path, client_state=client)
+    client["tensors"][0].zero_()
+    _, back = make(mlp(7), "ZeRO-3, CPU 0.6", precision="bf16").load_checkpoint(tmp_path)
+    client["tensors"][0] = torch.tensor([float("nan"), -0.0, 1e-40])
+    for one, other in zip(back["tensors"], client["tensors"], strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        bits = [t.detach().contiguous().view(-1).view(torch.uint8).tolist() for t in (one, other)]
+        assert bits[0] == bits[1]
+    assert torch.equal(back["rng"], client["rng"]) and back["args"] == client["args"] and back[7] == client[7]
+    assert [type(back[7]), type(back[7]["b"]), type(back["numpy"][2])] == [OrderedDict, torch.Size, np.float32]
+    for one, other in zip(back["numpy"][1:], client["numpy"][1:], strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+
+
+def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
+    saved = make(frozen(mlp()), "ZeRO-3, CPU 0.6")
+    train(saved, 0, 2)
+    saved.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    here = {name.removeprefix("weights/") for name in read_tensors(tmp_path / "iter_0000002") if name[:7] == "weights"}
+    trained = {name for name, p in saved.module.named_parameters() if p.requires_grad}
+    assert here == trained and len(trained) < len(list(saved.module.parameters()))
+    loaded = make(frozen(mlp(7)))
+    before, wanted = loaded.module.state_dict(), saved.module.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    with pytest.raises(CheckpointError, match=r"blocks\.1(.|\n)*load_module_strict=False"):
+        loaded.load_checkpoint(tmp_path)
+    loaded.load_checkpoint(tmp_path, load_module_strict=False)
+    for name, value in loaded.module.state_dict().items():
+        assert torch.equal(value, (wanted if name in trained else before)[name]), name
+    saved.close()
+
+
+def test_whole_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    """DeepSpeed's ``zero_to_fp32``: master weights, one file or several, with and without frozen weights."""
+    saved = make(frozen(mlp()), "ZeRO-3, CPU 0.6", precision="bf16")
+    train(saved, 0, 2)
+    saved.save_checkpoint(tmp_path, tag="mine")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    parameters = dict(saved.module.named_parameters())
+    assert found.keys() == parameters.keys() and {value.dtype for value in found.values()} == {torch.float32}
+    for name, value in found.items():
+        master = saved.weights.whole_here(name, "weights")
+        wanted = saved.module.state_dict()[name].float() if master is None else master
+        assert torch.equal(value, wanted), name
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "mine", exclude_frozen_parameters=True)
+    assert trained.keys() == {name for name, p in parameters.items() if p.requires_grad} < found.keys()
+    model = load_state_dict_from_zero_checkpoint(mlp(7), tmp_path)
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    for size, safe in (("5GB", False), ("2KB", False), ("2KB", True)):
+        out = tmp_path / f"{size}-{safe}"
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, size, safe)
+        files = sorted(out.glob("*.bin")) + sorted(out.glob("*.safetensors"))
+        assert (len(files) > 1) == (size == "2KB")
+        state = {k: v for f in files for k, v in (load_file(f) if safe else torch.load(f)).items()}
+        assert state.keys() == found.keys() and all(torch.equal(value, found[name]) for name, value in state.items())
+        for index in out.glob("*.index.json"):
+            assert json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    with pytest.raises(ConfigError, match="max_shard_size 'big' is no number of bytes"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", "big")
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "none")
+    saved.close()
 
 
 # Plain torch's weights, and several processes.
@@ -261,16 +351,16 @@ def on_two(rank: int, folder: str) -> list[str]:
     engine.module.count.fill_(rank + 5)
     for act in (
         lambda: engine.save_checkpoint(folder, tag=f"of {rank}"),
-        lambda: engine.save_checkpoint(folder, client_state={"x": torch.zeros(2)} if rank == 0 else {}),
+        lambda: engine.save_checkpoint(folder, client_state={"x": print} if rank == 0 else {}),
         lambda: engine.load_checkpoint(folder, tag="none"),
     ):
         with pytest.raises(CheckpointError) as error:
             act()
         said.append(str(error.value))
-    engine.save_checkpoint(folder, client_state={"rank": rank})
+    engine.save_checkpoint(folder, client_state={"rank": rank, "rng": torch.full((2,), rank)})
     engine.module.count.zero_()
     _, client = engine.load_checkpoint(folder)
-    said += [str(client["rank"]), str(engine.module.count.item())]
+    said += [str(client["rank"]), str(client["rng"].tolist()), str(engine.module.count.item())]
     engine.close()
     return said
 
@@ -279,4 +369,4 @@ def test_on_several_processes(bench: Bench, tmp_path: Path) -> None:
     one, other = bench.on_ranks(2, on_two, str(tmp_path))
     assert one == other
     assert "'of 0' on rank 0, 'of 1' on rank 1" in one[0] and "client_state['x']" in one[1]
-    assert "no checkpoint of the tag 'none'" in one[2] and one[3:] == ["0", "5"]
+    assert "no checkpoint of the tag 'none'" in one[2] and one[3:] == ["0", "[0, 0]", "5"]

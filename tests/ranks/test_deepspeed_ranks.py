@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 from torch import nn
 
 import gptpar.deepspeed as deepspeed
+from gptpar.errors import ConfigError, GptparError
 from tests.spawn import spawn
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
@@ -18,10 +21,14 @@ def micro_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(2, 8, generator=draws), torch.randint(0, 4, (2,), generator=draws)) for _ in range(12)]
 
 
+def make() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+
+
 def plain() -> tuple[nn.Sequential, list[float]]:
     """The module after three steps over four micro-batches each, and the steps' losses."""
     torch.manual_seed(42)
-    model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+    model = make()
     optimizer, losses, batches = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0), [], micro_batches()
     for step in range(3):
         pairs = batches[4 * step : 4 * step + 4]
@@ -50,10 +57,67 @@ def pipeline_of_specifications(rank: int) -> None:
     assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
 
 
+def evaluations_of_a_pipeline(rank: int) -> None:
+    """Losses and outputs by each argument of ``eval_batch``; the last stage of two has them."""
+    torch.manual_seed(42)
+    specs = [deepspeed.pipe.LayerSpec(nn.Linear, *size) for size in SIZES]
+    model = deepspeed.pipe.PipelineModule(specs, num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    torch.manual_seed(42)
+    expected, pairs = make(), micro_batches()
+    with torch.no_grad():
+        outputs = [expected(x) for x, _ in pairs]
+        losses = [nn.functional.cross_entropy(out, y) for out, (_, y) in zip(outputs, pairs, strict=True)]
+
+    def close(one: object, other: object) -> None:
+        torch.testing.assert_close(one, other if engine.is_last_stage() else None, rtol=1e-6, atol=1e-7)
+
+    torch.testing.assert_close(engine.eval_batch(iter(pairs)), torch.stack(losses[:4]).mean(), rtol=1e-6, atol=0)
+    mean, last = engine.eval_batch(iter(pairs), return_logits=True, num_micro_batches=6)
+    torch.testing.assert_close(mean, torch.stack(losses[:6]).mean(), rtol=1e-6, atol=0)
+    close(last, outputs[5])
+    close(engine.eval_batch(iter(pairs), bcast_loss=False), torch.stack(losses[:4]).mean())
+    close(engine.eval_batch(iter(pairs), reduce_output=None), losses[:4])
+    close(engine.eval_batch(iter(pairs), compute_loss=False, reduce_output=None), outputs[:4])
+    close(engine.eval_batch(iter(pairs), compute_loss=False), torch.stack(outputs[:4]).mean(0))
+    with pytest.raises(GptparError, match=r"reduce_output='sum'\): it is 'avg', or None"):
+        engine.eval_batch(iter(pairs), reduce_output="sum")
+
+
+def a_grid_and_its_groups(rank: int) -> None:
+    """Sums over a grid's groups are those of its lines, and the engine of a pipeline has the grid."""
+    topology = deepspeed.runtime.pipe.topology.PipeDataParallelTopology(2, 1)
+    specs = [deepspeed.pipe.LayerSpec(nn.Linear, *size) for size in SIZES]
+    model = deepspeed.pipe.PipelineModule(specs, topology=topology, loss_fn=nn.CrossEntropyLoss())
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    grid = engine.grid
+    assert grid is model.mpu() is engine.mpu and grid.topology() is topology
+    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.is_last_stage) == (rank, 0, rank == 1)
+    assert (grid.pp_group, grid.dp_group, grid.p2p_groups) == ([0, 1], [rank], [[0, 1], [1, 0]])
+    assert (grid.stage_to_global(1), grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (
+        1,
+        rank,
+        2,
+    )
+    for group, wanted in (
+        (grid.get_pipe_parallel_group(), 3),
+        (grid.get_model_parallel_group(), 3),
+        (grid.get_data_parallel_group(), rank + 1),
+        (grid.get_slice_parallel_group(), rank + 1),
+    ):
+        torch.distributed.all_reduce(number := torch.tensor(rank + 1), group=group)
+        assert number.item() == wanted
+    columns = deepspeed.runtime.pipe.topology.ProcessTopology(["data", "pipe"], [1, 2])
+    with pytest.raises(ConfigError, match="the topology has the axis data before pipe: name pipe"):
+        deepspeed.pipe.PipelineModule(specs, topology=columns)
+
+
 def zero3_under_init(rank: int) -> None:
     torch.manual_seed(42)
     with deepspeed.zero.Init():
-        model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+        model = make()
     assert model[0].weight.is_meta and model[0].weight.shape == model[0].weight.ds_shape == (32, 8)
     with deepspeed.zero.GatheredParameters([model[2].bias], modifier_rank=1):
         if rank == 1:
@@ -62,7 +126,7 @@ def zero3_under_init(rank: int) -> None:
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER, "zero_optimization": zero})
     torch.manual_seed(42)
-    expected = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+    expected = make()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         assert torch.equal(model[0].weight, expected[0].weight) and model[2].bias.tolist() == [0.25] * 4
     deepspeed.utils.safe_set_full_fp32_param(model[2].bias, expected[2].bias.detach())
@@ -76,6 +140,44 @@ def zero3_under_init(rank: int) -> None:
         torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(one), other.data, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("program", [pipeline_of_specifications, zero3_under_init])
+def without_an_optimizer(rank: int) -> None:
+    """Forward passes under ZeRO-3, plain backward passes, another engine's checkpoint; no steps."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "gradient_clipping": 0.0}
+    torch.manual_seed(7)
+    trained, optimizer, *_ = deepspeed.initialize(model=make(), config=config | {"optimizer": OPTIMIZER})
+    assert optimizer is trained.optimizer
+    batches = micro_batches()
+    trained.backward(trained(batches[rank][0]).square().mean())
+    trained.step()
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    trained.save_checkpoint(folder[0])
+    wanted = make()
+    wanted.load_state_dict(trained.module_state_dict())
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=make(), config=config)
+    assert optimizer is None and scheduler is None
+    engine.load_checkpoint(folder[0])
+    x, y = batches[rank]
+    losses = [nn.functional.cross_entropy(one(x), y) for one in (engine, wanted)]
+    assert torch.equal(losses[0], losses[1])
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(engine.module.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for verb in (lambda: engine.backward(engine(x).mean()), engine.step):
+        with pytest.raises(GptparError, match="has no optimizer, and takes no steps: pass optimizer="):
+            verb()
+
+
+PROGRAMS = [
+    pipeline_of_specifications,
+    evaluations_of_a_pipeline,
+    a_grid_and_its_groups,
+    zero3_under_init,
+    without_an_optimizer,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_with_deepspeeds_names_have_plain_numbers(program: object) -> None:
     spawn(program, 2)

@@ -87,7 +87,8 @@ def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stag
 
 
 def global_splits(stage: Stage) -> dict[str, Any]:
-    return {name: info.split for name, info in stage.infos().items() if info.split is not None}
+    infos = stage.infos()
+    return {name: info.placement.value[TENSOR] for name, info in infos.items() if info.placement.value}
 
 
 def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, ...], length: int = LENGTH) -> Result:
@@ -107,7 +108,7 @@ def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, 
             whole[name] = torch.cat(shares, splits[name].dim)
         else:
             whole[name] = grad.clone()
-            if TENSOR in infos[name].grad_sums:
+            if TENSOR in infos[name].placement.gradient_sum:
                 dist.all_reduce(whole[name])
         assert parameter.shape == grad.shape
     return loss.detach(), whole

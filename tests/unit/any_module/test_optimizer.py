@@ -135,9 +135,9 @@ def test_an_optimizer_without_an_update_of_the_engine_is_refused() -> None:
         ]
     assert problems(3, None) == [f"optimizer is of type int: {use}"]
     assert problems(lambda params: len(params), None) == [f"the function optimizer returns what is of type int: {use}"]
-    assert problems(None, None, gradient_clipping=1) == [
-        'there is no optimizer: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
-    ]
+    (problem,) = problems(None, None, zero_optimization={"stage": 2})
+    assert problem.startswith('there is no optimizer: add {"optimizer": {"type": "AdamW"}} to the configuration')
+    assert problem.endswith("needs none at ZeRO stage 0 or 3, and this is stage 2.")
 
 
 def test_everything_wrong_with_an_optimizer_is_told_at_once() -> None:

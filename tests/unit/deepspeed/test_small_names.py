@@ -1,0 +1,47 @@
+"""Tests of DeepSpeed's small names: operators that are here, constants, versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gptpar.deepspeed as deepspeed
+from gptpar.any_module.schedulers import OneCycle
+from gptpar.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
+from gptpar.deepspeed.runtime import lr_schedules
+from gptpar.deepspeed.utils.torch import required_torch_version
+from gptpar.errors import GptparError
+
+
+def test_programs_ask_which_operators_are_here() -> None:
+    assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] and CPUAdamBuilder().is_compatible()
+    assert not deepspeed.ops.__compatible_ops__[FusedLambBuilder.NAME] and not FusedLambBuilder().is_compatible()
+    with pytest.raises(GptparError, match="operator cpu_adam is not built by gptpar: use deepspeed.ops.adam"):
+        CPUAdamBuilder().load()
+    assert not hasattr(deepspeed.ops.op_builder, "NoBuilder")
+
+
+def test_constants_are_the_names_of_configurations() -> None:
+    assert (lr_schedules.WARMUP_LR, lr_schedules.WARMUP_NUM_STEPS) == ("WarmupLR", "warmup_num_steps")
+    assert lr_schedules.CYCLE_MIN_MOM == "cycle_min_mom" and lr_schedules.LR_RANGE_TEST == "LRRangeTest"
+    assert deepspeed.runtime.config.ADAM_OPTIMIZER == "adam"
+    assert not hasattr(lr_schedules, "WARMDOWN")
+    numbers = deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
+    assert ".".join(map(str, numbers)) == deepspeed.__version__
+
+
+def test_versions_of_torch_are_compared_by_number() -> None:
+    assert required_torch_version(min_version=2.1) and not required_torch_version(min_version=99.0)
+    assert not required_torch_version(max_version=1.13) and required_torch_version(min_version=1.8, max_version=99.0)
+
+
+def test_the_betas_of_a_cycle_are_read_before_each_step() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    cycle = OneCycle(optimizer, 0.0, 0.1, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    seen = []
+    for _ in range(4):
+        seen.append(cycle.get_mom()[0])
+        optimizer.step()
+        cycle.step()
+    assert [first for first, _ in seen] == pytest.approx([0.9, 0.85, 0.8, 0.85])
+    assert {second for _, second in seen} == {0.99}

@@ -25,6 +25,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         update: updates all parameters with :meth:`hyperparameters`.
         drop_gradients: drops the gradients.
         scaler: the loss scale.
+
+    Attributes:
+        described: see above.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         drop_gradients: Callable[[], None],
         scaler: LossScale,
     ):
-        self._complete, self._described = False, described
+        self._complete, self.described = False, described
         # Schedulers that move a beta, too, look for it among the defaults.
         values = described.group_of(described.of_group(groups[0]))
         super().__init__(list(groups), values | {name: groups[0][name] for name in values.keys() & groups[0].keys()})
@@ -51,7 +54,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """The present hyperparameters of each group."""
-        return tuple(self._described.of_group(group) for group in self.param_groups)
+        return tuple(self.described.of_group(group) for group in self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters.

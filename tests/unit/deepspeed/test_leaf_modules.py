@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
-
 from gptpar.deepspeed.utils import (
     get_z3_leaf_modules,
     set_z3_leaf_modules,
@@ -13,6 +11,7 @@ from gptpar.deepspeed.utils import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
+from torch import nn
 
 
 class Experts(nn.ModuleList):

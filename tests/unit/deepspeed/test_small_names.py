@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-import gptpar.deepspeed as deepspeed
-from gptpar.any_module.schedulers import OneCycle
 from gptpar.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
 from gptpar.deepspeed.runtime import lr_schedules
 from gptpar.deepspeed.utils.torch import required_torch_version
+
+import gptpar.deepspeed as deepspeed
+from gptpar.any_module.schedulers import OneCycle
 from gptpar.errors import GptparError
 
 
@@ -45,3 +45,16 @@ def test_the_betas_of_a_cycle_are_read_before_each_step() -> None:
         cycle.step()
     assert [first for first, _ in seen] == pytest.approx([0.9, 0.85, 0.8, 0.85])
     assert {second for _, second in seen} == {0.99}
+
+
+def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    coupled = deepspeed.ops.adam.FusedAdam(parameters, adam_w_mode=False)
+    assert type(coupled) is torch.optim.Adam and isinstance(coupled, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(parameters)) is torch.optim.AdamW
+    assert not isinstance(torch.optim.SGD(parameters), deepspeed.ops.adam.FusedAdam)
+    for kind, is_adam in (("Adam", True), ("SGD", False)):
+        config = {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1}}}
+        engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+        assert isinstance(optimizer, deepspeed.ops.adam.FusedAdam) is is_adam
+        engine.destroy()

@@ -162,6 +162,7 @@ PLACES: Mapping[str, str] = {
     "runtime.pipe": _PIPE,
     "runtime.pipe.engine": "PipelineEngine",
     "runtime.pipe.module": _PIPE,
+    "runtime.pipe.schedule": "",
     "runtime.pipe.topology": _GRID,
     "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.utils": "clip_grad_norm_ see_memory_usage partition_uniform partition_balanced move_to_device "
@@ -190,6 +191,7 @@ EVERYTHING_OF: Mapping[str, str] = {
     "ops.op_builder": f"{_HERE}.builders",
     "runtime.config": f"{_HERE}.constants",
     "runtime.lr_schedules": f"{_HERE}.constants",
+    "runtime.pipe.schedule": f"{_HERE}.pipe_schedules",
     "utils.groups": f"{_HERE}.groups",
 }
 """Module of DeepSpeed -> a module that has its other names."""

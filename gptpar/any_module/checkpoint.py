@@ -21,13 +21,14 @@ from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
     ENGINE_COUNTS,
     Chosen,
-    Kept,
     StoredState,
+    UsersPart,
     alias_problems,
     group_differences,
     groups_to_json,
     load_groups,
     read_state,
+    room_for_client,
     scheduler_problems,
     scheduler_to_json,
 )
@@ -57,7 +58,9 @@ AMID_A_STEP = (
 Tensors = dict[str, torch.Tensor | TensorParts]
 
 
-def save(engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: Kept) -> str:
+def save(
+    engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart
+) -> str:
     """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
 
     Where the configuration says ``async_save`` it goes on behind the training. Then a failure is told on stderr and
@@ -166,8 +169,7 @@ def load(
     for number, path in found:
         try:
             manifest = ranks.lead(partial(read_manifest, path))
-            entries = ((name, one) for name, one in manifest.tensors.items() if name.startswith("client/"))
-            client = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in entries}
+            client = room_for_client(manifest)
             state = read_state(path, manifest.meta, client)
             _require_fit(ranks, engine, path, state, chosen)
             _fill(engine, folder, number, manifest, chosen, client)
@@ -192,12 +194,14 @@ class _Named:
         aliases: each further name of a parameter or buffer -> its first one.
         extra: path of a module with extra state -> that state as JSON, or ``None`` where it is not asked for.
         problems: values of extra states that JSON cannot hold.
+        frozen: names of the weights that are not trained.
     """
 
     members: list[list[str]]
     aliases: dict[str, str]
     extra: dict[str, Any]
     problems: list[str]
+    frozen: list[str]
 
 
 def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
@@ -211,7 +215,7 @@ def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
         for path, module in _with_extra_state(engine)
     }
     members = [[names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
-    return _Named(members, engine.weights.aliases, extra, problems)
+    return _Named(members, engine.weights.aliases, extra, problems, sorted(engine.weights.frozen))
 
 
 def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Callable[[], _Named]) -> _Named:
@@ -223,7 +227,8 @@ def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Calla
     for one in reversed(each):  # the first process counts
         aliases |= one.aliases
         extra |= one.extra
-    return _Named(members, aliases, extra, [problem for one in each for problem in one.problems])
+    problems, frozen = ([*chain(*every)] for every in ([one.problems for one in each], [one.frozen for one in each]))
+    return _Named(members, aliases, extra, problems, sorted(set(frozen)))
 
 
 def _state_of(
@@ -239,6 +244,7 @@ def _state_of(
         groups=groups_to_json(engine.optimizer.param_groups, held.members, problems),
         scheduler=scheduler_to_json(engine.lr_scheduler, problems),
         aliases=held.aliases,
+        frozen=held.frozen,
         extra=held.extra,
         skip_step=None if engine.skip_step is None else engine.skip_step.state(),
         client=to_json({} if client_state is None else client_state, "client_state", problems, tensors),
@@ -317,7 +323,12 @@ _REMEDY = (
 
 
 def _fill(
-    engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen, client: Tensors
+    engine: TrainingEngine,
+    folder: Path,
+    number: int,
+    manifest: Manifest,
+    chosen: Chosen,
+    client: dict[str, torch.Tensor],
 ) -> None:
     """Read all tensors, after they have been verified."""
     targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine) | client

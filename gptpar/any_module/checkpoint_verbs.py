@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from gptpar.any_module import checkpoint
-from gptpar.any_module.stored_state import Chosen, Kept
+from gptpar.any_module.stored_state import Chosen, UsersPart
 from gptpar.checkpoint.saver import Saver
 from gptpar.errors import CheckpointError, wrong_type
 
@@ -34,8 +34,8 @@ class CheckpointVerbs:
         :meth:`wait_for_checkpoint` returns, or the process has ended.
 
         See :func:`gptpar.any_module.checkpoint.save` for the result and the errors, and
-        :class:`~gptpar.any_module.stored_state.Kept` for ``client_state``. ``exclude_frozen_parameters`` leaves out
-        frozen weights; a load with ``load_module_strict=False`` then leaves alone those of the engine.
+        :class:`~gptpar.any_module.stored_state.UsersPart` for ``client_state``. ``exclude_frozen_parameters`` leaves
+        out frozen weights; a load with ``load_module_strict=False`` then leaves alone those of the engine.
         """
         engine = cast("TrainingEngine", self)
         engine._require_open()
@@ -45,7 +45,7 @@ class CheckpointVerbs:
             raise CheckpointError(checkpoint.AMID_A_STEP.format(engine._count, steps))
         with engine._watch.together("save_checkpoint"):
             engine._take_note_of_last_step()
-            kept = Kept(client_state, latest=save_latest, frozen=not exclude_frozen_parameters)
+            kept = UsersPart(client_state, latest=save_latest, frozen=not exclude_frozen_parameters)
             return checkpoint.save(engine, self._saver, save_dir, tag, kept)
 
     def load_checkpoint(

@@ -103,6 +103,7 @@ def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], lis
     groups = [item for item in given if isinstance(item, dict)]
     if groups and len(groups) != len(given):
         return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
+    assert options.optimizer is not None
     defaults = options.update.group_of(options.optimizer)
     return [{**defaults, **group} for group in groups or [{"params": given}]], []
 

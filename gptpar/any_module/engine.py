@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from gptpar.any_module.batches import Batches, LossFunction, cast_inputs, require_loss
+from gptpar.any_module.batches import Batches, LossFunction, cast_inputs, evaluating, require_loss
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -173,6 +173,10 @@ class ModuleEngine(TrainingEngine):
         self._is_scaled = True
         return loss * self.loss_scaler.value
 
+    @property
+    def _shows_gradients(self) -> bool:  # type: ignore[override]
+        return self._grads is not None and self._grads.are_shown
+
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
@@ -300,6 +304,25 @@ class ModuleEngine(TrainingEngine):
 
     def _passes(self, batches: Batches) -> StepResult:
         return (self._recorded or self._work)(batches)
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
+
+        Micro-batches and losses are as in :meth:`train_batch`. Afterwards each module has its former mode. A current
+        step is not changed.
+
+        Returns:
+            [] the mean over micro-batches and processes, on the device, fp32 or wider; the host does not wait for it.
+
+        Raises:
+            StopIteration: the data is at its end.
+            GptparError: the data ends within the batch, or there is no loss.
+        """
+        self._require_usable()
+        batches = self.data.take(data_iter)
+        with self._watch.together("eval_batch"), evaluating(self):
+            mean = self._work.evaluate(batches)
+        return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
     def close(self) -> None:
         """See :meth:`TrainingEngine.close <gptpar.any_module.training_engine.TrainingEngine.close>`."""

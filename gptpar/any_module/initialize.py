@@ -91,8 +91,7 @@ def initialize(
             (the last one's output, the labels) -> a scalar; default: the output is the loss.
 
     Returns:
-        (engine, optimizer, loader, scheduler). The latter three are ``None`` if there is none. An engine without an
-        optimizer, at ZeRO stage 0 or 3, has forward passes, checkpoints and :meth:`eval_batch`, and takes no steps.
+        (engine, optimizer, loader, scheduler); the latter three may be ``None``. Without an optimizer it takes no step.
 
     Raises:
         ConfigError: configuration, optimizer or parameters are wrong; it names everything.
@@ -121,8 +120,7 @@ def initialize(
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
         engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
     with all_or_none(world):
-        if engine.options.has_optimizer:
-            engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
+        engine.lr_scheduler = _scheduler_of(lr_scheduler, engine)
         engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
     return engine, engine.optimizer if engine.options.has_optimizer else None, loader, engine.lr_scheduler
 
@@ -131,6 +129,12 @@ def _kind_of(model: object) -> ModelKind:
     if isinstance(model, PipelineModule):
         return ModelKind.PIPELINE
     return ModelKind.MODULE if isinstance(model, nn.Module) else ModelKind.LAYERS
+
+
+def _scheduler_of(given: ClientScheduler, engine: ModuleEngine | PipelineEngine) -> LRScheduler | None:
+    if not engine.options.has_optimizer:
+        return None
+    return scheduler_of(given, engine.optimizer, engine.options.scheduler)
 
 
 def _loader_of(

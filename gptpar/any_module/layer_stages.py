@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -14,7 +13,7 @@ from gptpar.any_module.units import Scope, TensorNames, UnitPlan, dtypes_of, fla
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
-from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
+from gptpar.pipeline.built_layers import BuiltLayer
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Stage, call_directly
 
@@ -131,30 +130,3 @@ def sharing_problems(specs: Sequence[LayerSpec]) -> Iterator[str]:
                         f"{owner} and {spec.name} share the parameter {local}: write both as "
                         "TiedLayerSpec(key, ...), so that stages which both have it sum its gradients."
                     )
-        elif issubclass(spec.cls, FunctionLayer):
-            for module in _modules_behind(spec.args[0]):
-                yield (
-                    f"{spec.name} is a function that uses the parameters of a {type(module).__name__}, which the "
-                    "engine does not gather for it: write TiedLayerSpec(key, ..., forward_fn=function) here and where "
-                    "the layer is, or make it a layer of its own."
-                )
-
-
-def _modules_behind(function: object) -> Iterator[nn.Module]:
-    """The modules with parameters to which a function refers."""
-    while isinstance(function, functools.partial):
-        yield from _with_parameters([*function.args, *function.keywords.values()])
-        function = function.func
-    cells = getattr(function, "__closure__", None) or ()
-    yield from _with_parameters([getattr(function, "__self__", None), *map(_contents, cells)])
-
-
-def _contents(cell: object) -> object:
-    try:
-        return cell.cell_contents  # type: ignore[attr-defined]
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _with_parameters(values: Sequence[object]) -> Iterator[nn.Module]:
-    return (one for one in values if isinstance(one, nn.Module) and next(one.parameters(), None) is not None)

@@ -52,7 +52,7 @@ class PipelineEngine(TrainingEngine):
 
     _work: PipelineWork
 
-    def eval_batch(  # type: ignore[override]
+    def eval_batch(
         self,
         data_iter: Iterator[Any],
         return_logits: bool = False,

@@ -59,16 +59,22 @@ def to_json(value: Any, name: str, problems: list[str], tensors: dict[str, torch
         return [to_json(one, f"{name}[{place}]", problems, tensors) for place, one in enumerate(value)]
     if isinstance(value, dict):
         return _dict_to_json(value, name, problems, tensors)
-    for kind, cls in _SEQUENCES.items():
-        if type(value) is cls:
-            return {_MARK: kind, "values": to_json(list(value), name, problems, tensors)}
-    for kind, cls in _OBJECTS.items():
-        if type(value) is cls:
-            return {_MARK: kind, "values": to_json(list(map(list, vars(value).items())), name, problems, tensors)}
-    if isinstance(value, PurePath | torch.device | torch.dtype):
-        kind = "path" if isinstance(value, PurePath) else type(value).__name__
-        return {_MARK: kind, "values": str(value).removeprefix("torch.")}
+    if (known := _as_kind(value)) is not None:
+        kind, values = known
+        return {_MARK: kind, "values": to_json(values, name, problems, tensors)}
     problems.append(f"{name} is {_described(value)}")
+    return None
+
+
+def _as_kind(value: Any) -> tuple[str, Any] | None:
+    """(kind, text or list) of a value that is stored as such."""
+    kind = next((kind for kind, cls in {**_SEQUENCES, **_OBJECTS}.items() if type(value) is cls), None)
+    if kind is not None:
+        return kind, list(value) if kind in _SEQUENCES else [list(pair) for pair in vars(value).items()]
+    if isinstance(value, PurePath):
+        return "path", str(value)
+    if isinstance(value, torch.device | torch.dtype):
+        return type(value).__name__, str(value).removeprefix("torch.")
     return None
 
 
@@ -119,24 +125,22 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> 
         return value
     if _MARK not in value:
         return {key: from_json(one, tensors) for key, one in value.items()}
-    kind = value[_MARK] if isinstance(value[_MARK], str) else ""
-    items = from_json(value.get("values"), tensors)
     try:
-        if kind in _SEQUENCES and isinstance(items, list):
-            return _SEQUENCES[kind](items)
-        if kind in _MAPPINGS and isinstance(items, list):
-            return _MAPPINGS[kind](dict(items))
-        if kind in _OBJECTS and isinstance(items, list):
-            return _OBJECTS[kind](**dict(items))
-        if kind in _TEXTS and isinstance(items, str):
-            return _TEXTS[kind](items)
-        if kind.removeprefix(_COMPLEX) in _TENSORS and tensors is not None:
-            found = tensors[items]
-            found = torch.view_as_complex(found) if kind.startswith(_COMPLEX) else found
-            return _TENSORS[kind.removeprefix(_COMPLEX)](found)
-    except (TypeError, ValueError, KeyError, RuntimeError):
-        raise ValueError(f"{value!r:.60} has not the values of a {kind}") from None
-    raise ValueError(f"{value!r:.60} stands for no value that this version knows")
+        return _value_of(value[_MARK], from_json(value.get("values"), tensors), tensors or {})
+    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError):
+        raise ValueError(f"{value!r:.60} stands for no value that this version knows") from None
+
+
+def _value_of(kind: str, values: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    plain = kind.removeprefix(_COMPLEX)
+    if plain in _TENSORS:
+        found = tensors[values]
+        return _TENSORS[plain](found if plain == kind else torch.view_as_complex(found))
+    if not isinstance(values, str if kind in _TEXTS else list):
+        raise TypeError
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](dict(values))
+    return _OBJECTS[kind](**dict(values)) if kind in _OBJECTS else {**_SEQUENCES, **_TEXTS}[kind](values)
 
 
 def _described(value: Any) -> str:

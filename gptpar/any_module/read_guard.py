@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from gptpar.any_module.own_clipping import refuse_clipping
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
@@ -108,6 +110,8 @@ class ReadGuard:
         attribute = (
             getattr(getattr(function, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         )
+        if attribute == "grad":
+            refuse_clipping(sys._getframe(2))
         with torch._C.DisableTorchFunctionSubclass():
             if name in CASTS and self._changes_nothing(function, args, kwargs):
                 return args[0]

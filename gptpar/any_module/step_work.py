@@ -44,9 +44,6 @@ class Work(Protocol):
     def __call__(self, batches: Batches) -> StepResult:
         """All passes over a step's micro-batches; the gradient is final afterwards."""
 
-    def evaluate(self, batches: Batches) -> torch.Tensor:
-        """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
-
     def result(self) -> StepResult:
         """The result of passes that the user has called."""
 

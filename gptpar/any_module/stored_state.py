@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module.frozen_groups import MISSED
 from gptpar.any_module.plain_values import from_json, to_json
+from gptpar.checkpoint.manifest import Manifest
 from gptpar.errors import CheckpointError
 from gptpar.optim.skip_step import NO_STEPS, is_window
 
@@ -46,7 +47,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Kept:
+class UsersPart:
     """What a save keeps beside the engine's own state.
 
     Attributes:
@@ -76,6 +77,7 @@ class StoredState:
         extra: path of a module -> the result of its ``get_extra_state``.
         client: the user's own state.
         skip_step: the window of outliers; ``None``: no step is judged.
+        frozen: names of the weights that are not trained; older checkpoints lack them.
     """
 
     tag: str
@@ -87,6 +89,7 @@ class StoredState:
     extra: dict[str, Any]
     client: Any
     skip_step: dict[str, Any] | None = None
+    frozen: list[str] = field(default_factory=list)
 
     def to_meta(self) -> dict[str, Any]:
         """The checkpoint's ``meta``."""
@@ -119,6 +122,8 @@ def read_state(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.
     unfit = [name for name, fits in _FITS.items() if name not in meta or not fits(meta[name])]
     if not is_window(meta.get("skip_step", NO_STEPS)):
         unfit.append("skip_step")
+    if not _are_texts(meta.get("frozen", [])):
+        unfit.append("frozen")
     problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra")])
@@ -130,9 +135,19 @@ def read_state(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.
     return StoredState(**{one.name: meta[one.name] for one in fields(StoredState) if one.name in meta})
 
 
+def room_for_client(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Name -> memory of each tensor of the user's state."""
+    entries = ((name, one) for name, one in manifest.tensors.items() if name.startswith("client/"))
+    return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in entries}
+
+
 def _are_counts(value: Any) -> bool:
     whole = _has(value, dict.fromkeys(COUNTS, int)) and all(type(one) is int for one in value.values())
     return whole and min(value.values()) >= 0
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _has(value: Any, kinds: Mapping[str, type]) -> bool:

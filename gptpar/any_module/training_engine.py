@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module.agreement import FINE, Agreement
-from gptpar.any_module.batches import Batches, BatchSource, evaluating
+from gptpar.any_module.batches import Batches, BatchSource
 from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.frozen_groups import FrozenGroups
@@ -25,6 +25,7 @@ from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.own_clipping import refuse_clipping
 from gptpar.any_module.step_settings import StepSettings
 from gptpar.any_module.step_work import StepResult, Work
 from gptpar.any_module.whole_tensors import WholeTensors
@@ -247,25 +248,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         """All forward and backward passes of a step."""
         return self._work(batches)
 
-    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
-
-        Micro-batches and losses are as in :meth:`train_batch`. Afterwards each module has its former mode. A current
-        step is not changed.
-
-        Returns:
-            [] the mean over micro-batches and processes, on the device, fp32 or wider; the host does not wait for it.
-
-        Raises:
-            StopIteration: the data is at its end.
-            GptparError: the data ends within the batch, or there is no loss.
-        """
-        self._require_usable()
-        batches = self.data.take(data_iter)
-        with self._watch.together("eval_batch"), evaluating(self):
-            mean = self._work.evaluate(batches)
-        return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
-
     def _take_note_of_last_step(self) -> None:
         """Read the numbers of the last step, which has probably ended by now.
 
@@ -296,6 +278,14 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
+
+    _shows_gradients = False
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's; torch's ``clip_grad_norm_`` of them is refused unless ``.grad`` has their gradients."""
+        if not self._shows_gradients and not self._closed and self.options.has_optimizer:
+            refuse_clipping(sys._getframe(1))
+        yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step, which begins again with its first micro-batch."""

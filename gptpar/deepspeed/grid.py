@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.topology``: grids of processes by the names and sizes of their axes. Pure."""
+"""``deepspeed.runtime.pipe.topology``: grids of processes by the names and sizes of their axes, and their groups."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections import namedtuple
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
+
+import torch.distributed as dist
+
+from gptpar.errors import ConfigError
+from gptpar.topology.groups import Topology
 
 
 class ProcessTopology:
@@ -101,3 +106,153 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """This process's place in a grid with the axes ``pipe``, ``data`` and perhaps ``model``, and its groups there.
+
+    All processes make it together, because they make the groups together.
+
+    Args:
+        topology: the grid; default: two axes of sizes that are near each other.
+        process_group: without effect: the grid is of all processes.
+        known: has groups of the same grid already.
+
+    Attributes:
+        data_parallel_size, pipe_parallel_size, model_parallel_size: sizes of the axes.
+        stage_id, data_parallel_id: this process's place.
+        dp_group, pp_group, slice_group: ranks of the groups of this process along the three axes.
+        dp_groups, pipe_groups: ranks of all groups along two of them.
+        p2p_groups: for each rank, it and that of the next stage; the first stage follows the last.
+
+    Raises:
+        ConfigError: the grid has another number of processes.
+    """
+
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: Any = None, *, known: Topology | None = None
+    ):
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._topo = topology or PipeDataParallelTopology(*_two_factors(self.world_size))
+        if self._topo.world_size() != self.world_size:
+            sizes = f"{self._topo.world_size()} processes, and there are {self.world_size}"
+            raise ConfigError([f"the topology has {sizes}: let them agree."])
+        data, pipe, model = (max(1, self._topo.get_dim(axis)) for axis in ("data", "pipe", "model"))
+        self.data_parallel_size, self.pipe_parallel_size, self.model_parallel_size = data, pipe, model
+        self.slice_parallel_size = self.model_parallel_size
+        place = self._topo.get_coord(self.global_rank)
+        self.stage_id, self.data_parallel_id = getattr(place, "pipe", 0), getattr(place, "data", 0)
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        each = [[rank] for rank in range(self.world_size)]
+        self.dp_groups, self.pipe_groups, slices = (
+            self._topo.get_axis_comm_lists(axis) or each for axis in ("data", "pipe", "model")
+        )
+        neighbours = (zip(line, line[1:] + line[:1], strict=True) for line in self.pipe_groups)
+        self.p2p_groups = sorted([rank, following] for line in neighbours for rank, following in line)
+        models = [self._topo.get_axis_list("data", at) for at in range(self._topo.get_dim("data"))] or self.pipe_groups
+        self.dp_group, self.dp_proc_group = self._mine(self.dp_groups, None if known is None else known.data_group)
+        self.pp_group, self.pp_proc_group = self._mine(self.pipe_groups)
+        self.slice_group, self.slice_proc_group = self._mine(slices)
+        whole = self.pp_proc_group if self.model_parallel_size == 1 else None
+        self._model_ranks, self.ds_model_proc_group = self._mine(models, whole)
+
+    def _mine(self, lines: Sequence[Sequence[int]], known: Any = None) -> tuple[list[int], Any]:
+        """(ranks, group) of this process's line; all processes make all groups, unless one is known."""
+        ranks = next(sorted(line) for line in lines if self.global_rank in line)
+        if known is not None:
+            return ranks, known
+        if len(ranks) == self.world_size:
+            return ranks, dist.group.WORLD
+        if len(ranks) == 1:
+            return ranks, dist.new_group(ranks, use_local_synchronization=True)
+        groups = [dist.new_group(sorted(line)) for line in lines]
+        return ranks, next(group for group, line in zip(groups, lines, strict=True) if self.global_rank in line)
+
+    def topology(self) -> ProcessTopology:
+        """The grid."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
+        """The rank at another stage, and otherwise at this process's place."""
+        place = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **coordinates)
+        return self._topo.get_rank(**place._asdict())
+
+    def get_global_rank(self) -> int:
+        """This process's rank."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """This process's stage."""
+        return self.stage_id
+
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """The number of this process's pipeline."""
+        return self.data_parallel_id
+
+    get_data_parallel_rank = get_data_parallel_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Number of stages."""
+        return self.pipe_parallel_size
+
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of pipelines."""
+        return self.data_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """The processes of this pipeline that differ by their stage alone."""
+        return self.pp_proc_group
+
+    def get_data_parallel_group(self) -> Any:
+        """The processes with the same layers."""
+        return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Ranks of :meth:`get_data_parallel_group`."""
+        return self.dp_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This process's number in :meth:`get_model_parallel_group`."""
+        return self._model_ranks.index(self.global_rank)
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of processes of a model, on all stages together."""
+        return len(self._model_ranks)
+
+    def get_model_parallel_group(self) -> Any:
+        """The processes that have one model together."""
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """This process's number on the axis ``model``."""
+        return self.slice_group.index(self.global_rank)
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Number of processes on the axis ``model``."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        """The processes that divide a layer."""
+        return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+def _two_factors(number: int) -> tuple[int, int]:
+    """Two factors of a number: its prime factors in rising order go to one and the other in turn."""
+    factors, prime, turn = [1, 1], 2, 0
+    while number > 1:
+        if number % prime:
+            prime += 1
+            continue
+        number //= prime
+        factors[turn % 2] *= prime
+        turn += 1
+    return factors[0], factors[1]

@@ -19,6 +19,9 @@ HOMES: Mapping[str, str] = {
     "DeepSpeedDataLoader": "torch.utils.data:DataLoader",
     "DeepSpeedEngine": "gptpar.any_module.training_engine:TrainingEngine",
     "DeepSpeedOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
+    "DeepSpeedZeroConfig": f"{_HERE}.zero_config:DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadParamConfig",
     "DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
     "DeepSpeedZeroOptimizer_Stage3": "gptpar.any_module.optimizer:EngineOptimizer",
     "FP16_DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
@@ -28,12 +31,14 @@ HOMES: Mapping[str, str] = {
     "Init": f"{_HERE}.zero_parameters:Init",
     "LRRangeTest": f"{_SCHEDULES}:LRRangeTest",
     "LayerSpec": f"{_HERE}.pipeline:PipeLayerSpec",
+    "OffloadDeviceEnum": f"{_HERE}.zero_config:OffloadDeviceEnum",
     "OnDevice": f"{_HERE}.zero_parameters:OnDevice",
     "OneCycle": f"{_SCHEDULES}:OneCycle",
     "PipeDataParallelTopology": f"{_HERE}.grid:PipeDataParallelTopology",
     "PipeModelDataParallelTopology": f"{_HERE}.grid:PipeModelDataParallelTopology",
     "PipelineEngine": "gptpar.any_module.pipeline_engine:PipelineEngine",
     "PipelineModule": f"{_HERE}.pipeline:PipeModule",
+    "PipelineParallelGrid": f"{_HERE}.grid:PipelineParallelGrid",
     "ProcessTopology": f"{_HERE}.grid:ProcessTopology",
     "RepeatingLoader": "gptpar.any_module.dataset:RepeatingLoader",
     "TiedLayerSpec": f"{_HERE}.pipeline:PipeTiedLayerSpec",
@@ -42,6 +47,7 @@ HOMES: Mapping[str, str] = {
     "WarmupDecayLR": f"{_SCHEDULES}:WarmupDecayLR",
     "WarmupLR": f"{_SCHEDULES}:WarmupLR",
     "ZeroParamStatus": f"{_HERE}.zero_parameters:ZeroParamStatus",
+    "ZeroStageEnum": f"{_HERE}.zero_config:ZeroStageEnum",
     "__compatible_ops__": f"{_HERE}.builders:__compatible_ops__",
     "__git_branch__": f"{_HERE}.constants:__git_branch__",
     "__git_hash__": f"{_HERE}.constants:__git_hash__",
@@ -55,17 +61,21 @@ HOMES: Mapping[str, str] = {
     "clip_grad_norm_": "torch.nn.utils:clip_grad_norm_",
     "clone_tensors_for_torch_save": f"{_HERE}.whole_tensors:clone_tensors_for_torch_save",
     "configure": f"{_HERE}.recomputation:configure",
+    "convert_zero_checkpoint_to_fp32_state_dict": f"{_HERE}.fp32_weights:convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_live",
     "get_accelerator": f"{_HERE}.accelerators:get_accelerator",
+    "get_fp32_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules": f"{_HERE}.leaf_modules:get_z3_leaf_modules",
+    "get_zero_config": f"{_HERE}.zero_config:get_zero_config",
     "init_distributed": f"{_HERE}.start:init_distributed",
     "initialize": f"{_HERE}.start:initialize",
     "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
     "is_configured": f"{_HERE}.recomputation:is_configured",
     "is_current_accelerator_supported": f"{_HERE}.accelerators:is_current_accelerator_supported",
+    "load_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:load_state_dict_from_zero_checkpoint",
     "log_dist": f"{_HERE}.start:log_dist",
     "logger": f"{_HERE}.start:logger",
     "move_to_device": f"{_HERE}.start:move_to_device",
@@ -123,7 +133,8 @@ _ZERO = (
 _PIPE = "PipelineModule LayerSpec TiedLayerSpec"
 _SCHEDULERS = "VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"
 _CHECKPOINTING = "checkpoint non_reentrant_checkpoint configure is_configured reset"
-_GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology"
+_GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
+_OFFLOAD = "OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
 _ZERO2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
 _ZERO3 = "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
 
@@ -168,7 +179,9 @@ PLACES: Mapping[str, str] = {
     "runtime.utils": "clip_grad_norm_ see_memory_usage partition_uniform partition_balanced move_to_device "
     "set_random_seed prefix_sum_inc PartitionedTensor",
     "runtime.zero": _ZERO,
+    "runtime.zero.config": f"DeepSpeedZeroConfig ZeroStageEnum get_zero_config {_OFFLOAD}",
     "runtime.zero.mics": "MiCS_Init",
+    "runtime.zero.offload_config": _OFFLOAD,
     "runtime.zero.partition_parameters": f"{_ZERO} zero_wrapper_for_fp_tensor_constructor get_accelerator",
     "runtime.zero.stage3": f"DeepSpeedZeroOptimizer_Stage3 unwrap_model_for_generation {_ZERO3}",
     "runtime.zero.stage_1_and_2": f"DeepSpeedZeroOptimizer FP16_DeepSpeedZeroOptimizer {_ZERO2}",
@@ -181,6 +194,8 @@ PLACES: Mapping[str, str] = {
     "utils.tensor_fragment": _SAFE,
     "utils.torch": "required_torch_version",
     "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "zero": _ZERO,
 }
 """Module of DeepSpeed -> its names here."""

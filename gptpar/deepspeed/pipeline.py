@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gptpar.any_module.deferred import deferred_init
-from gptpar.deepspeed.grid import ProcessTopology
+from gptpar.deepspeed.grid import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from gptpar.deepspeed.recomputation import checkpoint, non_reentrant_checkpoint
 from gptpar.deepspeed.start import set_random_seed
 from gptpar.errors import ConfigError
@@ -20,7 +20,7 @@ from gptpar.model import layer_spec
 from gptpar.pipeline import partition
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.module import PipelineModule
-from gptpar.topology.groups import make_topology
+from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
 from gptpar.topology.world import join_world
 
@@ -84,6 +84,9 @@ class PipeModule(PipelineModule):
         checkpointable_layers: names of the classes that may be recomputed; default: all with parameters.
         dynamic_shape: without effect: shapes may always change from step to step.
 
+    Attributes:
+        grid: the processes and their groups, which is ``engine.grid``, too; ``None`` where there is no process group.
+
     Raises:
         ConfigError: the arguments contradict each other or the number of processes.
     """
@@ -119,7 +122,7 @@ class PipeModule(PipelineModule):
                 if checkpointable_layers is None or here <= set(checkpointable_layers):
                     yield group
 
-        grid = _grid(num_stages, topology)
+        grid = _topology(num_stages, topology)
         super().__init__(
             listed,
             topology=grid,
@@ -128,6 +131,11 @@ class PipeModule(PipelineModule):
             build=_Builder(listed, base_seed if seed_layers else None, seed_fn or set_random_seed, grid.device),
             recompute=lambda names: tuple(recompute(names)),
         )
+        self.stage_id, self.grid = self.stage, _grid_of(grid, topology)
+
+    def mpu(self) -> PipelineParallelGrid | None:
+        """The grid of processes and their groups; ``None`` where there is no process group."""
+        return self.grid
 
     @property
     def parts(self) -> list[int]:
@@ -184,22 +192,34 @@ def _class_of(layer: Any) -> Any:
     return type(layer) if isinstance(layer, nn.Module) else FunctionLayer
 
 
-def _grid(num_stages: int | None, topology: ProcessTopology | None) -> Any:
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Topology:
     if num_stages is None and topology is None:
         raise ConfigError(["PipelineModule needs num_stages or a topology."])
     rank, device = join_world(30.0)
     world = dist.get_world_size() if dist.is_initialized() else 1
     stages = topology.get_dim("pipe") if topology is not None else num_stages or 0
-    problems = []
-    if topology is not None and topology.get_dim("model") > 1:
-        problems.append(f"the topology's model axis has {topology.get_dim('model')} processes: leave it out.")
-    if topology is not None and topology.world_size() != world:
-        problems.append(f"the topology has {topology.world_size()} processes, and there are {world}: let them agree.")
+    problems = [] if topology is None else list(_problems_of(topology, world))
     if stages < 1 or world % stages:
         problems.append(f"{world} processes cannot be cut into pipelines of {stages} stages: start a multiple.")
     if problems:
         raise ConfigError(problems)
     return make_topology(Layout(data=world // stages, pipeline=stages), rank, device)
+
+
+def _problems_of(topology: ProcessTopology, world: int) -> Iterator[str]:
+    if (size := topology.get_dim("model")) > 1:
+        yield f"the topology's model axis has {size} processes: leave it out."
+    if (size := topology.world_size()) != world:
+        yield f"the topology has {size} processes, and there are {world}: let them agree."
+    if [axis for axis in topology.axes if axis in ("pipe", "data")] == ["data", "pipe"]:
+        yield "the topology has the axis data before pipe: name pipe first, since ranks of a stage are in a row."
+
+
+def _grid_of(topology: Topology, axes: ProcessTopology | None) -> PipelineParallelGrid | None:
+    if not dist.is_initialized():
+        return None
+    axes = axes or PipeDataParallelTopology(topology.layout.pipeline, topology.layout.data)
+    return PipelineParallelGrid(axes, known=topology)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -133,6 +133,8 @@ def initialize(
         recording=recording,
     )
     mark_trained(found[0])
+    if (grid := getattr(found[0].module, "grid", None)) is not None:
+        found[0].mpu = grid
     return found
 
 

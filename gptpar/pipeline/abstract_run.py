@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gptpar.model.layer_spec import LayerSpec, build_on_meta
-from gptpar.pipeline.built_layers import BuiltLayer
+from gptpar.pipeline.built_layers import BuiltLayer, BuiltTiedLayer, FunctionLayer
 from gptpar.pipeline.stage import Fields, Stage
 
 Outputs = list[tuple[torch.Size, torch.dtype]]
@@ -43,7 +45,10 @@ class AbstractRun:
         outputs: Outputs = []
         tied: dict[str, nn.Module] = {}
         for spec in self._specs:
-            if isinstance(spec, BuiltLayer):
+            if issubclass(spec.cls, FunctionLayer):
+                with torch._C.DisableTorchFunctionSubclass(), _OnMeta(self._cast):  # no guard of their values matters
+                    x = _function_of(spec)(x)
+            elif isinstance(spec, BuiltLayer):
                 x = self._call_built(spec, x, on_meta)
             else:
                 x = Stage([spec], build=self._without_data, tied=tied)(x, on_meta)
@@ -65,3 +70,28 @@ class AbstractRun:
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter if self.dtype is None or not parameter.is_floating_point() else parameter.to(self.dtype)
+
+
+def _function_of(spec: LayerSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    if isinstance(spec, BuiltTiedLayer) and spec.function is not None:
+        return spec.function
+    return cast(FunctionLayer, spec.module).function if isinstance(spec, BuiltLayer) else spec.args[0]
+
+
+class _OnMeta(TorchDispatchMode):
+    """Lets operators see tensors without data in place of parameters, and of all that meet a tensor without data.
+
+    Args:
+        cast: gives a parameter without data its number format.
+    """
+
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self._cast = cast
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        given = tree_map_only(nn.Parameter, lambda one: self._cast(torch.empty_like(one, device="meta")), given)
+        if any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves(given)):
+            given = tree_map_only(torch.Tensor, lambda one: one.to("meta"), given)
+        return func(*given[0], **given[1])

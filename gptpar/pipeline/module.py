@@ -16,7 +16,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
-from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
+from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer, tie_functions
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
@@ -31,7 +31,8 @@ class PipelineModule(nn.Module):
     """A sequence of layers, divided into the stages of a pipeline; each process builds its own layers only.
 
     Args:
-        layers: :class:`LayerSpec`, :class:`TiedLayerSpec`, modules, or functions of one tensor.
+        layers: :class:`LayerSpec`, :class:`TiedLayerSpec`, modules, or functions of one tensor. A function that uses
+            the parameters of a module in the list is tied to it; one that uses other modules has their parameters.
         num_stages: number of stages. It divides the number of processes; the quotient is the data axis's size.
         loss_fn: ``loss_fn(output, labels)`` -> scalar; by default the last layer's output is the loss.
         partition_method: ``parameters``, ``flops``, ``uniform``, ``type:REGEX`` (layers whose class matches count 1,
@@ -50,7 +51,8 @@ class PipelineModule(nn.Module):
         base_seed: for the default ``build``.
 
     Raises:
-        ConfigError: the partition is impossible, or there is neither ``num_stages`` nor ``topology``.
+        ConfigError: the partition is impossible, there is neither ``num_stages`` nor ``topology``, or a function uses
+            parameters of several layers.
         TypeError: the topology has tensor parallelism, and a layer does not declare the placement of its parameters'
             values and gradients (:mod:`gptpar.topology.placement`).
     """
@@ -76,7 +78,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         _require_types(layers, num_stages, loss_fn, partition_method, topology)
         self.topology = topology or _topology_of(None if num_stages is None else int(num_stages))
-        self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
+        self.specs = tie_functions([_as_spec(layer, number) for number, layer in enumerate(layers)])
         self.num_stages, self.stage = self.topology.layout.pipeline, self.topology.stage
         self.num_virtual_stages = num_virtual_stages
         if num_virtual_stages > 1 and self.num_stages == 1:

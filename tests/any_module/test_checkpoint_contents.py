@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.checkpoint import read_tensors
-from gptpar.errors import CheckpointError
+from gptpar.deepspeed.fp32_weights import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from gptpar.errors import CheckpointError, ConfigError
 from tests.any_module.checkpointed import LAYOUTS, SCHEDULERS, assert_same, make, mlp, state, train
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
@@ -262,6 +268,38 @@ def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
     loaded.load_checkpoint(tmp_path, load_module_strict=False)
     for name, value in loaded.module.state_dict().items():
         assert torch.equal(value, (wanted if name in trained else before)[name]), name
+    saved.close()
+
+
+def test_whole_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    """DeepSpeed's ``zero_to_fp32``: master weights, one file or several, with and without frozen weights."""
+    saved = make(frozen(mlp()), "ZeRO-3, CPU 0.6", precision="bf16")
+    train(saved, 0, 2)
+    saved.save_checkpoint(tmp_path, tag="mine")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    parameters = dict(saved.module.named_parameters())
+    assert found.keys() == parameters.keys() and {value.dtype for value in found.values()} == {torch.float32}
+    for name, value in found.items():
+        master = saved.weights.whole_here(name, "weights")
+        wanted = saved.module.state_dict()[name].float() if master is None else master
+        assert torch.equal(value, wanted), name
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "mine", exclude_frozen_parameters=True)
+    assert trained.keys() == {name for name, p in parameters.items() if p.requires_grad} < found.keys()
+    model = load_state_dict_from_zero_checkpoint(mlp(7), tmp_path)
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    for size, safe in (("5GB", False), ("2KB", False), ("2KB", True)):
+        out = tmp_path / f"{size}-{safe}"
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, size, safe)
+        files = sorted(out.glob("*.bin")) + sorted(out.glob("*.safetensors"))
+        assert (len(files) > 1) == (size == "2KB")
+        state = {k: v for f in files for k, v in (load_file(f) if safe else torch.load(f)).items()}
+        assert state.keys() == found.keys() and all(torch.equal(value, found[name]) for name, value in state.items())
+        for index in out.glob("*.index.json"):
+            assert json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    with pytest.raises(ConfigError, match="max_shard_size 'big' is no number of bytes"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", "big")
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "none")
     saved.close()
 
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import gptpar
 from gptpar import LayerSpec, PipelineModule
 from gptpar.errors import ConfigError, GptparError, ModelError
-from tests.any_module.pipeline_layers import WIDTH, back, chain, small_config, square, vectors
+from tests.any_module.pipeline_layers import WIDTH, chain, small_config, square, vectors
 from tests.any_module.rank_pool import RankPool
+
+outside = nn.Linear(WIDTH, WIDTH)
 
 
 def initialize(model: Any, config: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -51,19 +52,22 @@ def test_a_loss_is_a_scalar() -> None:
 def test_parameters_that_layers_share_in_silence() -> None:
     linear, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
     head.weight = linear.weight
-    model = [linear, torch.tanh, head, lambda x: F.linear(x, linear.weight), functools.partial(back, linear)]
     with pytest.raises(ModelError) as caught:
-        initialize(model)
-    shared, captured, partial = caught.value.problems
-    assert shared == (
+        initialize([linear, torch.tanh, head])
+    assert caught.value.problems == [
         "layers.0 and layers.2 share the parameter weight: write both as TiedLayerSpec(key, ...), so that stages which "
         "both have it sum its gradients."
-    )
-    assert captured == (
-        "layers.3 is a function that uses the parameters of a Linear, which the engine does not gather for it: write "
-        "TiedLayerSpec(key, ..., forward_fn=function) here and where the layer is, or make it a layer of its own."
-    )
-    assert partial.startswith("layers.4 is a function that uses the parameters of a Linear")
+    ]
+
+
+def test_functions_that_use_several_layers() -> None:
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    both = functools.partial(lambda x, weight: x @ weight + one.bias, weight=other.weight)
+    with pytest.raises(ConfigError) as caught:
+        initialize([one, other, both, lambda x: one(x) + outside.weight[0]])
+    mixed, partial = (f"layers.{n} is a function that uses parameters of several layers" for n in (2, 3))
+    assert caught.value.problems[0].startswith(f"{mixed} (layers.0, layers.1): make it a layer that has them, or write")
+    assert caught.value.problems[1].startswith(f"{partial} (no layer, layers.0): make it a layer that has them, or")
 
 
 def test_configurations_that_do_not_fit_the_layers() -> None:

@@ -224,7 +224,7 @@ STATE = [
     Mutation(
         "buffers-of-an-engine-change-while-they-are-saved",
         ENGINE,
-        '    return kind == "buffers"',
+        '    return kind in ("buffers", "client")',
         "    return False",
         ("tests/any_module/test_saving_behind.py::test_one_process_without_others_saves_the_state_of_its_moment",),
     ),
@@ -245,7 +245,7 @@ STATE = [
     Mutation(
         "milestones-of-a-schedule-become-texts",
         "gptpar/any_module/plain_values.py",
-        "if not counts and _MARK not in value and all(isinstance(key, str) for key in value):",
+        'if kind == "dict" and _MARK not in value and all(isinstance(key, str) for key in value):',
         "if True:",
         (f"{KEPT}::test_schedulers",),
     ),

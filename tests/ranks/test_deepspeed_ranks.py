@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gptpar.deepspeed as deepspeed
-from gptpar.errors import GptparError
+from gptpar.errors import ConfigError, GptparError
 from tests.spawn import spawn
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
@@ -85,6 +85,35 @@ def evaluations_of_a_pipeline(rank: int) -> None:
         engine.eval_batch(iter(pairs), reduce_output="sum")
 
 
+def a_grid_and_its_groups(rank: int) -> None:
+    """Sums over a grid's groups are those of its lines, and the engine of a pipeline has the grid."""
+    topology = deepspeed.runtime.pipe.topology.PipeDataParallelTopology(2, 1)
+    specs = [deepspeed.pipe.LayerSpec(nn.Linear, *size) for size in SIZES]
+    model = deepspeed.pipe.PipelineModule(specs, topology=topology, loss_fn=nn.CrossEntropyLoss())
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "optimizer": OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    grid = engine.grid
+    assert grid is model.mpu() is engine.mpu and grid.topology() is topology
+    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.is_last_stage) == (rank, 0, rank == 1)
+    assert (grid.pp_group, grid.dp_group, grid.p2p_groups) == ([0, 1], [rank], [[0, 1], [1, 0]])
+    assert (grid.stage_to_global(1), grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (
+        1,
+        rank,
+        2,
+    )
+    for group, wanted in (
+        (grid.get_pipe_parallel_group(), 3),
+        (grid.get_model_parallel_group(), 3),
+        (grid.get_data_parallel_group(), rank + 1),
+        (grid.get_slice_parallel_group(), rank + 1),
+    ):
+        torch.distributed.all_reduce(number := torch.tensor(rank + 1), group=group)
+        assert number.item() == wanted
+    columns = deepspeed.runtime.pipe.topology.ProcessTopology(["data", "pipe"], [1, 2])
+    with pytest.raises(ConfigError, match="the topology has the axis data before pipe: name pipe"):
+        deepspeed.pipe.PipelineModule(specs, topology=columns)
+
+
 def zero3_under_init(rank: int) -> None:
     torch.manual_seed(42)
     with deepspeed.zero.Init():
@@ -140,7 +169,13 @@ def without_an_optimizer(rank: int) -> None:
             verb()
 
 
-PROGRAMS = [pipeline_of_specifications, evaluations_of_a_pipeline, zero3_under_init, without_an_optimizer]
+PROGRAMS = [
+    pipeline_of_specifications,
+    evaluations_of_a_pipeline,
+    a_grid_and_its_groups,
+    zero3_under_init,
+    without_an_optimizer,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

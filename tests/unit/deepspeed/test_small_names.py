@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gptpar.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
@@ -58,3 +60,18 @@ def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:
         engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
         assert isinstance(optimizer, deepspeed.ops.adam.FusedAdam) is is_adam
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_optimizer_has_the_master_weights_of_this_process(stage: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    engine: Any = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+    engine.backward(engine(torch.ones(1, 3).bfloat16()).float().sum())
+    engine.step()
+    whole = [deepspeed.utils.safe_get_full_fp32_param(one).flatten() for one in engine.module.parameters()]
+    assert all(map(torch.equal, engine.optimizer.fp32_partitioned_groups_flat, whole)) and len(whole) == 2
+    assert not torch.equal(whole[0], whole[0].bfloat16().float())  # masters, and not the model's parameters
+    assert engine.sparse_tensor_module_names == set() and engine.empty_partition_cache() is None
+    engine.destroy()

@@ -94,6 +94,14 @@ class DeepSpeedGetters:
         """Whether the module has its weights back."""
         return bool(self.__dict__.get("_closed"))
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are sparse: none."""
+        return set()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: a forward pass gives back what it gathered."""
+
     # What is where.
 
     def zero_use_cpu_optimizer(self) -> bool:

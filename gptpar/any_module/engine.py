@@ -257,10 +257,13 @@ class ModuleEngine(TrainingEngine):
             lr_kwargs: keyword arguments of the schedule's ``step()``.
 
         Raises:
-            GptparError: no gradient of the micro-batch is final, though it is the step's last.
+            GptparError: no gradient of the micro-batch is final, though it is the step's last; or this is inside of
+                :meth:`no_sync`, where no micro-batch ends, as in DeepSpeed.
         """
         self._require_usable()
         self._require_optimizer()
+        if self._no_sync:
+            raise GptparError("engine.step() was called inside no_sync(), where no step ends: call it after that.")
         ends_step = self._is_final or self._is_last()
         if ends_step and not self._is_final:
             raise GptparError(

@@ -25,6 +25,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         update: updates all parameters with :meth:`hyperparameters`.
         drop_gradients: drops the gradients.
         scaler: the loss scale.
+        local_weights: a parameter -> [n] a copy of the master weights of its elements that this process updates.
+
+    Attributes:
+        described: see above.
     """
 
     def __init__(
@@ -34,13 +38,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         update: Callable[[], None],
         drop_gradients: Callable[[], None],
         scaler: LossScale,
+        local_weights: Callable[[torch.Tensor], torch.Tensor],
     ):
-        self._complete, self._described = False, described
+        self._complete, self.described = False, described
         # Schedulers that move a beta, too, look for it among the defaults.
         values = described.group_of(described.of_group(groups[0]))
         super().__init__(list(groups), values | {name: groups[0][name] for name in values.keys() & groups[0].keys()})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
-        self._scaler = scaler
+        self._scaler, self._local_weights = scaler, local_weights
 
     @property
     def cur_scale(self) -> float:
@@ -49,9 +54,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     loss_scale = cur_scale
 
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """A copy of the master weights that this process updates, [n] of each group; the name is DeepSpeed's."""
+        return [torch.cat([self._local_weights(one) for one in group["params"]]) for group in self.param_groups]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """The present hyperparameters of each group."""
-        return tuple(self._described.of_group(group) for group in self.param_groups)
+        return tuple(self.described.of_group(group) for group in self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters.

@@ -90,6 +90,17 @@ class OneCycle(StepScheduler):
             if "betas" in group and (betas := one_cycle_betas(self.last_epoch, **params)) is not None:
                 group["betas"] = betas
 
+    def get_mom(self) -> list[tuple[float, float]]:
+        """The cycle's betas of each group; before the first step the highest, while groups have the lowest, as in
+        DeepSpeed."""
+        n, all_params = self.last_epoch, self.params_of_groups
+        betas = (one_cycle_betas(n, **params) for params in all_params)
+        return [
+            (params["cycle_max_mom"] if n == 0 else now[0], now[1])
+            for params, now in zip(all_params, betas, strict=True)
+            if now is not None
+        ]
+
 
 SCHEDULERS: Mapping[str, Callable[..., LRScheduler]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)

@@ -82,10 +82,11 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._work, self._activity, self._watch, self._failed = work, parts.activity, parts.watch, parts.failed
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
-        self.optimizer = EngineOptimizer(
-            self.engine.optimizer.optimizer, groups, self._update, self._drop_for_user, self.loss_scaler
-        )
         trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
+        described, of_param = self.engine.optimizer.optimizer, self.weights.local_of(trained)
+        self.optimizer = EngineOptimizer(
+            described, groups, self._update, self._drop_for_user, self.loss_scaler, of_param
+        )
         self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -310,6 +310,17 @@ class Weights(NotCopied):
         if param is None:
             return None
         return torch.cat([self._zeros(0), *(values.to(self._zeros(0)) for _, values in self._ranges_of(param, kind))])
+
+    def local_of(self, trained: Mapping[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from parameters to their :meth:`local` weights; untrained ones have none."""
+        names = {id(parameter): name for name, parameter in trained.items()}
+
+        def of(parameter: torch.Tensor) -> torch.Tensor:
+            name = names.get(id(parameter))
+            found = None if name is None else self.local(name, "weights")
+            return self._zeros(0) if found is None else found
+
+        return of
 
     def is_trained(self, name: str) -> bool:
         """Whether a parameter that this process has is trained."""

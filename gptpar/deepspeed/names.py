@@ -48,7 +48,13 @@ HOMES: Mapping[str, str] = {
     "WarmupLR": f"{_SCHEDULES}:WarmupLR",
     "ZeroParamStatus": f"{_HERE}.zero_parameters:ZeroParamStatus",
     "ZeroStageEnum": f"{_HERE}.zero_config:ZeroStageEnum",
+    "__compatible_ops__": f"{_HERE}.builders:__compatible_ops__",
+    "__git_branch__": f"{_HERE}.constants:__git_branch__",
+    "__git_hash__": f"{_HERE}.constants:__git_hash__",
     "__version__": f"{_HERE}.names:VERSION",
+    "__version_major__": f"{_HERE}.constants:__version_major__",
+    "__version_minor__": f"{_HERE}.constants:__version_minor__",
+    "__version_patch__": f"{_HERE}.constants:__version_patch__",
     "add_config_arguments": "gptpar.any_module.arguments:add_config_arguments",
     "checkpoint": f"{_HERE}.recomputation:checkpoint",
     "checkpointing": f"{_HERE}.recomputation",
@@ -62,19 +68,23 @@ HOMES: Mapping[str, str] = {
     "estimate_zero3_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_live",
     "get_accelerator": f"{_HERE}.accelerators:get_accelerator",
     "get_fp32_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:get_fp32_state_dict_from_zero_checkpoint",
-    "get_z3_leaf_modules": f"{_HERE}.zero_parameters:get_z3_leaf_modules",
+    "get_z3_leaf_modules": f"{_HERE}.leaf_modules:get_z3_leaf_modules",
     "get_zero_config": f"{_HERE}.zero_config:get_zero_config",
     "init_distributed": f"{_HERE}.start:init_distributed",
     "initialize": f"{_HERE}.start:initialize",
     "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
     "is_configured": f"{_HERE}.recomputation:is_configured",
+    "is_current_accelerator_supported": f"{_HERE}.accelerators:is_current_accelerator_supported",
     "load_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:load_state_dict_from_zero_checkpoint",
     "log_dist": f"{_HERE}.start:log_dist",
     "logger": f"{_HERE}.start:logger",
     "move_to_device": f"{_HERE}.start:move_to_device",
+    "non_reentrant_checkpoint": f"{_HERE}.recomputation:non_reentrant_checkpoint",
     "partition_balanced": f"{_HERE}.pipeline:partition_balanced",
     "partition_uniform": f"{_HERE}.pipeline:partition_uniform",
+    "prefix_sum_inc": f"{_HERE}.pipeline:prefix_sum_inc",
     "register_external_parameter": f"{_HERE}.zero_parameters:register_external_parameter",
+    "required_torch_version": f"{_HERE}.start:required_torch_version",
     "reset": f"{_HERE}.recomputation:reset",
     "safe_get_full_fp32_param": f"{_HERE}.whole_tensors:safe_get_full_fp32_param",
     "safe_get_full_grad": f"{_HERE}.whole_tensors:safe_get_full_grad",
@@ -91,14 +101,17 @@ HOMES: Mapping[str, str] = {
     "safe_update_full_grad_vectorized": f"{_HERE}.whole_tensors:safe_update_full_grad_vectorized",
     "see_memory_usage": f"{_HERE}.start:see_memory_usage",
     "set_random_seed": f"{_HERE}.start:set_random_seed",
-    "set_z3_leaf_modules": f"{_HERE}.zero_parameters:set_z3_leaf_modules",
+    "set_z3_leaf_modules": f"{_HERE}.leaf_modules:set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name": f"{_HERE}.leaf_modules:set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix": f"{_HERE}.leaf_modules:set_z3_leaf_modules_by_suffix",
     "split_params_into_different_moe_groups_for_optimizer": (
         f"{_HERE}.start:split_params_into_different_moe_groups_for_optimizer"
     ),
     "torch_info": f"{_HERE}.start:torch_info",
-    "unset_z3_leaf_modules": f"{_HERE}.zero_parameters:unset_z3_leaf_modules",
+    "unset_z3_leaf_modules": f"{_HERE}.leaf_modules:unset_z3_leaf_modules",
     "unwrap_model_for_generation": f"{_HERE}.zero_parameters:unwrap_model_for_generation",
     "version": f"{_HERE}.names:VERSION",
+    "z3_leaf_module": f"{_HERE}.leaf_modules:z3_leaf_module",
     "zero_wrapper_for_fp_tensor_constructor": f"{_HERE}.zero_parameters:zero_wrapper_for_fp_tensor_constructor",
 }
 """Name -> the module of gptpar or torch, and the attribute there, which is that name."""
@@ -109,14 +122,17 @@ _SAFE = (
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized"
 )
-_LEAVES = "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules"
+_LEAVES = (
+    "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules "
+    "get_z3_leaf_modules z3_leaf_module"
+)
 _ZERO = (
     "Init GatheredParameters ZeroParamStatus register_external_parameter unwrap_model_for_generation "
     "TiledLinear TiledLinearReturnBias MiCS_Init"
 )
 _PIPE = "PipelineModule LayerSpec TiedLayerSpec"
 _SCHEDULERS = "VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"
-_CHECKPOINTING = "checkpoint configure is_configured reset"
+_CHECKPOINTING = "checkpoint non_reentrant_checkpoint configure is_configured reset"
 _GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
 _OFFLOAD = "OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
 _ZERO2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
@@ -125,10 +141,11 @@ _ZERO3 = "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_st
 PLACES: Mapping[str, str] = {
     "": "initialize init_distributed add_config_arguments DeepSpeedEngine PipelineEngine PipelineModule "
     "DeepSpeedOptimizer DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader get_accelerator log_dist logger "
-    "OnDevice checkpointing HAS_TRITON __version__ version init_inference InferenceEngine DeepSpeedInferenceConfig "
+    "OnDevice checkpointing HAS_TRITON __version__ __version_major__ __version_minor__ __version_patch__ "
+    "__git_hash__ __git_branch__ version init_inference InferenceEngine DeepSpeedInferenceConfig "
     "default_inference_config tp_model_init set_autotp_mode DeepSpeedHybridEngine DeepSpeedTransformerLayer "
     "DeepSpeedTransformerConfig",
-    "accelerator": "get_accelerator",
+    "accelerator": "get_accelerator is_current_accelerator_supported",
     "checkpoint.utils": "clone_tensors_for_torch_save",
     "comm": "init_distributed",
     "comm.comm": "init_distributed",
@@ -136,12 +153,14 @@ PLACES: Mapping[str, str] = {
     "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
     "moe.layer": "MoE",
     "moe.utils": "split_params_into_different_moe_groups_for_optimizer",
+    "ops": "__compatible_ops__",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
     "ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "ops.adam.cpu_adam": "DeepSpeedCPUAdam",
     "ops.adam.fused_adam": "FusedAdam",
     "ops.lamb": "FusedLamb",
     "ops.lion": "DeepSpeedCPULion FusedLion",
+    "ops.op_builder": "",
     "ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
     "pipe": _PIPE,
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -154,10 +173,11 @@ PLACES: Mapping[str, str] = {
     "runtime.pipe": _PIPE,
     "runtime.pipe.engine": "PipelineEngine",
     "runtime.pipe.module": _PIPE,
+    "runtime.pipe.schedule": "",
     "runtime.pipe.topology": _GRID,
     "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.utils": "clip_grad_norm_ see_memory_usage partition_uniform partition_balanced move_to_device "
-    "set_random_seed",
+    "set_random_seed prefix_sum_inc PartitionedTensor",
     "runtime.zero": _ZERO,
     "runtime.zero.config": f"DeepSpeedZeroConfig ZeroStageEnum get_zero_config {_OFFLOAD}",
     "runtime.zero.mics": "MiCS_Init",
@@ -172,6 +192,7 @@ PLACES: Mapping[str, str] = {
     "utils.logging": "logger log_dist",
     "utils.nvtx": "instrument_w_nvtx",
     "utils.tensor_fragment": _SAFE,
+    "utils.torch": "required_torch_version",
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -182,6 +203,10 @@ PLACES: Mapping[str, str] = {
 EVERYTHING_OF: Mapping[str, str] = {
     "comm": "torch.distributed",
     "comm.comm": "torch.distributed",
+    "ops.op_builder": f"{_HERE}.builders",
+    "runtime.config": f"{_HERE}.constants",
+    "runtime.lr_schedules": f"{_HERE}.constants",
+    "runtime.pipe.schedule": f"{_HERE}.pipe_schedules",
     "utils.groups": f"{_HERE}.groups",
 }
 """Module of DeepSpeed -> a module that has its other names."""
@@ -200,6 +225,7 @@ REFUSED: Mapping[str, str] = {
         "TiledLinear TiledLinearReturnBias"
     ),
     "parameters are divided over all processes: use zero.Init.": "MiCS_Init",
+    "use torch.distributed.tensor.distribute_tensor with Shard(0).": "PartitionedTensor",
     "gptpar trains; for inference use the module itself, or export it (engine.save_16bit_model) to a server.": (
         "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config DeepSpeedHybridEngine"
     ),

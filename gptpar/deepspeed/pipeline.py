@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -239,3 +240,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return partition.balanced(weights, num_parts)
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """Sums of the first weights: of one, of two, and so on."""
+    return list(itertools.accumulate(weights))

@@ -170,6 +170,17 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
     return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
 
 
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch's version, such as 2.4, is not below the one and not above the other."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    lowest, highest = (_two_numbers(one) for one in (min_version, max_version))
+    return (lowest is None or version >= lowest) and (highest is None or version <= highest)
+
+
+def _two_numbers(version: float | None) -> tuple[int, ...] | None:
+    return None if version is None else tuple(int(part) for part in str(version).split("."))
+
+
 def set_random_seed(seed: int) -> None:
     """Seed Python's, numpy's and torch's random numbers."""
     random.seed(seed)

@@ -240,20 +240,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         raise GptparError(f"register_external_parameter takes a torch.nn.Parameter, not a {type(parameter).__name__}.")
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any], *args: Any) -> list[nn.Module]:
-    """The modules of these classes (or names). A unit's module is gathered as a whole: nothing has to be set."""
-    wanted = tuple(leaf_module_classes)
-    return [one for one in model.modules() if type(one) in wanted or type(one).__name__ in wanted]
-
-
-unset_z3_leaf_modules = set_z3_leaf_modules
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """None: see :func:`set_z3_leaf_modules`."""
-    return []
-
-
 def zero_wrapper_for_fp_tensor_constructor(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The function itself: ``zero.Init`` keeps the number format of the tensors that a constructor makes."""
     return function

@@ -219,6 +219,8 @@ def test_what_has_no_meaning_is_refused() -> None:
     engine.zero_grad()
     with engine.no_sync(), pytest.raises(GptparError, match="no_sync"):
         engine.train_batch(samples(2))
+    with engine.no_sync(), pytest.raises(GptparError, match="inside no_sync"):
+        engine.step()  # would count a micro-batch and take no step, without a word
     with torch.no_grad(), pytest.raises(GptparError, match="requires no gradient"):
         engine.train_batch(samples(2))
     with pytest.raises(GptparError, match="ended after 1 of the step's 2"):

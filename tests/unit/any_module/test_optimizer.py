@@ -189,7 +189,12 @@ def test_parameters_that_cannot_be() -> None:
 def facade(calls: list[str], *rates: float) -> EngineOptimizer:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], **FROM_FILE, "lr": lr} for lr in rates]
     return EngineOptimizer(
-        ADAMW, groups, lambda: calls.append("update"), lambda: calls.append("drop"), LossScale(1.0, dynamic=False)
+        ADAMW,
+        groups,
+        lambda: calls.append("update"),
+        lambda: calls.append("drop"),
+        LossScale(1.0, dynamic=False),
+        torch.flatten,
     )
 
 

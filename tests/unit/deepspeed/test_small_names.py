@@ -1,0 +1,77 @@
+"""Tests of DeepSpeed's small names: operators that are here, constants, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gptpar.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
+from gptpar.deepspeed.runtime import lr_schedules
+from gptpar.deepspeed.utils.torch import required_torch_version
+
+import gptpar.deepspeed as deepspeed
+from gptpar.any_module.schedulers import OneCycle
+from gptpar.errors import GptparError
+
+
+def test_programs_ask_which_operators_are_here() -> None:
+    assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] and CPUAdamBuilder().is_compatible()
+    assert not deepspeed.ops.__compatible_ops__[FusedLambBuilder.NAME] and not FusedLambBuilder().is_compatible()
+    with pytest.raises(GptparError, match="operator cpu_adam is not built by gptpar: use deepspeed.ops.adam"):
+        CPUAdamBuilder().load()
+    assert not hasattr(deepspeed.ops.op_builder, "NoBuilder")
+
+
+def test_constants_are_the_names_of_configurations() -> None:
+    assert (lr_schedules.WARMUP_LR, lr_schedules.WARMUP_NUM_STEPS) == ("WarmupLR", "warmup_num_steps")
+    assert lr_schedules.CYCLE_MIN_MOM == "cycle_min_mom" and lr_schedules.LR_RANGE_TEST == "LRRangeTest"
+    assert deepspeed.runtime.config.ADAM_OPTIMIZER == "adam"
+    assert not hasattr(lr_schedules, "WARMDOWN")
+    numbers = deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
+    assert ".".join(map(str, numbers)) == deepspeed.__version__
+
+
+def test_versions_of_torch_are_compared_by_number() -> None:
+    assert required_torch_version(min_version=2.1) and not required_torch_version(min_version=99.0)
+    assert not required_torch_version(max_version=1.13) and required_torch_version(min_version=1.8, max_version=99.0)
+
+
+def test_the_betas_of_a_cycle_are_read_before_each_step() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    cycle = OneCycle(optimizer, 0.0, 0.1, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    seen = []
+    for _ in range(4):
+        seen.append(cycle.get_mom()[0])
+        optimizer.step()
+        cycle.step()
+    assert [first for first, _ in seen] == pytest.approx([0.9, 0.85, 0.8, 0.85])
+    assert {second for _, second in seen} == {0.99}
+
+
+def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    coupled = deepspeed.ops.adam.FusedAdam(parameters, adam_w_mode=False)
+    assert type(coupled) is torch.optim.Adam and isinstance(coupled, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(parameters)) is torch.optim.AdamW
+    assert not isinstance(torch.optim.SGD(parameters), deepspeed.ops.adam.FusedAdam)
+    for kind, is_adam in (("Adam", True), ("SGD", False)):
+        config = {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1}}}
+        engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+        assert isinstance(optimizer, deepspeed.ops.adam.FusedAdam) is is_adam
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_optimizer_has_the_master_weights_of_this_process(stage: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    engine: Any = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+    engine.backward(engine(torch.ones(1, 3).bfloat16()).float().sum())
+    engine.step()
+    whole = [deepspeed.utils.safe_get_full_fp32_param(one).flatten() for one in engine.module.parameters()]
+    assert all(map(torch.equal, engine.optimizer.fp32_partitioned_groups_flat, whole)) and len(whole) == 2
+    assert not torch.equal(whole[0], whole[0].bfloat16().float())  # masters, and not the model's parameters
+    assert engine.sparse_tensor_module_names == set() and engine.empty_partition_cache() is None
+    engine.destroy()

@@ -22,9 +22,8 @@ gets the same bits wherever it is updated. Torch's operators round like this if 
 ``lerp``, ``addcmul`` and ``alpha`` would fuse a product with a sum.
 
 An optimizer over whole matrices (Muon) is not elementwise: a shard of a unit may begin in the middle of a matrix. It
-would need two things from the parameter table (``gptpar.engine.table.ParameterTable``): each parameter's ``info.split``
-and ``info.full_shape``, to gather its tensor splits and data shards; and ranges that give all elements of a matrix the
-same ``home``.
+would need two things from the parameter table (``gptpar.engine.table.ParameterTable``): each parameter's placement and
+full shape, to gather its tensor splits and data shards; and ranges that give all elements of a matrix the same home.
 """
 
 from __future__ import annotations

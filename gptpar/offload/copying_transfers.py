@@ -85,6 +85,9 @@ class GradientCopy:
             self._grad = None
         return self._grad is None
 
+    def next_point(self) -> DeviceEvent | None:
+        return self._is_there if self.made() else self._is_made
+
     def tensor(self) -> torch.Tensor:
         if not self.arrived():
             self._is_there.synchronize()

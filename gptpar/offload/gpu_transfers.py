@@ -11,8 +11,16 @@ from typing import cast
 import numpy as np
 import torch
 
-from gptpar.offload.transfers import CopiedWhenSent, D2HCopy, H2DCopy, PendingScalar, StagingBuffer, WrittenInPlace
-from gptpar.system.pinned import PinnedMemory, as_device_memory, begin_copy
+from gptpar.offload.transfers import (
+    CopiedWhenSent,
+    D2HCopy,
+    DeviceEvent,
+    H2DCopy,
+    PendingScalar,
+    StagingBuffer,
+    WrittenInPlace,
+)
+from gptpar.system.pinned import PinnedMemory, as_device_memory, begin_copy, current_stream, let_follow
 
 RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size."""
@@ -150,7 +158,7 @@ class _GpuH2DCopy:
         begin_copy(self.target, self.memory, self.stream)
         self.left.record(self.stream)
         there.record(self.stream)
-        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
+        return lambda block: there.synchronize() if block else let_follow(current_stream(), there)
 
 
 class _GpuScalar:
@@ -175,8 +183,8 @@ class _GpuD2HCopy:
 
     def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
         self._transfers, self._grad = transfers, grad
-        self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
-        self._made.record()
+        self._made = self._there = torch.cuda.Event()
+        self._made.record(current_stream())
         self._is_made = False
         self._slot = self._own = own
         self._here: torch.Tensor | None = None
@@ -192,15 +200,21 @@ class _GpuD2HCopy:
 
     def start(self, stream: torch.cuda.Stream) -> None:
         self._slot = self._own or self._transfers.free.pop()
-        stream.wait_event(self._made)
+        let_follow(stream, self._made)
         # A copy that was released unread may still be writing to the slot.
-        stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
+        let_follow(stream, cast(torch.cuda.Event, self._slot[1]))
         self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
         begin_copy(self._here, self._grad, stream)
-        self._there = stream.record_event()
+        self._there = torch.cuda.Event()
+        self._there.record(stream)
 
     def arrived(self) -> bool:
         return self._slot is not None and self._there.query()
+
+    def next_point(self) -> DeviceEvent | None:
+        if not self.made():
+            return self._made
+        return None if self._slot is None else self._there
 
     def tensor(self) -> torch.Tensor:
         self.begin(urgent=True)

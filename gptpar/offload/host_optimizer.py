@@ -257,10 +257,11 @@ class HostOptimizer(UpdatingThread):
         self._raise()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
-        started = time.perf_counter()
-        with record_function("wait for the CPU optimizer"), self._changed:
-            self._until(lambda: not any(bucket.due for bucket in buckets))
-        self.waited_s += time.perf_counter() - started
+        if any(bucket.due for bucket in buckets):  # only the thread changes it now, so that a look needs no lock
+            started = time.perf_counter()
+            with record_function("wait for the CPU optimizer"), self._changed:
+                self._until(lambda: not any(bucket.due for bucket in buckets))
+            self.waited_s += time.perf_counter() - started
         self._raise()
         for bucket in buckets:
             sent, bucket.sent = bucket.sent, None

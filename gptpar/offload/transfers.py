@@ -49,6 +49,9 @@ class D2HCopy(Protocol):
     def arrived(self) -> bool:
         """Whether :meth:`tensor` would return at once."""
 
+    def next_point(self) -> DeviceEvent | None:
+        """The point at which the device has computed the gradient, or then copied it; ``None``: nothing is under way."""
+
     def tensor(self) -> torch.Tensor:
         """Wait for the copy; returns the values in host memory, which are valid until :meth:`release`."""
 
@@ -200,6 +203,9 @@ class _CpuGradient:
 
     def arrived(self) -> bool:
         return True
+
+    def next_point(self) -> DeviceEvent | None:
+        return None
 
     def tensor(self) -> torch.Tensor:
         return self._grad

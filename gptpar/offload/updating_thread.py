@@ -19,9 +19,9 @@ from gptpar.offload.back_off import BackOff
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, SPECULATED_WITH_FINAL, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
+from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, next_arrival, speculable
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.transfers import D2HCopy, H2DCopy, Transfers
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, Transfers
 from gptpar.optim.elementwise import Done, HostKernel
 from gptpar.system.state_guard import StateGuard
 
@@ -152,8 +152,6 @@ class UpdatingThread:
             self._finish_update()
         elif action is Action.TAKE_BACK:
             self._take_back()
-        elif action is Action.WAKE:
-            self._kernel.wake()
         return action is not Action.END
 
     def _wait_for_action(self) -> tuple[Action, Bucket | None]:
@@ -173,9 +171,32 @@ class UpdatingThread:
                 taking_back=self._taking_back,
                 ending=ending,
             )
-            if action is not Action.WAIT:
+            if action is not Action.WAIT and action is not Action.WAKE:
                 return action, bucket
-            self._changed.wait(POLL_SECONDS if candidates else None)
+            self._wait(next_arrival(candidates), wakes=action is Action.WAKE, polls=bool(candidates))
+
+    def _wait(self, point: DeviceEvent | None, *, wakes: bool, polls: bool) -> None:
+        """Wait, with the lock, until there may be another action.
+
+        While gradients are under way, nobody has to wake the thread: it sleeps in the driver, without Python's lock.
+        Looking for them every 0.2 ms, it interrupted the backward pass so often that each layer took twice as long.
+
+        Args:
+            point: of the device's work, to wait for; gradients submitted meanwhile come later.
+            wakes: whether to wake the kernel's threads.
+            polls: whether to look again after ``POLL_SECONDS`` if there is no point.
+        """
+        if point is None and not wakes:
+            self._changed.wait(POLL_SECONDS if polls else None)
+            return
+        self._changed.release()
+        try:
+            if wakes:
+                self._kernel.wake()
+            if point is not None:
+                point.synchronize()
+        finally:
+            self._changed.acquire()
 
     def _expected_now(self) -> StepHyperparameters | None:
         """The coming step's hyperparameters if nothing is clipped; ``None``: they are not known yet."""

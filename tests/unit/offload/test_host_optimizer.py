@@ -16,13 +16,13 @@ from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, RESERVED, RING_BYTES, ring_slots
 from gptpar.offload.next_action import NEAR, begin_copies
-from gptpar.offload.transfers import D2HCopy, StagingBuffer
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, WHOLE, SlowNorm, make_host, wait_until
+from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, WHOLE, Point, SlowNorm, make_host, wait_until
 
 
 class Watched(CpuAdam):
@@ -128,8 +128,9 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
 
 
 def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
-    """And not before, however long the device computes it."""
-    made, here, woken = threading.Event(), threading.Event(), threading.Event()
+    """Once, and not before, however long the device computes it."""
+    made, here, woken = Point(), Point(), threading.Event()
+    num_calls = 0
 
     @dataclass
     class Travelling:
@@ -144,6 +145,9 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
         def arrived(self) -> bool:
             return here.is_set()
 
+        def next_point(self) -> DeviceEvent | None:
+            return here if made.is_set() else made
+
         def tensor(self) -> torch.Tensor:
             return self.values
 
@@ -155,6 +159,8 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
 
     class Sleepy(CpuAdam):
         def wake(self) -> None:
+            nonlocal num_calls
+            num_calls += 1
             woken.set()
             super().wake()
 
@@ -166,6 +172,7 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
     assert not woken.wait(0.05)
     made.set()
     assert woken.wait(10)
+    assert not here.wait(0.05) and num_calls == 1
     here.set()
     transfers.computed.set()
     host.finish()

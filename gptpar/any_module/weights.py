@@ -26,7 +26,6 @@ from gptpar.errors import GptparError, is_whole
 from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
-
 _VERSION = attrgetter("_version")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gptpar.offload.transfers import (
+    MAX_UNSENT,
     CopiedWhenSent,
     D2HCopy,
     DeviceEvent,
@@ -32,8 +33,8 @@ and it would wait for ever."""
 NUMBERS = 16
 """Places for scalars that are being copied, used in turn; at most two are in use at once."""
 
-NUM_H2D_BUFFERS = 3
-"""Slots for new parameters: one is being filled, one will be filled next, one is being copied."""
+NUM_H2D_BUFFERS = MAX_UNSENT + 2
+"""Slots for new parameters: those of the kernel's updates, and two that are being copied."""
 
 
 def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
@@ -77,6 +78,7 @@ class GpuTransfers:
         slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
+        self._out_views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._turn, self._shared = 0, incoming // 2
         self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
             torch.cuda.Stream(device) for _ in range(4)
@@ -106,8 +108,11 @@ class GpuTransfers:
         if target.device.type == "cpu":  # the model parameters live in host memory, too
             return WrittenInPlace(target)
         slot, left = self._out[self._turn]
+        key = self._turn, len(target), target.dtype
         self._turn = (self._turn + 1) % len(self._out)
-        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._h2d_stream)
+        if key not in self._out_views:  # torch's view() would give Python's lock away
+            self._out_views[key] = slot[: target.nbytes].view(target.dtype)
+        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream)
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
@@ -135,7 +140,7 @@ class GpuTransfers:
     def close(self) -> None:
         for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):
             stream.synchronize()
-        self.free, self._out = [], []
+        self.free, self._out, self._out_views = [], [], {}
         for memory in self._pinned:
             memory.close()
 

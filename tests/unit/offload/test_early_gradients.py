@@ -167,7 +167,9 @@ def test_which_gradient_arrives_next() -> None:
     """Partial ones come first, then the last layer's; one that has no room for its copy is not waited for."""
 
     def bucket(state: BucketState, point: str | None, *, is_partial: bool = False) -> Bucket:
-        (made,) = buckets_of(OffloadedPartition("unit", 128, *WHOLE), torch.zeros(128), ("weights",), torch.float32, None)
+        (made,) = buckets_of(
+            OffloadedPartition("unit", 128, *WHOLE), torch.zeros(128), ("weights",), torch.float32, None
+        )
         made.state, made.grad = state, cast(Any, SimpleNamespace(next_point=lambda: point))
         made.partial = cast(Any, is_partial or None)
         return made

@@ -21,7 +21,14 @@ from gptpar.offload.transfers import (
     StagingBuffer,
     WrittenInPlace,
 )
-from gptpar.system.pinned import PinnedMemory, as_device_memory, begin_copy, current_stream, let_follow
+from gptpar.system.pinned import (
+    PinnedMemory,
+    as_device_memory,
+    begin_copy,
+    current_stream,
+    let_follow,
+    waitable_event,
+)
 
 RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size."""
@@ -188,7 +195,7 @@ class _GpuD2HCopy:
 
     def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
         self._transfers, self._grad = transfers, grad
-        self._made = self._there = torch.cuda.Event()
+        self._made = self._there = waitable_event()
         self._made.record(current_stream())
         self._is_made = False
         self._slot = self._own = own
@@ -210,7 +217,7 @@ class _GpuD2HCopy:
         let_follow(stream, cast(torch.cuda.Event, self._slot[1]))
         self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
         begin_copy(self._here, self._grad, stream)
-        self._there = torch.cuda.Event()
+        self._there = waitable_event()
         self._there.record(stream)
 
     def arrived(self) -> bool:

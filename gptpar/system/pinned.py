@@ -98,6 +98,11 @@ def let_follow(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
             raise GptparError(f"the GPU's driver refused to let a stream wait for an event (CUDA error {status}).")
 
 
+def waitable_event() -> torch.cuda.Event:
+    """An event for which a thread sleeps in the driver; torch's default would keep a processor core busy."""
+    return torch.cuda.Event(blocking=True)
+
+
 def current_stream() -> torch.cuda.Stream:
     """``torch.cuda.current_stream()`` without a new object at each call."""
     return _stream(*torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))

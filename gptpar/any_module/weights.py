@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from gptpar.errors import GptparError, is_whole
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts
+
+_VERSION = attrgetter("_version")
 
 
 def copy_to_host(state: dict[str, Any], names: Iterable[str]) -> None:
@@ -77,7 +80,7 @@ class Weights(NotCopied):
 
     def _read_versions(self) -> dict[str, int]:
         with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
-            return {name: parameter._version for name, parameter in self._stage.parameters.items()}
+            return dict(zip(self._stage.parameters, map(_VERSION, self._stage.parameters.values()), strict=True))
 
     def catch_up(self) -> None:
         """Update the master weights of parameters that were changed in place, which all processes do alike.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -102,8 +103,8 @@ class GradientCollector:
         """
         for name, parameter in parameters.items():
             parameter.grad = None  # of an earlier backward pass: autograd would add to it
-            hook = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
-            self._hooks.append(hook)
+            take = partial(self._take, name, self._unit_of[name])
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     def unwatch(self) -> None:
         """Leave gradients to autograd, as it was before :meth:`watch`."""
@@ -193,9 +194,9 @@ class GradientCollector:
             self._expected[name] = max(arrivals, self._expected[name])
         self._has_learned = True
 
-    def _take(self, name: str, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        unit, grad = self._unit_of[name], parameter.grad
+    def _take(self, name: str, unit: Unit, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        assert grad is not None
         parameter.grad = None
         if grad.layout != torch.strided:  # of an embedding with sparse=True
             grad = grad.to_dense()
@@ -226,10 +227,10 @@ class GradientCollector:
             self._add(unit)
             if unit.name not in self._waiting:
                 self._kept(unit.name)
-        self._hand_on_after(unit.name)
+            self._hand_on_after(unit.name)
 
     def _hand_on_after(self, arrived: str) -> None:
-        """Hand on what a unit's new gradient has completed."""
+        """Hand on what a complete unit has kept waiting, and the unit itself."""
         in_order = self._in_order or not self._has_learned
         waiting = self._waiting if in_order else {arrived} & self._waiting.keys()
         for name in list(waiting):
@@ -246,8 +247,7 @@ class GradientCollector:
     @torch.no_grad()
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum in one launch: a launch for each would keep the host busy."""
-        fresh, total = self._fresh.pop(unit.name), self._memory.sum_of(unit)
-        views = unit.views(total) if len(fresh) > 1 else {name: unit.params[name].view(total) for name in fresh}
+        fresh, views = self._fresh.pop(unit.name), self._memory.views_of(unit)
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
             added = [views[name] for name in known]

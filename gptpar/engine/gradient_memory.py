@@ -62,6 +62,7 @@ class GradientMemory:
             pieces = whole.split([unit.length for unit in sharded])
             self._sums |= {unit.name: piece for unit, piece in zip(sharded, pieces, strict=True)}
         self._fixed = frozenset(self._sums)
+        self._views: dict[str, dict[str, torch.Tensor]] = {}
         self._shard_sums: dict[str, torch.Tensor] = {}
 
     def widen(self, dtype: torch.dtype) -> None:
@@ -100,6 +101,15 @@ class GradientMemory:
             for start, stop in unit.padding() if ahead else ():
                 total[start:stop].zero_()
         return self._sums[unit.name]
+
+    def views_of(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Each parameter's view of :meth:`sum_of`; those of permanent memory are made once."""
+        views = self._views.get(unit.name)
+        if views is None:
+            views = unit.views(self.sum_of(unit))
+            if unit.name in self._fixed:
+                self._views[unit.name] = views
+        return views
 
     def release(self, unit: Unit) -> None:
         """The unit's sum has been handed on: the receiver holds a reference as long as it needs one."""

@@ -137,10 +137,14 @@ class Unit:
         """
         pieces: list[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(buffer, self._pieces)
         views = dict(zip(self.params, pieces[::2], strict=True))
-        for name, param in self.params.items():
-            if param.info.strides is not None or not param.shape.numel():
-                views[name] = param.view(buffer)
+        for name in self._own_strides:
+            views[name] = self.params[name].view(buffer)
         return views
+
+    @cached_property
+    def _own_strides(self) -> list[str]:
+        """The parameters that torch does not lay out as usual, and empty ones."""
+        return [name for name, one in self.params.items() if one.info.strides is not None or not one.shape.numel()]
 
     @cached_property
     def _pieces(self) -> list[torch.Tensor]:

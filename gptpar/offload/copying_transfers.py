@@ -15,7 +15,7 @@ import torch
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, GpuTransfers
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, Passed, SameMemory, StagingBuffer
-from gptpar.system.pinned import PinnedMemory, begin_copy
+from gptpar.system.pinned import PinnedMemory, begin_copy, current_stream, let_follow, waitable_event
 
 ALIGNMENT = 4096
 """Bytes: each slot begins at the beginning of a page."""
@@ -84,6 +84,9 @@ class GradientCopy:
         if self._grad is not None and self._is_there.query():
             self._grad = None
         return self._grad is None
+
+    def next_point(self) -> DeviceEvent | None:
+        return self._is_there if self.made() else self._is_made
 
     def tensor(self) -> torch.Tensor:
         if not self.arrived():
@@ -168,11 +171,12 @@ class CopyingGpuTransfers(GpuTransfers):
 
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
-        is_made = torch.cuda.current_stream().record_event()
+        is_made, is_there = waitable_event(), waitable_event()
+        is_made.record(current_stream())
         # One stream copies all gradients in order, so the bucket's previous gradient is there before this one.
-        self.d2h_stream.wait_event(is_made)
+        let_follow(self.d2h_stream, is_made)
         begin_copy(values, grad, self.d2h_stream)
-        is_there = self.d2h_stream.record_event()
+        is_there.record(self.d2h_stream)
         return self._under_way.add(GradientCopy(grad, values, is_made, is_there))
 
     def hold_back(self) -> None:

@@ -11,8 +11,24 @@ from typing import cast
 import numpy as np
 import torch
 
-from gptpar.offload.transfers import CopiedWhenSent, D2HCopy, H2DCopy, PendingScalar, StagingBuffer, WrittenInPlace
-from gptpar.system.pinned import PinnedMemory, as_device_memory, begin_copy
+from gptpar.offload.transfers import (
+    MAX_UNSENT,
+    CopiedWhenSent,
+    D2HCopy,
+    DeviceEvent,
+    H2DCopy,
+    PendingScalar,
+    StagingBuffer,
+    WrittenInPlace,
+)
+from gptpar.system.pinned import (
+    PinnedMemory,
+    as_device_memory,
+    begin_copy,
+    current_stream,
+    let_follow,
+    waitable_event,
+)
 
 RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size."""
@@ -24,8 +40,8 @@ and it would wait for ever."""
 NUMBERS = 16
 """Places for scalars that are being copied, used in turn; at most two are in use at once."""
 
-NUM_H2D_BUFFERS = 3
-"""Slots for new parameters: one is being filled, one will be filled next, one is being copied."""
+NUM_H2D_BUFFERS = MAX_UNSENT + 2
+"""Slots for new parameters: those of the kernel's updates, and two that are being copied."""
 
 
 def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
@@ -69,6 +85,7 @@ class GpuTransfers:
         slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
+        self._out_views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._turn, self._shared = 0, incoming // 2
         self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
             torch.cuda.Stream(device) for _ in range(4)
@@ -98,8 +115,11 @@ class GpuTransfers:
         if target.device.type == "cpu":  # the model parameters live in host memory, too
             return WrittenInPlace(target)
         slot, left = self._out[self._turn]
+        key = self._turn, len(target), target.dtype
         self._turn = (self._turn + 1) % len(self._out)
-        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._h2d_stream)
+        if key not in self._out_views:  # torch's view() would give Python's lock away
+            self._out_views[key] = slot[: target.nbytes].view(target.dtype)
+        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream)
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
@@ -127,7 +147,7 @@ class GpuTransfers:
     def close(self) -> None:
         for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):
             stream.synchronize()
-        self.free, self._out = [], []
+        self.free, self._out, self._out_views = [], [], {}
         for memory in self._pinned:
             memory.close()
 
@@ -150,7 +170,7 @@ class _GpuH2DCopy:
         begin_copy(self.target, self.memory, self.stream)
         self.left.record(self.stream)
         there.record(self.stream)
-        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
+        return lambda block: there.synchronize() if block else let_follow(current_stream(), there)
 
 
 class _GpuScalar:
@@ -175,8 +195,8 @@ class _GpuD2HCopy:
 
     def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
         self._transfers, self._grad = transfers, grad
-        self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
-        self._made.record()
+        self._made = self._there = waitable_event()
+        self._made.record(current_stream())
         self._is_made = False
         self._slot = self._own = own
         self._here: torch.Tensor | None = None
@@ -192,15 +212,21 @@ class _GpuD2HCopy:
 
     def start(self, stream: torch.cuda.Stream) -> None:
         self._slot = self._own or self._transfers.free.pop()
-        stream.wait_event(self._made)
+        let_follow(stream, self._made)
         # A copy that was released unread may still be writing to the slot.
-        stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
+        let_follow(stream, cast(torch.cuda.Event, self._slot[1]))
         self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
         begin_copy(self._here, self._grad, stream)
-        self._there = stream.record_event()
+        self._there = waitable_event()
+        self._there.record(stream)
 
     def arrived(self) -> bool:
         return self._slot is not None and self._there.query()
+
+    def next_point(self) -> DeviceEvent | None:
+        if not self.made():
+            return self._made
+        return None if self._slot is None else self._there
 
     def tensor(self) -> torch.Tensor:
         self.begin(urgent=True)

@@ -8,8 +8,7 @@ two times, with the same result:
 - Before that, if the bucket has a double buffer: assume that nothing will be clipped, and write the new values to the
   double buffer ("speculate"). If the assumption was right, the two buffers are swapped ("commit"). If it was wrong, the
   step is computed again from the old values, and the optimizer does not speculate for some steps ("back off"). With a
-  partial gradient, the elements that change later are computed once the gradient is final: those that may change are
-  left out until then, or those that did change are computed again.
+  partial gradient, the elements that may change are left out until it is final, or those that did are computed again.
 """
 
 from __future__ import annotations
@@ -258,8 +257,9 @@ class HostOptimizer(UpdatingThread):
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
-        with record_function("wait for the CPU optimizer"), self._changed:
-            self._until(lambda: not any(bucket.due for bucket in buckets))
+        if any(bucket.due for bucket in buckets):  # a look needs no lock: meanwhile only the thread changes it, once
+            with record_function("wait for the CPU optimizer"), self._changed:
+                self._until(lambda: not any(bucket.due for bucket in buckets))
         self.waited_s += time.perf_counter() - started
         self._raise()
         for bucket in buckets:

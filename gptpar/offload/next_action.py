@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from gptpar.offload.bucket_state import SPECULABLE, BucketState
 from gptpar.offload.buckets import Bucket
+from gptpar.offload.transfers import DeviceEvent
 
 NEAR = 4
 """Number of gradients copied to the host ahead of the kernel even if earlier copies have to give up their memory."""
@@ -23,7 +24,7 @@ class Action(Enum):
     TAKE_BACK = auto()
     """Undo the speculation in the device's parameters."""
     WAKE = auto()
-    """Wake the kernel's threads: there will be work in a moment."""
+    """Wake the kernel's threads, then wait: there will be work in a moment."""
     WAIT = auto()
     END = auto()
 
@@ -68,6 +69,20 @@ def next_action(
 def speculable(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The buckets that have a double buffer and a gradient to speculate with."""
     return [bucket for bucket in buckets if bucket.state in SPECULABLE and bucket.double_buffer is not None]
+
+
+def next_arrival(buckets: Sequence[Bucket]) -> DeviceEvent | None:
+    """The next point of the device's work at which a gradient is computed, or in host memory; ``None``: unknown.
+
+    The order is that of the device: partial gradients, then the final ones of the last layer to the first.
+
+    Args:
+        buckets: in forward order, none of whose gradients is in host memory.
+    """
+    early = [bucket.grad for bucket in buckets if bucket.grad is not None and bucket.partial is not None]
+    final = [bucket.grad for bucket in reversed(buckets) if bucket.grad is not None and bucket.partial is None]
+    points = (grad.next_point() for grad in early + final)
+    return next((point for point in points if point is not None), None)
 
 
 def late_partials(buckets: Sequence[Bucket]) -> list[Bucket]:

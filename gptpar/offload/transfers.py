@@ -9,6 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+MAX_UNSENT = 4
+"""H2D copies that may be prepared before they are sent: one for each update that the kernel has at a time."""
+
 
 class DeviceEvent(Protocol):
     """A point in the device's work."""
@@ -48,6 +51,9 @@ class D2HCopy(Protocol):
 
     def arrived(self) -> bool:
         """Whether :meth:`tensor` would return at once."""
+
+    def next_point(self) -> DeviceEvent | None:
+        """The point where the device has computed the gradient, or then copied it; ``None``: neither is under way."""
 
     def tensor(self) -> torch.Tensor:
         """Wait for the copy; returns the values in host memory, which are valid until :meth:`release`."""
@@ -105,7 +111,7 @@ class Transfers(Protocol):
         """Take a slot out of the ring for one bucket's partial gradients; ``None``: none is needed, or none is free."""
 
     def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
-        """Prepare an H2D copy to ``target``. At most two may be unsent at a time."""
+        """Prepare an H2D copy to ``target``. At most ``MAX_UNSENT`` may be unsent at a time."""
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         """Prepare an H2D copy to ``target`` with its own host memory, which keeps the values until they are sent."""
@@ -200,6 +206,9 @@ class _CpuGradient:
 
     def arrived(self) -> bool:
         return True
+
+    def next_point(self) -> DeviceEvent | None:
+        return None
 
     def tensor(self) -> torch.Tensor:
         return self._grad

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from gptpar.offload.back_off import BackOff
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, SPECULATED_WITH_FINAL, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
+from gptpar.offload.kernel_queue import MAX_QUEUED, KernelQueue, Update
+from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, next_arrival, speculable
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.transfers import D2HCopy, H2DCopy, Transfers
+from gptpar.offload.transfers import DeviceEvent, H2DCopy, Transfers
 from gptpar.optim.elementwise import Done, HostKernel
 from gptpar.system.state_guard import StateGuard
 
@@ -29,27 +30,6 @@ POLL_SECONDS = 2e-4
 
 NUM_LATEST_UPDATES = 1 << 14
 """Number of updates whose times are kept: several steps of the largest models."""
-
-
-class _AtWork(NamedTuple):
-    """An update that the kernel is working on.
-
-    Attributes:
-        copy: copies the new parameters to the device.
-        wait: returns when the kernel is done.
-        read: the gradient that the kernel reads; released after the update if ``ends_with`` is ``None``.
-        into: the memory of the new state; ``None``: that of the old one.
-        ends_with: the event with which the update ends the bucket's step; ``None``: it does not end the step.
-        sends: whether the new parameters are sent when the kernel is done.
-    """
-
-    bucket: Bucket
-    copy: H2DCopy
-    wait: Callable[[], Done]
-    read: D2HCopy
-    into: Buffers | None
-    ends_with: What | None
-    sends: bool
 
 
 class UpdatingThread:
@@ -110,7 +90,7 @@ class UpdatingThread:
         self._expected: StepHyperparameters | None = None
         self._back_off, self._holds = BackOff(), 0
         self._keeps = self._taking_back = False  # the last step's parameters until the next step
-        self._at_work: _AtWork | None = None
+        self._at_work = KernelQueue()
         self._groups: Sequence[Any] = ()
         self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
         self._missed: tuple[int, ...] = ()
@@ -149,11 +129,9 @@ class UpdatingThread:
             assert request is not None
             self._take_step(request)
         elif action is Action.FINISH_UPDATE:
-            self._finish_update()
+            self._finish_updates()
         elif action is Action.TAKE_BACK:
             self._take_back()
-        elif action is Action.WAKE:
-            self._kernel.wake()
         return action is not Action.END
 
     def _wait_for_action(self) -> tuple[Action, Bucket | None]:
@@ -164,18 +142,40 @@ class UpdatingThread:
             step_known = request is not None and (not candidates or request.norm.known())
             ending = self._closing and request is None
             on_its_way = not (step_known or ending) and begin_copies(candidates)
-            at_work = self._at_work is not None
             action, bucket = next_action(
                 candidates,
                 step_known=step_known,
                 on_its_way=on_its_way,
-                at_work=at_work,
+                at_work=bool(self._at_work),
                 taking_back=self._taking_back,
                 ending=ending,
             )
-            if action is not Action.WAIT:
+            if action is not Action.WAIT and action is not Action.WAKE:
                 return action, bucket
-            self._changed.wait(POLL_SECONDS if candidates else None)
+            self._wait(next_arrival(candidates), wakes=action is Action.WAKE, polls=bool(candidates))
+
+    def _wait(self, point: DeviceEvent | None, *, wakes: bool, polls: bool) -> None:
+        """Wait, with the lock, until there may be another action.
+
+        While gradients are under way, nobody has to wake the thread: it sleeps in the driver, without Python's lock.
+        Looking for them every 0.2 ms, it interrupted the backward pass so often that each layer took twice as long.
+
+        Args:
+            point: of the device's work, to wait for; gradients submitted meanwhile come later.
+            wakes: whether to wake the kernel's threads.
+            polls: whether to look again after ``POLL_SECONDS`` if there is no point.
+        """
+        if point is None and not wakes:
+            self._changed.wait(POLL_SECONDS if polls else None)
+            return
+        self._changed.release()
+        try:
+            if wakes:
+                self._kernel.wake()
+            if point is not None:
+                point.synchronize()
+        finally:
+            self._changed.acquire()
 
     def _expected_now(self) -> StepHyperparameters | None:
         """The coming step's hyperparameters if nothing is clipped; ``None``: they are not known yet."""
@@ -205,7 +205,7 @@ class UpdatingThread:
     def _take_step(self, request: StepRequest) -> None:
         hyperparameters = request.clipped(self._clip_grad)
         redone, ahead = False, self.num_ahead
-        self._finish_update()
+        self._finish_updates()
         for bucket in self._buckets:
             bucket.use_newer()
         events = ((bucket, self._event_of_step(bucket, hyperparameters, request.without)) for bucket in self._buckets)
@@ -215,7 +215,7 @@ class UpdatingThread:
             if following is not None:
                 _begin_copy_if_needed(*following)
             redone |= self._follow(*this, hyperparameters)
-        self._finish_update()
+        self._finish_updates()
         if self.log is not None:
             self.log.record(What.STEP_TAKEN)
         self.num_redone += redone
@@ -267,13 +267,13 @@ class UpdatingThread:
         only: np.ndarray | None = None,
         sends: bool = True,
     ) -> None:
-        """Give the kernel an update, and finish the previous update while the kernel works.
+        """Give the kernel an update, and finish previous updates while the kernel works.
 
         Args:
-            ends_with: see :class:`_AtWork`.
+            ends_with: see :class:`~gptpar.offload.kernel_queue.Update`.
             aside: whether the new state goes to the double buffer; else it takes the place of the old one.
             only: the ranges to update; ``None``: all elements.
-            sends: see :class:`_AtWork`.
+            sends: see :class:`~gptpar.offload.kernel_queue.Update`.
         """
         assert bucket.grad is not None
         grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
@@ -284,8 +284,10 @@ class UpdatingThread:
         new = None if into is None else into.all()
         self.guard.before_write(new or bucket.buffers.all())
         wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
-        self._finish_update()
-        self._at_work = _AtWork(bucket, copy, wait, bucket.grad, into, ends_with, sends)
+        self._at_work.add(Update(bucket, copy, wait, bucket.grad, into, ends_with, sends))
+        # After the request, the norm is known soon, and then the loop waits for each bucket.
+        if len(self._at_work) > (MAX_QUEUED if ends_with is None and self._request is None else 1):
+            self._finish_updates(but=1)
 
     def _writable_double_buffer(self, bucket: Bucket) -> Buffers:
         """A bucket's double buffer, in other memory if a save needs what it holds and memory has room."""
@@ -315,12 +317,13 @@ class UpdatingThread:
             self._groups = [self._kernel.step_of(*one, divisor) for one in zip(groups, numbers, strict=True)]
         return self._groups
 
-    def _finish_update(self) -> None:
-        """Wait for the kernel's update, if there is one, and send its result."""
-        work, self._at_work = self._at_work, None
-        if work is None:
-            return
-        done, bucket = work.wait(), work.bucket
+    def _finish_updates(self, but: int = 0) -> None:
+        """Wait for the kernel's updates, but for the latest ``but`` ones, and send their results."""
+        for work, done in self._at_work.take_done(but):
+            self._finish(work, done)
+
+    def _finish(self, work: Update, done: Done) -> None:
+        bucket = work.bucket
         self.latest_updates.append((bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin
         self._record(What.KERNEL_DONE, bucket)

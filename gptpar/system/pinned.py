@@ -86,8 +86,36 @@ def begin_copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.St
         raise GptparError(f"the GPU's driver refused a copy of {source.nbytes:,} bytes (CUDA error {status}).")
 
 
+def let_follow(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Let later work of a stream wait for an event, which may be unused; unlike torch's it keeps Python's lock.
+
+    Raises:
+        GptparError: the driver refuses.
+    """
+    if handle := event.cuda_event:
+        status = _driver().cuStreamWaitEvent(stream.cuda_stream, handle, 0)
+        if status != 0:
+            raise GptparError(f"the GPU's driver refused to let a stream wait for an event (CUDA error {status}).")
+
+
+def waitable_event() -> torch.cuda.Event:
+    """An event for which a thread sleeps in the driver; torch's default would keep a processor core busy."""
+    return torch.cuda.Event(blocking=True)
+
+
+def current_stream() -> torch.cuda.Stream:
+    """``torch.cuda.current_stream()`` without a new object at each call."""
+    return _stream(*torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))
+
+
+@functools.cache
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 @functools.cache
 def _driver() -> ctypes.PyDLL:
     driver = ctypes.PyDLL("libcuda.so.1")  # loaded by torch already
     driver.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    driver.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     return driver

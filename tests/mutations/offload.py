@@ -136,6 +136,20 @@ OFFLOAD = [
         ("tests/unit/offload/test_copying_transfers.py", "tests/unit/offload/test_offload_gradients_flag.py"),
     ),
     Mutation(
+        "thread-sleeps-for-the-gradient-that-comes-last",
+        "gptpar/offload/next_action.py",
+        "for bucket in reversed(buckets) if bucket.grad is not None and bucket.partial is None]",
+        "for bucket in buckets if bucket.grad is not None and bucket.partial is None]",
+        (EARLY_GRADIENTS,),
+    ),
+    Mutation(
+        "thread-waits-for-each-update",
+        "gptpar/offload/updating_thread.py",
+        "(MAX_QUEUED if ends_with is None and self._request is None else 1)",
+        "1",
+        ("tests/unit/offload/test_host_optimizer.py",),
+    ),
+    Mutation(
         "a-speculation-that-was-replaced-stays-on-the-device",
         "gptpar/offload/updating_thread.py",
         "if bucket.state in (BucketState.SPECULATED, BucketState.STALE):",

@@ -55,6 +55,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+class Point(threading.Event):
+    """A point of the device's work, which a test lets the device pass by ``set()``."""
+
+    query = threading.Event.is_set
+
+    def synchronize(self) -> None:
+        assert self.wait(10)
+
+
 class SlowNorm(SameMemory):
     """The norm is not known before :attr:`computed`."""
 

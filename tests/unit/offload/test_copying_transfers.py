@@ -33,6 +33,7 @@ from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.unit.offload.host_optimizers import wait_until
 from tests.unit.offload.tiny_runs import ALL
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -178,8 +179,8 @@ def test_the_bound_is_two_of_the_largest() -> None:
 
 
 def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
-    """Of three units of 512 bytes two may wait; the updating thread goes on with what is there meanwhile."""
-    transfers = SlowCopies(max_bytes=2 * 512)
+    """None of four units may wait on the device; the updating thread goes on with what is there meanwhile."""
+    transfers = SlowCopies(max_bytes=0)
     begun = threading.Event()
 
     class Noting(CpuAdam):
@@ -190,20 +191,19 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
     parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
     host = make_host(transfers, 512, Noting(1), parameters)
     host.expect_step(RATES, 1.0)
-    for unit in ("fourth", "third"):
-        host.submit_gradient(unit, torch.full((128,), 1e-3))
-    loop = threading.Thread(target=host.submit_gradient, args=("second", torch.full((128,), 1e-3)))
+
+    def submit() -> None:
+        for piece in reversed(UNITS):
+            host.submit_gradient(piece.unit, torch.full((128,), 1e-3))
+
+    loop = threading.Thread(target=submit)
     loop.start()
-    assert transfers.copies[0][2].asked.wait(10)
-    transfers.let_arrive(1)
-    host.expect_step(RATES, 1.0)  # takes the lock, and wakes the thread
-    assert begun.wait(10) and loop.is_alive()
-    transfers.let_arrive(0)
+    for number in range(len(UNITS)):
+        wait_until(lambda number=number: len(transfers.copies) > number)
+        assert transfers.copies[number][2].asked.wait(10) and loop.is_alive()
+        assert number == 0 or begun.wait(10)  # the thread has had the lock since the first one's arrival
+        transfers.let_arrive(number)
     loop.join(10)
-    assert not loop.is_alive()
-    transfers.let_arrive(2)
-    host.submit_gradient("first", torch.full((128,), 1e-3))
-    transfers.let_arrive(3)
     host.step(torch.tensor(0.5), RATES, 1.0)
     host.finish()
     assert host.num_ahead > 0 and host.num_redone == 0

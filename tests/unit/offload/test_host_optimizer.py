@@ -15,14 +15,15 @@ from gptpar.offload.bucket_state import BucketState
 from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, RESERVED, RING_BYTES, ring_slots
+from gptpar.offload.kernel_queue import MAX_QUEUED
 from gptpar.offload.next_action import NEAR, begin_copies
-from gptpar.offload.transfers import D2HCopy, StagingBuffer
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, WHOLE, SlowNorm, make_host, wait_until
+from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, WHOLE, Point, SlowNorm, make_host, wait_until
 
 
 class Watched(CpuAdam):
@@ -128,8 +129,9 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
 
 
 def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
-    """And not before, however long the device computes it."""
-    made, here, woken = threading.Event(), threading.Event(), threading.Event()
+    """Once, and not before, however long the device computes it."""
+    made, here, woken = Point(), Point(), threading.Event()
+    num_calls = 0
 
     @dataclass
     class Travelling:
@@ -144,6 +146,9 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
         def arrived(self) -> bool:
             return here.is_set()
 
+        def next_point(self) -> DeviceEvent | None:
+            return here if made.is_set() else made
+
         def tensor(self) -> torch.Tensor:
             return self.values
 
@@ -155,6 +160,8 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
 
     class Sleepy(CpuAdam):
         def wake(self) -> None:
+            nonlocal num_calls
+            num_calls += 1
             woken.set()
             super().wake()
 
@@ -166,10 +173,48 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
     assert not woken.wait(0.05)
     made.set()
     assert woken.wait(10)
+    assert not here.wait(0.05) and num_calls == 1
     here.set()
     transfers.computed.set()
     host.finish()
     torch.testing.assert_close(live, torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    host.close()
+
+
+def test_the_thread_waits_for_several_updates_at_once_while_gradients_come() -> None:
+    """Each wait costs the backward pass Python's lock. After the request it waits for each, since the loop does."""
+    ordered: list[int] = []
+    waited: list[int] = []
+    gate = threading.Event()
+
+    class Gated(CpuAdam):
+        def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
+            number, wait = len(ordered), super().order(*args, **kwargs)
+            ordered.append(number)
+
+            def wait_for_gate() -> Done:
+                waited.append(number)
+                assert gate.wait(10)
+                return wait()
+
+            return wait_for_gate
+
+    pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(2 * MAX_QUEUED + 2)]
+    transfers = SlowNorm()
+    host = make_host(Gated(1), speculated=128 * len(pieces), pieces=pieces, transfers=transfers)
+    host.expect_step(RATES, 1.0)
+    with host.without_speculation():
+        for piece in pieces:
+            host.submit_gradient(piece.unit, torch.ones(128))
+    wait_until(lambda: bool(waited))
+    assert (ordered, waited) == ([0, 1, 2, 3], [2])
+    gate.set()
+    wait_until(lambda: len(waited) == len(pieces))
+    assert waited == [2, 1, 0, 5, 4, 3, 7, 6]
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    transfers.computed.set()
+    host.finish()
+    assert host.updates() == (128 * len(pieces),) * 2
     host.close()
 
 

@@ -85,5 +85,5 @@ def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.Monke
     room = build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)
     assert room == pytest.approx(elements / 2, rel=1e-6)
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
-    with pytest.raises(GptparError, match="0.23 GiB for transfers"):
+    with pytest.raises(GptparError, match="0.28 GiB for transfers"):
         build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)

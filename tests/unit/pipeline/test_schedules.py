@@ -64,8 +64,8 @@ def test_steps_end_and_idle_as_the_formula_says(p: int, v: int) -> None:
         if v == 1 or m % p == 0:
             assert idle == pytest.approx(formula, abs=1e-12)
         assert idle >= formula - 1e-12
-        slow = simulate(p, m, v, forward_time=2, backward_time=3, transfer_time=0.5)
-        assert sum(len(spans) for spans in slow) == 2 * p * m * v
+    slow = simulate(p, m, v, forward_time=2, backward_time=3, transfer_time=0.5)
+    assert sum(len(spans) for spans in slow) == 2 * p * m * v
 
 
 @pytest.mark.parametrize("p", STAGES[1:])

@@ -6,7 +6,7 @@ import gc
 
 import pytest  # noqa: F401
 
-import gptpar.any_module.initialize  # noqa: F401
+import gptpar.any_module.initialize
 import gptpar.cli.pretrain  # noqa: F401
 import tests.any_module.on_rank
 import tests.helpers  # noqa: F401

@@ -61,7 +61,7 @@ def tensors_of(root: Path) -> dict[str, str]:
 
 @functools.cache
 def standing_still(words: str) -> tuple[dict[str, str], str]:
-    """The checkpoint of iteration 3 that stands still meanwhile, and a hash of the state after 7 steps without saves."""
+    """What a save that stands still writes at iteration 3, and a hash of the state after 7 steps without saves."""
     with tempfile.TemporaryDirectory(prefix="gptpar-saving-") as folder:
         trainer, _, _ = make(Path(folder), words)
         train(trainer, 0, 3)
@@ -100,8 +100,25 @@ def done(iteration: int) -> Progress:
     return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
 
 
-@pytest.mark.parametrize("room", ["copied ahead", "copied by the step", "no room"])
-@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+AT_EVERY_MOMENT = ("fp32", "half on the CPU, in place", "all on the CPU, speculating")
+"""Of the words, those for which the fast tier tries all that can happen at a save."""
+
+
+def sharp(kinds: Iterable[str], moments: tuple[str, ...]) -> list[Any]:
+    """(words, moment) of each; the fast tier has the first moment of each kind, and all of a few kinds."""
+    return [
+        pytest.param(
+            WORDS[kind],
+            moment,
+            id=f"{kind}-{moment}",
+            marks=() if kind in AT_EVERY_MOMENT or moment == moments[0] else pytest.mark.slow,
+        )
+        for kind in kinds
+        for moment in moments
+    ]
+
+
+@pytest.mark.parametrize(("words", "room"), sharp(WORDS, ("copied ahead", "copied by the step", "no room")))
 def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, state = standing_still(words)
     monkeypatch.setattr(memory, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
@@ -149,11 +166,12 @@ def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypat
     monkeypatch.setattr(owner, name, timed)
 
 
-ON_CPU = {name: words for name, words in WORDS.items() if OFFLOAD in words}
+ON_CPU = [kind for kind, words in WORDS.items() if OFFLOAD in words]
 
 
-@pytest.mark.parametrize("held", ["the last update", "the places of the state", "the parts of the state"])
-@pytest.mark.parametrize("words", ON_CPU.values(), ids=ON_CPU)
+@pytest.mark.parametrize(
+    ("words", "held"), sharp(ON_CPU, ("the last update", "the places of the state", "the parts of the state"))
+)
 def test_a_save_begins_before_the_cpu_has_done_the_step(
     words: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,9 +120,19 @@ def common_of(flags: str, **more: Any) -> dict[str, Any]:
     return {"args": arguments(flags), "checkpoint_version": 3.0, "iteration": 30, **more}
 
 
-@pytest.mark.parametrize("in_boxes", [True, False])
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("flags", [GPT2, LLAMA])
+@pytest.mark.parametrize(
+    ("flags", "stacked", "in_boxes"),
+    [
+        (GPT2, True, True),
+        (LLAMA, False, True),
+        (LLAMA, True, False),
+        *(
+            pytest.param(*form, marks=pytest.mark.slow)
+            for form in ((GPT2, False, True), (GPT2, True, False), (GPT2, False, False), (LLAMA, True, True))
+        ),
+        pytest.param(LLAMA, False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_are_equal_and_the_source_stays_as_it_is(
     flags: str, stacked: bool, in_boxes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +153,13 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
     torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("step", [{"param_groups": [{"step": 28}]}, {"state": {"common_step": torch.tensor(28.0)}}])
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"param_groups": [{"step": 28}]},
+        pytest.param({"state": {"common_step": torch.tensor(28.0)}}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
     step: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

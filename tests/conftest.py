@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.fast)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+MANY_MODULES = 50
+"""As many new ones make a collection over them longer than most tests."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    """What a test imported late (torch's compiler, transformers) is no garbage either."""
+    had = len(sys.modules)
+    ran = yield
+    if len(sys.modules) > had + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+    return ran
 
 
 @pytest.hookimpl(wrapper=True)

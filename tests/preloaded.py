@@ -6,8 +6,12 @@ import gc
 
 import pytest  # noqa: F401
 
+import gptpar.any_module.initialize
+import gptpar.cli.pretrain  # noqa: F401
 import tests.any_module.on_rank
 import tests.helpers  # noqa: F401
+from gptpar.system.source import source_hash
 
+source_hash()  # is known from here on
 gc.collect()
 gc.freeze()  # garbage collection in the forks leaves out the shared objects

@@ -12,7 +12,7 @@ first sentence of the folder's ``__init__.py``.
 from __future__ import annotations
 
 import argparse
-import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,15 @@ PAGE = ROOT / "docs/architecture.md"
 PLACE = re.compile(r"(<!-- files -->\n).*(<!-- /files -->)", re.DOTALL)
 SUFFIXES = {".py", ".h", ".cpp", ".sh"}
 COMMENT = {".h": "//", ".cpp": "//", ".sh": "#"}
+DOCSTRING = re.compile(r'(?:#[^\n]*\n|\s)*r?"""(.*?)"""', re.DOTALL)
 END_OF_SENTENCE = re.compile(r"\.\s+(?=[A-Z`])")
 
 
 def description(path: Path, text: str) -> str:
     """The docstring of a Python file, or the first comment of another file; may be empty."""
     if path.suffix == ".py":
-        return ast.get_docstring(ast.parse(text)) or ""
+        found = DOCSTRING.match(text)
+        return inspect.cleandoc(found[1]) if found else ""
     mark = COMMENT[path.suffix]
     lines = dropwhile(lambda line: line.startswith(("#!", "# shellcheck")), text.splitlines())
     return "\n".join(line.removeprefix(mark).strip() for line in takewhile(lambda line: line.startswith(mark), lines))

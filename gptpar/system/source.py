@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def source_hash(package: Path = Path(__file__).parents[1]) -> str:
-    """A hash of all Python files of a package, by their names and contents; takes hundredths of a second."""
+    """A hash of all Python files of a package, by their names and contents; takes hundredths of a second once.
+
+    What is edited later is not the code that runs.
+    """
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size} ".encode() + path.read_bytes())

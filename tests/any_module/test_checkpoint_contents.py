@@ -148,8 +148,9 @@ def test_frozen_on_one_side_only(tmp_path: Path, precision: str, host_parameters
     saved.close()
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.fast] * (name == "SequentialLR")) for name in SCHEDULERS]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_schedulers(tmp_path: Path, name: str) -> None:
     """Rates and betas after loading are those of the uninterrupted run."""

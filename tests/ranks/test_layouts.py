@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,10 @@ SINGLE = [
     ),
 ]
 
+ALL = [*((WORDS, this) for this in CASES), *SINGLE]
+FURTHER = {len(CASES) + number for number in (0, 4, 8, 10, 11)}
+"""Cases of a model that other cases cut as well, by layouts that CASES have."""
+
 
 def run_alone(words: list[str], save_in: Path | None = None) -> Outcome:
     """The reference: one process, one step more than the others take before they resume."""
@@ -87,19 +92,19 @@ def run_alone(words: list[str], save_in: Path | None = None) -> Outcome:
     return run.outcome
 
 
-def run_all(rank: int, folder: Path) -> list[Outcome]:
-    """Every case in turn in the same four processes; the main one has the outcomes."""
+def run_all(rank: int, folder: Path, numbers: list[int]) -> list[Outcome]:
+    """These of all cases in turn in the same four processes; the main one has the outcomes."""
     outcomes = []
     topologies: dict[Mesh, Topology] = {}
-    chained = [(WORDS, c, folder / str(number)) for number, c in enumerate(CASES)]
-    for words, this, saved in [*chained, *((words, c, None) for words, c in SINGLE)]:
+    for number in numbers:
+        words, this = ALL[number]
         if this.layout not in topologies:
             topologies[this.layout] = make_topology(this.layout, rank, torch.device("cpu"))
         run = CaseRun(case_config(words, this, 4), topologies[this.layout])
         run.train(0, STEPS)
-        if saved is not None:
-            run.save(folder / str(int(saved.name) + 1), STEPS)
-            run.resume(saved)
+        if number < len(CASES):
+            run.save(folder / str(number + 1), STEPS)
+            run.resume(folder / str(number))
         run.train(STEPS, STEPS + 1)
         run.trainer.close()
         outcomes.append(run.outcome)
@@ -107,26 +112,37 @@ def run_all(rank: int, folder: Path) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outcome, Outcome]]:
-    """(outcome, what it is to equal) of all cases, from one start of four processes."""
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[Outcome, Outcome]]:
+    """Number -> (outcome, what it is to equal) of the cases that are tested, from one start of four processes."""
+    name = "test_layout_equals_one_process"
+    asked = {item.callspec.params["number"] for item in request.session.items if item.name.startswith(f"{name}[")}
+    before = range(max((number for number in asked if number < len(CASES)), default=-1))  # each needs the one before
+    numbers = sorted(asked.union(before))
     folder = tmp_path_factory.mktemp("layouts")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = run_alone(WORDS, folder / "0")
-        single = {id(words): run_alone(words) for words in (UNEVEN, FEW, DROPOUT, BLOOM, LLAMA)}
-        wanted = [alone] * len(CASES) + [single[id(words)] for words, _ in SINGLE]
+        every = {id(words): words for words, _ in (ALL[number] for number in numbers)}
+        alone = {key: run_alone(words, folder / "0" if words is WORDS else None) for key, words in every.items()}
     finally:
         torch.set_num_threads(threads)
-    return list(zip(spawn(run_all, 4, folder, timeout_s=300)[0], wanted, strict=True))
+    found = spawn(run_all, 4, folder, numbers, timeout_s=300)[0]
+    return {number: (one, alone[id(ALL[number][0])]) for number, one in zip(numbers, found, strict=True)}
 
 
 NAMES = {id(DROPOUT): " dropout", id(BLOOM): " bloom", id(LLAMA): " llama"}
-IDS = [c.name for c in CASES] + [f"{c.name}{NAMES.get(id(words), '')}" for words, c in SINGLE]
 
 
-@pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
-def test_layout_equals_one_process(outcomes: list[tuple[Outcome, Outcome]], number: int) -> None:
+def param(number: int) -> Any:
+    words, this = ALL[number]
+    marks = [pytest.mark.long] * (number in FURTHER)
+    return pytest.param(number, id=f"{this.name}{NAMES.get(id(words), '')}", marks=marks)
+
+
+@pytest.mark.parametrize("number", [param(number) for number in range(len(ALL))])
+def test_layout_equals_one_process(outcomes: dict[int, tuple[Outcome, Outcome]], number: int) -> None:
     """Initial weights bit for bit; losses, norms, gradients and weights of each step, the last after a resume."""
     found, wanted = outcomes[number]
     assert difference([(found.initial, wanted.initial)]) == 0

@@ -46,7 +46,13 @@ def assert_same_distributions(values: dict[str, torch.Tensor], build: Callable[[
                 assert abs(got.std() / wanted.std() - 1).item() <= 5 / math.sqrt(count), name
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "ALBERT", "T5", "ViT", "ResNet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GPT-2", "Llama"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("BERT", "ALBERT", "T5", "ViT", "ResNet")),
+    ],
+)
 def test_transformers_are_built(name: str):
     pytest.importorskip("transformers")
     values = made(lambda: tiny_hf(name))

@@ -77,7 +77,7 @@ def train(engine: Any, start: int, stop: int, by_batch: bool) -> None:
             engine.step()
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("ratio", [0.6, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (0.0, 1.0))])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_frozen_group_misses_steps_as_in_torch(tmp_path: Path, name: str, ratio: float) -> None:
     """An engine of another ratio goes on while a group is frozen."""

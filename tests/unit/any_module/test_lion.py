@@ -53,7 +53,7 @@ def take_steps(engine: TrainingEngine, some: list[torch.Tensor]) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("ratio", [0.3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 1.0))])
 def test_training_follows_a_plain_loop(tmp_path: Path, ratio: float) -> None:
     """The last step is taken by an engine of another ratio, from the first one's checkpoint."""
     engine, resumed = make(ratio), make(0.6)

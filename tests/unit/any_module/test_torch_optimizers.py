@@ -86,7 +86,9 @@ def train(engine: Any, start: int, stop: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("client", [False, True], ids=["configured", "client"])
+@pytest.mark.parametrize(
+    "client", [pytest.param(False, id="configured", marks=pytest.mark.slow), pytest.param(True, id="client")]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_engine_trains_as_torch_does(tmp_path: Path, name: str, client: bool) -> None:
     """Half of the steps at one ratio, the others by an engine of another, from the first one's checkpoint."""
@@ -101,7 +103,13 @@ def test_an_engine_trains_as_torch_does(tmp_path: Path, name: str, client: bool)
         assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("momentum", "Adam", "RMSprop, all") else pytest.param(name, marks=pytest.mark.slow)
+        for name in KINDS
+    ],
+)
 def test_the_ratio_changes_no_bit(name: str) -> None:
     ends = []
     for ratio in (0.0, 0.6, 1.0):

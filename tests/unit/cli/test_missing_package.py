@@ -36,7 +36,7 @@ def answer(program: str, *words: str, **variables: str) -> subprocess.CompletedP
     "program",
     [
         "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')",
-        "from gptpar.cli import main; sys.exit(main())",
+        pytest.param("from gptpar.cli import main; sys.exit(main())", marks=pytest.mark.slow),
     ],
 )
 def test_a_command(program: str, words: str) -> None:

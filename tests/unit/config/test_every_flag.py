@@ -62,9 +62,10 @@ def names_read() -> set[str]:
     """Attributes that the package reads, words in the sections' properties, for ``getattr``, and optimizers'."""
     found = {flag for optimizer in OPTIMIZERS.values() for flag in optimizer.flags}
     for path in PACKAGE.rglob("*.py"):
-        place, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+        place = str(path.relative_to(PACKAGE))
         if place.startswith(NO_READERS):
             continue
+        tree = ast.parse(path.read_text())
         found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
         if place.startswith("config/"):
             functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))

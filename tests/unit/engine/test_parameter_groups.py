@@ -133,7 +133,7 @@ def torchs_adamw() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("families", [SEPARATE, JOINED, JOINED[::-1]], ids=str)
+@pytest.mark.parametrize("families", [SEPARATE, JOINED, pytest.param(JOINED[::-1], marks=pytest.mark.slow)], ids=str)
 def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family, ...], shards: int) -> None:
     wanted = torchs_adamw()
     for ratio in (0.0, 0.3, 1.0):

@@ -151,8 +151,7 @@ def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> No
 def test_every_element_of_the_model_is_counted_once(model: str, tensor: int) -> None:
     """Each process says which boxes of the global parameters it has: together they tile them."""
     for case in cases(model, tensor):
-        found, replicas = times_of(case, only_counted=True), 1 if case.zero else case.data
-        held = times_of(case, only_counted=False)
+        (held, found), replicas = times_of(case), 1 if case.zero else case.data
         params = {name: param for table in tables_of(case) for name, param in table.params.items()}
         assert found.keys() == held.keys() == params.keys()
         for name, times in found.items():
@@ -162,20 +161,23 @@ def test_every_element_of_the_model_is_counted_once(model: str, tensor: int) -> 
             assert bool((held[name] == replicas * copies * stages).all()), (case, name)
 
 
-def times_of(case: Case, *, only_counted: bool) -> dict[str, torch.Tensor]:
-    """How many processes have, or count, each element of the global parameters."""
-    found: dict[str, torch.Tensor] = {}
+def times_of(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """How many processes have each element of the global parameters, and how many count it."""
+    held: dict[str, torch.Tensor] = {}
+    counted: dict[str, torch.Tensor] = {}
     for table in tables_of(case):
         for one in table.ranges():
             info = table.params[one.param].info
-            times = found.setdefault(one.param, torch.zeros(info.full_shape, dtype=torch.int64))
-            whole = torch.arange(times.numel()).view(times.shape)
+            for times in (held, counted):
+                times.setdefault(one.param, torch.zeros(info.full_shape, dtype=torch.int64))
+            whole = torch.arange(held[one.param].numel()).view(info.full_shape)
             local = whole[tuple(slice(o, o + n) for o, n in zip(info.offsets, info.shape, strict=True))]
             for offsets, view in table.views(one, local.reshape(-1)[one.first : one.first + one.length]):
                 box = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
                 assert torch.equal(whole[box], view)
-                times[box] += one.counted or not only_counted
-    return found
+                held[one.param][box] += 1
+                counted[one.param][box] += one.counted
+    return held, counted
 
 
 @every_case

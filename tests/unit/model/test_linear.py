@@ -46,7 +46,13 @@ def gradients(flags: str, modules: frozenset[str]) -> dict[str, torch.Tensor]:
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-@pytest.mark.parametrize("modules", [(), ("core_attn", "mlp", "layernorm")], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        pytest.param((), id="kept", marks=pytest.mark.slow),
+        pytest.param(("core_attn", "mlp", "layernorm"), id="recomputed"),
+    ],
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_readers_sum_what_the_layers_would(
     name: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

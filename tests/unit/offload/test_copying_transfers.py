@@ -277,7 +277,7 @@ def train(flags: str, steps: int = 10) -> tuple[list[list[float]], dict[str, tor
 
 
 @pytest.mark.parametrize("speculation", ["on", "off"])
-@pytest.mark.parametrize("ratio", ["1", "0.731"])
+@pytest.mark.parametrize("ratio", ["1", pytest.param("0.731", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "words",
     [

@@ -74,7 +74,7 @@ def parts_equal(found: TensorParts, wanted: TensorParts, **tolerance: float) -> 
 
 
 @pytest.mark.parametrize("ratio", ["0.3", *(pytest.param(r, marks=pytest.mark.slow) for r in ("0", "0.731", "1"))])
-@pytest.mark.parametrize("speculation", ["off", "on"])
+@pytest.mark.parametrize("speculation", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_every_ratio_takes_the_same_steps(ratio: str, speculation: str) -> None:
     """Warm-up; clipping in some steps; two micro-batches. In fp64, where training does not amplify round-off."""
     words = config_words("--fp64 --clip-grad 0.9")
@@ -100,7 +100,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
     return int((ordered[0] - ordered[1]).abs().max())
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.731, 1.0])
+@pytest.mark.parametrize("ratio", [0.3, 1.0, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.731))])
 @pytest.mark.parametrize("speculate", [False, True])
 def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(ratio: float, speculate: bool) -> None:
     """The same gradients for torch's AdamW on fp32 master weights: warm-up, every third step clipped, some overflow."""

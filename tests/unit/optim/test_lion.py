@@ -30,9 +30,9 @@ def wanted() -> list[Tensors]:
     "flags",
     [
         "",
-        "--cpu-optimizer --cpu-optimizer-ratio 0.3",
+        pytest.param("--cpu-optimizer --cpu-optimizer-ratio 0.3", marks=pytest.mark.slow),
         "--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on",
-        "--cpu-optimizer --cpu-parameters",
+        pytest.param("--cpu-optimizer --cpu-parameters", marks=pytest.mark.slow),
     ],
 )
 def test_training_follows_a_plain_loop(tmp_path: Path, flags: str, wanted: list[Tensors]) -> None:

@@ -76,7 +76,14 @@ def test_a_word_that_cannot_be_read_is_told(word: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["", "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 0.6"])
-@pytest.mark.parametrize("more", [OVERRIDES, MUP, f"{MUP} {OVERRIDES}", "--decoupled-lr 5e-2"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (OVERRIDES, MUP)),
+        f"{MUP} {OVERRIDES}",
+        "--decoupled-lr 5e-2",
+    ],
+)
 def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: str) -> None:
     config = tiny_config(f"{RUN} {more} {offload}")
     trainer = make_trainer(config)

@@ -41,6 +41,7 @@ def test_a_process_that_freezes_objects_itself_keeps_them_so() -> None:
     assert gc.get_freeze_count() == before
 
 
+@pytest.mark.slow
 def test_the_few_objects_that_python_freezes_itself_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as Python 3.12 has at its start
     before = len(gc.get_objects())

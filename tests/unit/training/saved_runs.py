@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from gptpar.config import Config
 from gptpar.training import resume
 from gptpar.training.progress import Progress
 from gptpar.training.resume import Inputs
+from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
 
 TOKENIZER = {"type": "none", "vocab_size": 60}
@@ -22,11 +24,16 @@ def inputs_of(config: Config, tokenizer: dict[str, Any] = TOKENIZER) -> Inputs:
     return Inputs.of(config, tokenizer)
 
 
+@cache
+def initial(flags: str) -> Trainer:
+    """Nobody trains it."""
+    return make_trainer(tiny_config(flags))
+
+
 def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], object] = lambda meta: None) -> Path:
     """A run's checkpoint of iteration 7, its meta edited."""
-    config = tiny_config(f"--save {folder} {flags}")
-    trainer = make_trainer(config)
-    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
+    trainer = initial(flags)
+    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(trainer.config))))
     change(meta)
     return save_checkpoint(folder, 7, resume.checkpoint_tensors(trainer), meta)
 

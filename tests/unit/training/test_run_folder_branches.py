@@ -40,11 +40,18 @@ def pretrain(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@pytest.fixture
-def folder(tmp_path: Path, pretrain: Run) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 8 steps with checkpoints 2, 4, 6 and 8."""
-    pretrain(f"--train-iters 8 --save {tmp_path}/run --save-interval 2")
-    return tmp_path / "run"
+    root = tmp_path_factory.mktemp("finished")
+    assert main(["pretrain", *BASE, *f"--train-iters 8 --save {root} --save-interval 2".split()]) == 0
+    return root
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def numbers(root: Path) -> list[int]:
@@ -248,6 +255,7 @@ def test_an_edited_marker_file_is_answered(folder: Path, pretrain: Run) -> None:
     assert "names iteration" not in pretrain(f"{hint_is_late} {folder}")
 
 
+@pytest.mark.slow
 def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Run) -> None:
     """The weights break at iteration 5; what was saved before is what its user needs."""
     same = f"--load {tmp_path} --save {tmp_path} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"

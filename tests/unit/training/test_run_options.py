@@ -48,7 +48,10 @@ def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.Monke
     assert iterations(tmp_path / "run") == [3, 8]
 
 
-@pytest.mark.parametrize(("flags", "left"), [("", [3, 6, 8]), ("--keep-checkpoints 2", [3, 6, 7, 8])])
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [pytest.param("", [3, 6, 8], marks=pytest.mark.slow), ("--keep-checkpoints 2", [3, 6, 7, 8])],
+)
 def test_retained_checkpoints_stay(tmp_path: Path, flags: str, left: list[int]) -> None:
     run(tmp_path, f"--save-interval 1 --save-retain-interval 3 {flags}")
     assert iterations(tmp_path) == left

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
+import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +59,22 @@ def tensors_of(root: Path) -> dict[str, str]:
     return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(read_tensors(path).items())}
 
 
+@functools.cache
+def standing_still(words: str) -> tuple[dict[str, str], str]:
+    """What a save that stands still writes at iteration 3, and a hash of the state after 7 steps without saves."""
+    with tempfile.TemporaryDirectory(prefix="gptpar-saving-") as folder:
+        trainer, _, _ = make(Path(folder), words)
+        train(trainer, 0, 3)
+        resume.save(trainer, done(3), inputs_of(trainer.config), keep=None)
+        saved = tensors_of(Path(folder))
+        trainer.close()
+    other = make_trainer(trainer.config)
+    train(other, 0, 7)
+    state = hash_of(other)
+    other.close()
+    return saved, state
+
+
 def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Event:
     """Each write waits for the event, at most so long."""
     write, gate = DataFile.write, threading.Event()
@@ -82,18 +100,32 @@ def done(iteration: int) -> Progress:
     return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
 
 
-@pytest.mark.parametrize("room", ["copied ahead", "copied by the step", "no room"])
-@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+AT_EVERY_MOMENT = ("fp32", "half on the CPU, in place", "all on the CPU, speculating")
+"""Of the words, those for which the fast tier tries all that can happen at a save."""
+
+
+def sharp(kinds: Iterable[str], moments: tuple[str, ...]) -> list[Any]:
+    """(words, moment) of each; the fast tier has the first moment of each kind, and all of a few kinds."""
+    return [
+        pytest.param(
+            WORDS[kind],
+            moment,
+            id=f"{kind}-{moment}",
+            marks=() if kind in AT_EVERY_MOMENT or moment == moments[0] else pytest.mark.slow,
+        )
+        for kind in kinds
+        for moment in moments
+    ]
+
+
+@pytest.mark.parametrize(("words", "room"), sharp(WORDS, ("copied ahead", "copied by the step", "no room")))
 def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, state = standing_still(words)
     monkeypatch.setattr(memory, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
     monkeypatch.setattr(background, "num_copiers", lambda: 2 if room == "copied ahead" else 0)
     back_off_for_long(monkeypatch)
-    trainer, behind, said = make(tmp_path / "behind", words)
+    trainer, behind, said = make(tmp_path, words)
     train(trainer, 0, 3)
-    resume.save(trainer, done(3), inputs_of(trainer.config.update("checkpoint", save=str(tmp_path))), keep=None)
-    stood_still = tensors_of(tmp_path / "behind")
-    os.rename(tmp_path / "behind", tmp_path / "stood-still")
-
     gate = slow_writes(monkeypatch, 0.002 if room == "no room" else 30)
     behind.begin(behind.targets[0], done(3), keep_all=False)
     save = behind._saver.under_way
@@ -105,14 +137,10 @@ def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, mo
     is_never_overwritten = "--clip-grad 0.9" in words  # steps in place go to the double buffers meanwhile
     assert (save.snapshot.most_kept == 0) == (room == "no room" or is_never_overwritten)
     assert "--clip-grad 1000" not in words or (trainer.host is not None and trainer.host.num_ahead > 0)
-    assert tensors_of(tmp_path / "behind") == stood_still
+    assert tensors_of(tmp_path) == saved
     assert "successfully saved checkpoint at iteration       3" in said[-1] and "training stood" in said[-1]
-
-    other = make_trainer(trainer.config)
-    train(other, 0, 7)
-    assert hash_of(trainer) == hash_of(other)  # saving changes nothing
+    assert hash_of(trainer) == state  # saving changes nothing
     trainer.close()
-    other.close()
 
 
 def hold(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -138,16 +166,18 @@ def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypat
     monkeypatch.setattr(owner, name, timed)
 
 
-ON_CPU = {name: words for name, words in WORDS.items() if OFFLOAD in words}
+ON_CPU = [kind for kind, words in WORDS.items() if OFFLOAD in words]
 
 
-@pytest.mark.parametrize("held", ["the last update", "the places of the state", "the parts of the state"])
-@pytest.mark.parametrize("words", ON_CPU.values(), ids=ON_CPU)
+@pytest.mark.parametrize(
+    ("words", "held"), sharp(ON_CPU, ("the last update", "the places of the state", "the parts of the state"))
+)
 def test_a_save_begins_before_the_cpu_has_done_the_step(
     words: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes that step's state, and no part of the next one's, whoever of the two is late."""
-    trainer, behind, _ = make(tmp_path / "behind", words)
+    saved, _ = standing_still(words)
+    trainer, behind, _ = make(tmp_path, words)
     train(trainer, 0, 2)
     host = trainer.host
     assert host is not None
@@ -184,12 +214,7 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     written.set()
     behind.finish()
     trainer.close()
-
-    other, standing_still, _ = make(tmp_path / "stood-still", words)
-    train(other, 0, 3)
-    standing_still.save_last(done(3), keep_all=False)
-    assert tensors_of(tmp_path / "behind") == tensors_of(tmp_path / "stood-still")
-    other.close()
+    assert tensors_of(tmp_path) == saved
 
 
 def test_what_fails_before_the_state_is_taken_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import math
@@ -24,6 +26,7 @@ OFTEN = "--skip-step-sigma 0.8"
 """Of a few steps with ordinary batches, some are this far from the mean."""
 
 Run = Callable[..., str]
+Ran = tuple[Path, str]
 
 
 @pytest.fixture
@@ -37,20 +40,39 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
+def _run_of(flags: str, folder: Path) -> Ran:
+    """What a run of these flags leaves, for tests that look at it, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["pretrain", *f"{FLAGS} --save {folder} {flags}".split()]) == 0
+    return folder, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run that judges no step."""
+    return _run_of("", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run that skips outliers."""
+    return _run_of(OFTEN, tmp_path_factory.mktemp("skipping"))
+
+
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The records of training, without what time has to do with."""
     timed = ("iteration_time_ms", "tokens_per_s")
     return [{k: v for k, v in one.items() if k not in timed} for one in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_an_outlier_is_told_logged_and_kept(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(tmp_path, OFTEN)
-    found = [one for one in steps(tmp_path) if one["outlier_iterations"]]
+def test_an_outlier_is_told_logged_and_kept(skipping: Ran, capsys: pytest.CaptureFixture[str]) -> None:
+    root, out = skipping
+    found = [one for one in steps(root) if one["outlier_iterations"]]
     assert 0 < len(found) < 10
-    assert not any(one["skipped_iterations"] or one["nan_iterations"] for one in steps(tmp_path))
-    folders = spikes.bundles_in(tmp_path / "spikes")
+    assert not any(one["skipped_iterations"] or one["nan_iterations"] for one in steps(root))
+    folders = spikes.bundles_in(root / "spikes")
     assert [path.name for path in folders] == [f"iter_{one['iteration']:07d}" for one in found]
-    assert sorted(os.listdir(tmp_path / "spikes")) == [path.name for path in folders]
+    assert sorted(os.listdir(root / "spikes")) == [path.name for path in folders]
     for record, path in zip(found, folders, strict=True):
         first = 2 * (record["iteration"] - 1)
         assert record["outlier_batch"] == {"first_sample": first, "samples": 2}
@@ -58,7 +80,7 @@ def test_an_outlier_is_told_logged_and_kept(tmp_path: Path, run: Run, capsys: py
         values = spikes.read_bundle(path)
         assert (values["loss"], values["grad_norm"]) == (record["lm_loss"], record["grad_norm"])
         assert values["first_sample"] == first and len(values["sources"]) == 2
-        before = [step["lm_loss"] for step in steps(tmp_path) if step["iteration"] < record["iteration"]]
+        before = [step["lm_loss"] for step in steps(root) if step["iteration"] < record["iteration"]]
         assert values["window"]["losses"] == before[-4:]
         square = sum(norm**2 for norm in values["layers"]["grad-norm"].values())
         assert square**0.5 == pytest.approx(record["grad_norm"], rel=1e-12)
@@ -69,7 +91,7 @@ def test_an_outlier_is_told_logged_and_kept(tmp_path: Path, run: Run, capsys: py
     assert (
         "was skipped as an outlier" in shown and "layers.1" in shown and "sample 0 of the mock data" not in shown[:40]
     )
-    assert main(["inspect", str(tmp_path / "spikes"), "--json"]) == 0
+    assert main(["inspect", str(root / "spikes"), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(folders)
 
 
@@ -90,36 +112,31 @@ def test_decisions_are_those_of_the_rule(tmp_path: Path, run: Run, flags: str) -
     assert all(overflow or not less for overflow, less in zip(overflows, lowered, strict=False))
 
 
-def test_layers_are_logged_at_their_interval(tmp_path: Path, run: Run) -> None:
-    run(tmp_path)
-    for record in steps(tmp_path):
+def test_layers_are_logged_at_their_interval(plain: Ran) -> None:
+    for record in steps(plain[0]):
         named = {name.partition("/")[0] for name in record if "/" in name}
         expected = {"activation-rms", "grad-norm", "update-norm"} if record["iteration"] % 3 == 0 else set()
         assert named == expected
         assert "outlier_iterations" not in record
 
 
-def test_measuring_changes_no_number(tmp_path: Path, run: Run) -> None:
-    run(tmp_path / "a")
-    run(tmp_path / "b", "--log-layer-norms-interval 1000 --skip-step-sigma 1e9 --check-replicas-interval 2")
+def test_measuring_changes_no_number(plain: Ran, tmp_path: Path, run: Run) -> None:
+    run(tmp_path, "--log-layer-norms-interval 1000 --skip-step-sigma 1e9 --check-replicas-interval 2")
     names = ("lm_loss", "grad_norm", "learning_rate")
-    both = zip(steps(tmp_path / "a"), steps(tmp_path / "b"), strict=True)
+    both = zip(steps(plain[0]), steps(tmp_path), strict=True)
     assert all(a[name] == b[name] for a, b in both for name in names)
 
 
-def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path: Path, run: Run) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run(whole, OFTEN)
-    first = next(one["iteration"] for one in steps(whole) if one["outlier_iterations"])
-    run(resumed, f"{OFTEN} --exit-interval {first}")
-    run(resumed, f"{OFTEN} --load {resumed}")
-    assert steps(resumed) == steps(whole)
+def test_a_resumed_run_decides_as_the_uninterrupted_one(skipping: Ran, tmp_path: Path, run: Run) -> None:
+    whole = steps(skipping[0])
+    first = next(one["iteration"] for one in whole if one["outlier_iterations"])
+    run(tmp_path, f"{OFTEN} --exit-interval {first}")
+    run(tmp_path, f"{OFTEN} --load {tmp_path}")
+    assert steps(tmp_path) == whole
 
 
-def test_a_skipped_outlier_counts_for_the_schedule(tmp_path: Path, run: Run) -> None:
-    run(tmp_path / "a", OFTEN)
-    run(tmp_path / "b")
-    rates = [[one["learning_rate"] for one in steps(tmp_path / name)] for name in "ab"]
+def test_a_skipped_outlier_counts_for_the_schedule(plain: Ran, skipping: Ran) -> None:
+    rates = [[one["learning_rate"] for one in steps(folder)] for folder, _ in (plain, skipping)]
     assert rates[0] == rates[1]
 
 

@@ -137,7 +137,10 @@ def test_nothing_is_read_twice_where_memory_holds_what_is_transposed(counted: Co
     assert counted.num_bytes <= largest
 
 
-@pytest.mark.parametrize(("save", "flags"), [(save_core, LLAMA), (save_core, GPT2), (save_old, GPT2)])
+@pytest.mark.parametrize(
+    ("save", "flags"),
+    [(save_core, LLAMA), *(pytest.param(save, GPT2, marks=pytest.mark.slow) for save in (save_core, save_old))],
+)
 def test_tensors_of_megatrons_ranks_are_not_made_whole(
     save: Callable[[Path, Weights, str], None],
     flags: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,15 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[4]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1 "
 RUN += "--lr 1e-2 --mock-data --eval-iters 0 "
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that came from a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("converted")
+    save_theirs(root / "theirs", "Llama")
+    convert([str(root / "theirs"), str(root / "run")])
+    return root / "run"
 
 
 def files_of_bpe(folder: Path) -> tuple[Path, Path]:
@@ -175,9 +185,10 @@ DAMAGES: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damaged_kept_headers_end_in_a_sentence(damage: Callable[[str], object], tmp_path: Path) -> None:
-    save_theirs(tmp_path / "theirs", "Llama")
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+def test_damaged_kept_headers_end_in_a_sentence(
+    damage: Callable[[str], object], converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(converted, tmp_path / "run")
     headers = tmp_path / "run/huggingface/safetensors_headers.json"
     ((name, text),) = json.loads(headers.read_text()).items()
     assert damage(text) != text

@@ -64,7 +64,14 @@ def test_what_is_written_anew_is_loaded_unedited(name: str, tmp_path: Path) -> N
         assert torch.equal(value, reference.state_dict()[key]), key
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT-2",
+        "Llama 3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-NeoX", "Qwen2", "Qwen3", "OLMo-2")),
+    ],
+)
 def test_greedy_text_is_the_same(name: str, tmp_path: Path) -> None:
     reference = save_theirs(tmp_path / "theirs", name)
     convert([str(tmp_path / "theirs"), str(tmp_path / "run")])

@@ -297,7 +297,10 @@ def test_splits_that_end_inside_a_row_are_told(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "far more layers than bytes")) for name in CONTRADICTIONS],
+)
 def test_arguments_that_contradict_each_other_or_the_tensors_are_told(name: str, tmp_path: Path) -> None:
     changed, told = CONTRADICTIONS[name]
     _, weights = our_model(GPT2)

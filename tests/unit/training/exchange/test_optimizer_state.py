@@ -288,6 +288,7 @@ def test_partitioned_state_that_is_damaged_or_of_another_form(
     assert "it holds weights alone" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_differs_is_told_what_differs(tmp_path: Path) -> None:
     plain = Plain.begin(torch.float32)
     plain.train(range(BEFORE))
@@ -306,6 +307,7 @@ def refused(root: Path) -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_in_a_universal_checkpoint_is_told(tmp_path: Path) -> None:
     plain = Plain.begin(torch.float32)
     plain.train(range(1))

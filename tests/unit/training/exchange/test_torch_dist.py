@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,9 +121,19 @@ def common_of(flags: str, **more: Any) -> dict[str, Any]:
     return {"args": arguments(flags), "checkpoint_version": 3.0, "iteration": 30, **more}
 
 
-@pytest.mark.parametrize("in_boxes", [True, False])
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("flags", [GPT2, LLAMA])
+@pytest.mark.parametrize(
+    ("flags", "stacked", "in_boxes"),
+    [
+        (GPT2, True, True),
+        (LLAMA, False, True),
+        (LLAMA, True, False),
+        *(
+            pytest.param(*form, marks=pytest.mark.slow)
+            for form in ((GPT2, False, True), (GPT2, True, False), (GPT2, False, False), (LLAMA, True, True))
+        ),
+        pytest.param(LLAMA, False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_are_equal_and_the_source_stays_as_it_is(
     flags: str, stacked: bool, in_boxes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +154,13 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
     torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("step", [{"param_groups": [{"step": 28}]}, {"state": {"common_step": torch.tensor(28.0)}}])
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"param_groups": [{"step": 28}]},
+        pytest.param({"state": {"common_step": torch.tensor(28.0)}}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
     step: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,11 +195,17 @@ def test_layers_are_read_out_of_one_box_once(tmp_path: Path, monkeypatch: pytest
     assert torch.equal(folder.read("w"), values) and folder.read("s").item() == 2.5
 
 
-def a_checkpoint(root: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
     _, weights = our_model(GPT2)
-    folder = root / "theirs/iter_0000030"
-    save_torch_dist(folder, theirs(weights, stacked=True), common_of(GPT2), in_boxes=True)
-    return folder
+    save_torch_dist(folder / "checkpoint", theirs(weights, stacked=True), common_of(GPT2), in_boxes=True)
+    return folder / "checkpoint"
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "theirs/iter_0000030")
 
 
 def refused(root: Path) -> str:
@@ -195,8 +218,8 @@ def refused(root: Path) -> str:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_metadata_that_would_run_a_command_is_refused(protocol: int, tmp_path: Path) -> None:
-    metadata = a_checkpoint(tmp_path) / ".metadata"
+def test_metadata_that_would_run_a_command_is_refused(protocol: int, tmp_path: Path, folder: Path) -> None:
+    metadata = folder / ".metadata"
     metadata.write_bytes(pickle.dumps(Harm(f"touch {tmp_path / 'harmed'}"), protocol))
     assert re.search(
         r"\.metadata is refused: reading it would call \w+\.system, which may run anything", refused(tmp_path)
@@ -206,15 +229,14 @@ def test_metadata_that_would_run_a_command_is_refused(protocol: int, tmp_path: P
 @pytest.mark.parametrize(
     "name", ["builtins.eval", "torch.load", "os.path.join", "torch.distributed.init_process_group"]
 )
-def test_metadata_may_name_descriptions_of_tensors_only(name: str, tmp_path: Path) -> None:
-    metadata = a_checkpoint(tmp_path) / ".metadata"
+def test_metadata_may_name_descriptions_of_tensors_only(name: str, tmp_path: Path, folder: Path) -> None:
+    metadata = folder / ".metadata"
     module, _, function = name.rpartition(".")
     metadata.write_bytes(f"c{module}\n{function}\n(V1\ntR.".encode())
     assert f"would call {name}" in refused(tmp_path)
 
 
-def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path) -> None:
-    folder = a_checkpoint(tmp_path)
+def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
     file = next(folder.glob("*.distcp"))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     index, place = next((i, p) for i, p in metadata.storage_data.items() if p.relative_path == file.name)
@@ -225,14 +247,12 @@ def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path) -> None:
     assert re.search(r"__9_9.distcp is refused: reading it would call \w+\.system", refused(tmp_path))
 
 
-def test_common_that_would_run_a_command_is_refused(tmp_path: Path) -> None:
-    folder = a_checkpoint(tmp_path)
+def test_common_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
     torch.save({"args": Harm(f"touch {tmp_path / 'harmed'}")}, folder / "common.pt")
     assert "common.pt is refused" in refused(tmp_path)
 
 
-def test_truncated_files_are_told(tmp_path: Path) -> None:
-    folder = a_checkpoint(tmp_path)
+def test_truncated_files_are_told(tmp_path: Path, folder: Path) -> None:
     metadata, data = folder / ".metadata", sorted(folder.glob("*.distcp"))
     whole = {path: path.read_bytes() for path in (metadata, folder / "common.pt", *data)}
     for path in data:
@@ -256,8 +276,7 @@ def test_truncated_files_are_told(tmp_path: Path) -> None:
     assert f"{data[0]} is no file of torch.save, or damaged" in refused(tmp_path)
 
 
-def test_metadata_that_cannot_be_is_told(tmp_path: Path) -> None:
-    folder = a_checkpoint(tmp_path)
+def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
     whole, name = (folder / ".metadata").read_bytes(), "decoder.layers.mlp.linear_fc2.weight"
 
     def first(metadata: Any) -> Any:
@@ -283,8 +302,8 @@ def test_metadata_that_cannot_be_is_told(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(whole)
 
 
-def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path) -> None:
-    metadata = a_checkpoint(tmp_path) / ".metadata"
+def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: Path) -> None:
+    metadata = folder / ".metadata"
     text = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
     ours, theirs = b"torch.distributed.checkpoint.metadata\nMetadata\n", b"MCoreMetadata\n"
     assert text.count(ours) == 1
@@ -303,8 +322,7 @@ def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
     assert "tensor 'decoder.layers.mlp.router.weight' has no place in a model as gptpar knows it" in refused(tmp_path)
 
 
-def test_a_part_is_as_long_as_its_elements(tmp_path: Path) -> None:
-    folder = a_checkpoint(tmp_path)
+def test_a_part_is_as_long_as_its_elements(tmp_path: Path, folder: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     place = next(iter(metadata.storage_data.values()))
     place.length = 8
@@ -312,9 +330,9 @@ def test_a_part_is_as_long_as_its_elements(tmp_path: Path) -> None:
     assert "is said to have 8 bytes" in refused(tmp_path)
 
 
-def test_a_few_bytes_of_metadata_take_little_memory_and_time(tmp_path: Path) -> None:
+def test_a_few_bytes_of_metadata_take_little_memory_and_time(tmp_path: Path, folder: Path) -> None:
     """An index of pickle's memo far beyond, and tuples that hold one another twice."""
-    metadata = a_checkpoint(tmp_path) / ".metadata"
+    metadata = folder / ".metadata"
     metadata.write_bytes(b"\x80\x02Nr\x00\x65\xcd\x1d.")
     assert ".metadata" in refused(tmp_path)
     twice = b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(40))

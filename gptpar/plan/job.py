@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 import torch
 
-from gptpar.config import Config, ModelConfig
+from gptpar.config import Config, ModelConfig, RecomputeConfig
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
@@ -23,6 +24,9 @@ from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.layout import Layout
 
+Groups = Sequence[Sequence[tuple[int, ...]]]
+"""For each virtual stage of a stage: the groups of blocks, by number, that are recomputed together."""
+
 
 @dataclass(frozen=True)
 class StagePart:
@@ -36,7 +40,7 @@ class StagePart:
     kinds: tuple[tuple[int, ...], ...]
     chunks: tuple[tuple[int, ...], ...] = field(compare=False)
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Numbers of all its layers, in the order of the forward pass."""
         return tuple(chain(*self.chunks))
@@ -205,19 +209,16 @@ class Job:
 
     def blocks(self, part: StagePart) -> list[int]:
         """A stage's blocks, by number."""
-        return [number for number in part.layers if self.layers.is_block(number)]
+        return [number for number in part.layers if number in self.layers.blocks]
 
     def head(self, part: StagePart) -> int | None:
         """The stage's layer that forms its gradients in the forward pass; ``None``: another stage has it."""
-        return next((number for number in part.layers if self.costs[number].chunks), None)
+        costs = self.costs
+        return next((number for number in reversed(part.layers) if costs[number].chunks), None)
 
-    def recomputed(self, part: StagePart) -> list[list[tuple[int, ...]]]:
-        """For each of a stage's virtual stages: the groups of blocks that are recomputed together, by number."""
-        blocks = ({self.layers.name(n): n for n in chunk if self.layers.is_block(n)} for chunk in part.chunks)
-        return [
-            [tuple(named[name] for name in group) for group in recompute_groups(self.config.recompute, list(named))]
-            for named in blocks
-        ]
+    def recomputed(self, part: StagePart) -> Groups:
+        """The groups of a stage's blocks that are recomputed together."""
+        return _recomputed(self.layers, part.chunks, self.config.recompute)
 
     def table(self, part: StagePart) -> ParameterTable:
         """The parameters of the first process of the first such stage, as the run itself lays them out."""
@@ -238,6 +239,12 @@ class Job:
     def stages(self) -> tuple[StagePart, ...]:
         """The layers that each stage runs; equal parts are one, with the numbers of the first."""
         return stages_of(self.layers, self.split, self.layout.pipeline)
+
+
+@lru_cache(maxsize=4096)
+def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
+    blocks = ({layers.name(number): number for number in chunk if number in layers.blocks} for chunk in chunks)
+    return [[tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks]
 
 
 @lru_cache(maxsize=512)

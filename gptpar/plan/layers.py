@@ -30,11 +30,13 @@ class Layers:
     Attributes:
         kinds: for every layer, the number of the first one that is equal but for its name: its cost is the same, and so
             are the groups of its parameters.
+        blocks: numbers of the blocks, which can be recomputed.
     """
 
     def __init__(self, spec: ModelSpec, groups: ParameterGroups):
         self.spec, self._groups = spec, groups
         self._infos = {kind: Stage([spec.specs[kind]]).infos() for kind in dict.fromkeys(spec.kinds)}
+        self.blocks = frozenset(n for n, layer in enumerate(spec.layers) if layer.role is Role.BLOCK)
         self._units: dict[tuple[int, int], Unit] = {}
         self._costs: dict[BatchShape, list[Cost]] = {}
         firsts: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -46,10 +48,6 @@ class Layers:
     def name(self, number: int) -> str:
         """A layer's global name."""
         return self.spec.specs[number].name
-
-    def is_block(self, number: int) -> bool:
-        """Whether a layer is a block: what it keeps can be recomputed."""
-        return self.spec.layers[number].role is Role.BLOCK
 
     def unit(self, number: int, shards: int) -> Unit:
         """A layer's unit, equally long on all tensor ranks; that of a tied LM head is the embedding's."""

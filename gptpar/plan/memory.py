@@ -8,7 +8,7 @@ block's backward, at the step's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import mul
@@ -18,7 +18,7 @@ from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
-from gptpar.plan.job import Job, StagePart, alive
+from gptpar.plan.job import Groups, Job, StagePart, alive
 from gptpar.plan.states import gradient_bytes
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
@@ -26,9 +26,6 @@ BOUNDARIES_IN_FLIGHT = 3
 """Messages between stages that exist beside the activations: two begun receives and what is being sent."""
 PRODUCT_WORKSPACE = 64 << 20
 """Bytes that the library of matrix products asks for: 32 MiB on each of two streams (Hopper)."""
-
-Groups = Sequence[Sequence[tuple[int, ...]]]
-"""For each virtual stage of a stage: the groups of blocks that are recomputed together."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,8 @@ class _Part:
 def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
     """Block -> bytes of a micro-batch on the device; of a recomputed group, the first block keeps the input."""
     on_device = 0.0 if job.config.recompute.checkpoint_in_cpu else _input_bytes(job)
-    kept = {number: job.kept(number) for number in job.blocks(part)}
+    tokens, costs = job.tokens, job.costs
+    kept = {number: tokens * costs[number].kept for number in job.blocks(part)}
     for group in chain(*groups):
         kept |= dict.fromkeys(group, 0.0) | {group[0]: on_device}
     return kept
@@ -237,15 +235,18 @@ def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
     size, blocks, head = job.element_size, job.blocks(part), job.head(part)
     hidden = job.tokens * job.shape.hidden_size * size
     stream = 2 * hidden / job.token_splits + (hidden if job.token_splits > 1 else 0)
-    together = {number: group for group in chain(*groups) for number in group}
-    most = 0.0
-    for number, following in zip(blocks, [*blocks[1:], *blocks[:1]], strict=True):
-        unit = job.unit(number)
-        buffers = stream + job.tokens * job.costs[number].workspace + unit.length * size
-        buffers += sum(job.kept(one) for one in together.get(number, ()))
+    again: dict[int, float] = {}
+    for group in chain(*groups):
+        again |= dict.fromkeys(group, sum(map(job.kept, group)))
+    following = zip(blocks, [*blocks[1:], *blocks[:1]], strict=True)
+    kinds, most = job.layers.kinds, 0.0
+    distinct = {(kinds[one], kinds[other], again.get(one, 0.0)): (one, other) for one, other in following}
+    for (*_, recomputed), layers in distinct.items():
+        unit = job.unit(layers[0])
+        buffers = stream + job.tokens * job.costs[layers[0]].workspace + unit.length * size + recomputed
         if job.zero_stage >= 2:
             buffers += (1 + MAX_IN_FLIGHT) * (unit.length + unit.shard_length) * job.wide_size
-        most = max(most, buffers + _gathered(job, (number, following)))
+        most = max(most, buffers + _gathered(job, layers))
     if head is not None and job.shape.tied:  # its gradient is complete before the blocks' are, and its weights stay
         most += job.unit(head).length * size + _gathered(job, (head,))
     return most

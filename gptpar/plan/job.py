@@ -197,7 +197,9 @@ class Job:
     def costs(self) -> list[Cost]:
         """Every layer's cost on one tensor rank, for each token of a micro-batch."""
         dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
-        return self.layers.costs(BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents))
+        return self.layers.spec.costs(
+            BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
+        )
 
     def unit(self, number: int) -> Unit:
         """A layer's unit."""
@@ -244,7 +246,9 @@ class Job:
 @lru_cache(maxsize=4096)
 def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
     blocks = ({layers.name(number): number for number in chunk if number in layers.blocks} for chunk in chunks)
-    return [[tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks]
+    return [
+        [tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks
+    ]
 
 
 @lru_cache(maxsize=512)

@@ -17,7 +17,6 @@ from gptpar.model.spec import ModelSpec
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
-from gptpar.tensor_parallel.cost import BatchShape, Cost
 
 
 class Layers:
@@ -38,7 +37,6 @@ class Layers:
         self._infos = {kind: Stage([spec.specs[kind]]).infos() for kind in dict.fromkeys(spec.kinds)}
         self.blocks = frozenset(n for n, layer in enumerate(spec.layers) if layer.role is Role.BLOCK)
         self._units: dict[tuple[int, int], Unit] = {}
-        self._costs: dict[BatchShape, list[Cost]] = {}
         firsts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.kinds = [
             firsts.setdefault((kind, tuple(param.group for param in self.unit(number, 1).params.values())), number)
@@ -56,12 +54,6 @@ class Layers:
             infos = {name + key.removeprefix(self.name(kind)): info for key, info in self._infos[kind].items()}
             self._units[number, shards] = Unit.of(name, infos, shards, group_of=self._groups.group_of)
         return self._units[number, shards]
-
-    def costs(self, batch: BatchShape) -> list[Cost]:
-        """Every layer's cost."""
-        if batch not in self._costs:
-            self._costs[batch] = self.spec.costs(batch)
-        return self._costs[batch]
 
 
 @lru_cache(maxsize=64)

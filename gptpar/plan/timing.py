@@ -167,9 +167,9 @@ class _Costs:
             if cost.chunks:
                 self._times[key] = StageTime(self._chunked(cost), gradients)
             else:
-                forward = self._forward(cost)
-                recomputed = forward * again + sum(self._forward(part) for part in cost.again)
-                self._times[key] = StageTime(forward, self._backward(cost) + gradients + recomputed)
+                time = self._passes(cost)
+                recomputed = time.forward * again + sum(self._passes(part).forward for part in cost.again)
+                self._times[key] = StageTime(time.forward, time.backward + gradients + recomputed)
         return self._times[key]
 
     def _product(self, rows: int, inner: int, columns: int) -> float:
@@ -179,27 +179,17 @@ class _Costs:
         compute = 2 * rows * inner * columns / (self._cluster.peak * self._sustained.products)
         return compute + traffic / self._product_rate
 
-    def _forward(self, cost: Cost) -> float:
-        """Seconds of a forward pass."""
-        s, tokens = self._sustained, self._job.tokens
-        computed = sum(self._product(tokens, product.inner, product.columns) for product in cost.products)
-        computed += self._attention(cost) / s.attention_forward + self._moved(cost.forward)
-        return computed + cost.forward_kernels * s.kernel + self._tensor_transfers(cost)[0]
-
-    def _backward(self, cost: Cost) -> float:
-        """Seconds of a backward pass, without recomputation and without adding gradients of parameters."""
-        s, tokens = self._sustained, self._job.tokens
-        computed = 2 * sum(self._product(tokens, product.inner, product.columns) for product in cost.products)
-        computed += 2.5 * self._attention(cost) / s.attention_backward + self._moved(cost.backward)
-        return computed + cost.backward_kernels * s.kernel + self._tensor_transfers(cost)[1]
-
-    def _attention(self, cost: Cost) -> float:
-        """Seconds of the forward pass in attention's kernel at the device's peak."""
-        return self._job.tokens * (cost.attention + cost.masked) / self._cluster.peak
-
-    def _moved(self, elements: float) -> float:
-        """Seconds for reading and writing elements for each token."""
-        return self._job.tokens * self._job.element_size * elements / self.memory_rate
+    def _passes(self, cost: Cost) -> StageTime:
+        """Times without recomputation, and without adding gradients of parameters to their sums."""
+        s, job = self._sustained, self._job
+        products = sum(self._product(job.tokens, product.inner, product.columns) for product in cost.products)
+        attention = job.tokens * (cost.attention + cost.masked) / self._cluster.peak
+        element = job.tokens * job.element_size / self.memory_rate
+        forward, backward = self._tensor_transfers(cost)
+        forward += products + attention / s.attention_forward + element * cost.forward + cost.forward_kernels * s.kernel
+        backward += 2 * products + 2.5 * attention / s.attention_backward
+        backward += element * cost.backward + cost.backward_kernels * s.kernel
+        return StageTime(forward, backward)
 
     def _tensor_transfers(self, cost: Cost) -> tuple[float, float]:
         """Seconds that transfers over the tensor axis add to (forward, backward)."""

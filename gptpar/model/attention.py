@@ -182,6 +182,10 @@ class Attention(nn.Module):
             y_BHSK = y_BHSK * gate_BHSK.sigmoid()
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")
 
+    def by_group(self, qkv: torch.Tensor) -> torch.Tensor:
+        """A view [G, heads, K, ...] of the whole QKV weight or bias: a group's queries, its key, value and gates."""
+        return qkv.view(self.num_groups, -1, self.head_width, *qkv.shape[1:])
+
     def cost(self, batch: BatchShape) -> Cost:
         """Both projections and what is between them."""
         qkv, out, core = self.qkv.cost(batch), self.out.cost(batch), self._core_cost(batch)

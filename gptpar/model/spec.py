@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from gptpar.config.roles import Role
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
+from gptpar.model.layer_spec import LayerSpec, build_on_meta
 from gptpar.tensor_parallel.cost import BatchShape, Cost
 
 
@@ -96,12 +96,8 @@ class ModelSpec:
     @property
     def shared(self) -> str | None:
         """Name of the layer that is both embedding and LM head; ``None`` if they are not tied."""
-        embedding, head = self.first(Role.EMBEDDING), self.first(Role.LM_HEAD)
-        return embedding.name if isinstance(head, TiedLayerSpec) and head.name == embedding.name else None
-
-    def first(self, role: Role) -> LayerSpec:
-        """The first layer with this role."""
-        return next(layer.spec for layer in self.layers if layer.role is role)
+        (embedding,), (head,) = self.names(Role.EMBEDDING), self.names(Role.LM_HEAD)
+        return head if head == embedding else None
 
     def names(self, role: Role) -> tuple[str, ...]:
         """Names of the layers with this role."""

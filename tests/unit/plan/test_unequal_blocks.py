@@ -24,8 +24,7 @@ H, NARROW, MIXED, WIDE = 512, 2048, 4096, 8192
 """Model width, and widths of MLPs. In the mixed model, the first two of six blocks have the wide one, the others the
 narrow one."""
 FLAGS = CALM + (
-    f"--num-layers 6 --hidden-size {H} --num-attention-heads 4 --seq-length 256 --vocab-size 128 "
-    "--micro-batch-size 2 "
+    f"--num-layers 6 --hidden-size {H} --num-attention-heads 4 --seq-length 256 --vocab-size 128 --micro-batch-size 2 "
 )
 PIPED = "--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 --pipeline-partition-method "
 FULL = "--recompute-granularity full "

@@ -15,10 +15,6 @@ class Role(Enum):
     LM_HEAD = "LM head"
 
 
-BEFORE_BLOCKS = (Role.EMBEDDING, Role.POSITIONS)
-AFTER_BLOCKS = (Role.FINAL_NORM, Role.LM_HEAD)
-
-
 def layer_roles(num_blocks: int) -> tuple[Role, ...]:
     """The role of every layer, in the order of the forward pass."""
-    return (*BEFORE_BLOCKS, *[Role.BLOCK] * num_blocks, *AFTER_BLOCKS)
+    return (Role.EMBEDDING, Role.POSITIONS, *[Role.BLOCK] * num_blocks, Role.FINAL_NORM, Role.LM_HEAD)

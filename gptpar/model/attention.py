@@ -18,17 +18,27 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
-from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.core_attention import AttentionDropout, core_attention, has_window_kernel
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
-from gptpar.model.flops import DISTANCE_CHANNELS, qkv_width, query_width
 from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, norm_over_width
 from gptpar.model.rotary import rotate
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 
+DISTANCE_CHANNELS = 8
+"""Channels that ALiBi adds to a head: kernels take multiples of eight."""
 _DIGITS, _BASE = 3, 256
 """Of a token's position in ALiBi's channels; positions up to 16 million."""
+
+
+def window_of(model: ModelConfig, layer: int) -> int | None:
+    """How many tokens a layer's token sees, itself among them; ``None``: all earlier ones."""
+    pattern = model.window_pattern or "S"
+    if model.window_size is None or pattern[layer % len(pattern)] == "F":
+        return None
+    return model.window_size if model.window_size < model.seq_length else None
 
 
 def head_slopes(first: int, count: int, num_heads: int, device: torch.device) -> torch.Tensor:
@@ -121,10 +131,11 @@ class Attention(nn.Module):
         self.has_distances = config.position_embedding_type == "alibi"
         self.attend: Attend = core_attention
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.qkv = linears.column(config.hidden_size, qkv_width(config), bias=qkv_bias, reader=Reader.HEADS)
+        heads = config.num_attention_heads * config.kv_channels
+        outputs = heads * (1 + self.gated) + 2 * config.num_query_groups * config.kv_channels
+        self.qkv = linears.column(config.hidden_size, outputs, bias=qkv_bias, reader=Reader.HEADS)
         self.query_norm, self.key_norm = _norms(config, axis)
-        heads, bias = query_width(config), config.add_bias_linear
-        self.out = linears.row(heads, config.hidden_size, bias=bias, reader=Reader.STREAM)
+        self.out = linears.row(heads, config.hidden_size, bias=config.add_bias_linear, reader=Reader.STREAM)
 
     def forward(
         self,
@@ -170,6 +181,56 @@ class Attention(nn.Module):
         for gate_BHSK in gates:
             y_BHSK = y_BHSK * gate_BHSK.sigmoid()
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")
+
+    def by_group(self, qkv: torch.Tensor) -> torch.Tensor:
+        """A view [G, heads, K, ...] of the whole QKV weight or bias: a group's queries, its key, value and gates."""
+        return qkv.view(self.num_groups, -1, self.head_width, *qkv.shape[1:])
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """Both projections and what is between them."""
+        qkv, out, core = self.qkv.cost(batch), self.out.cost(batch), self._core_cost(batch)
+        if self.recompute_core:
+            core = core.computed_again(core.workspace)
+        return qkv + core + out
+
+    def _core_cost(self, batch: BatchShape) -> Cost:
+        """It keeps what its kernels read and write; the output projection counts what it reads itself."""
+        groups = self.num_groups // self.axis.size
+        heads, has_norms = groups * self.queries_per_group, self.query_norm is not None
+        queries, keys = heads * self.head_width, groups * self.head_width
+        over_width, channels = isinstance(self.query_norm, WidthRMSNorm), DISTANCE_CHANNELS * self.has_distances
+        projected = self.qkv.weight.shape[0]
+        kept = projected if has_norms or not self.has_distances else 0  # values are a view of it
+        if self.has_distances:
+            kept += (heads + 2 * groups) * (self.head_width + channels)
+        elif has_norms or self.rotated:
+            kept += queries + keys
+        kept += (queries + keys) * over_width  # before the norms' factor
+        if self.rotated or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
+            kept += heads * (self.head_width + channels) + queries * self.gated
+        seen, masked, mask_bytes = self._pairs(batch)
+        normed, size = (queries + keys) * has_norms, batch.dtype.itemsize
+        return Cost(
+            attention=4.0 * queries * seen,
+            masked=4.0 * queries * masked,
+            forward=2 * normed + 4 * queries * self.gated,
+            backward=normed + 6 * queries * self.gated,
+            small_sums=int(over_width and self.axis.size > 1),
+            kept=kept * size + (heads + 2 * over_width) * batch.statistic_size + mask_bytes,
+            workspace=projected * size,
+        )
+
+    def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
+        """For a token: mean numbers of tokens that it sees, and of those that only a mask hides; the mask's bytes."""
+        length = batch.seq_length
+        window = min(self.window or length, length)
+        seen = window - window * window / (2 * length)
+        width = self.head_width + DISTANCE_CHANNELS * self.has_distances
+        has_kernel = self.dropout == 0 and has_window_kernel(batch.device_type, batch.dtype, width)
+        if not batch.has_documents and (window == length or has_kernel):
+            return seen, 0.0, 0.0
+        samples = batch.tokens // length if batch.has_documents else 1
+        return seen, length - seen, samples * length * length / batch.tokens * batch.dtype.itemsize
 
     def _slopes(self, q_BHSK: torch.Tensor) -> torch.Tensor:
         """slopes_H of this rank's query heads."""

@@ -19,10 +19,17 @@ from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, La
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 
 NOTHING: frozenset[str] = frozenset()
 PLACEMENTS = {"pre": (True, False), "post": (False, True), "peri": (True, True)}
 """``--norm-placement`` -> (whether norms precede attention and MLP, whether norms follow them)."""
+
+# Elements that kernels read and write for each channel of the residual stream, in the forward and backward pass: of two
+# norms with their sums, and of each further norm. A norm's backward reads its gradient and input, and writes one.
+STREAM, FURTHER_NORM = (10, 15), (1, 3)
+KERNELS = (9, 22)
+"""Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
 
 
 def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
@@ -75,6 +82,13 @@ class MLP(nn.Module):
             return self.down(gate(self.activation, gate_NF) * value_NF)
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
+    def cost(self, batch: BatchShape) -> Cost:
+        """Both products and the activation function, which keeps its input; a compiler computes a gate again."""
+        up, down = self.up.cost(batch), self.down.cost(batch)
+        width = up.products[0].columns
+        kept = width * batch.dtype.itemsize
+        return up + Cost(forward=2 * width, backward=3 * width, kept=kept, workspace=down.kept) + down
+
 
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
@@ -101,7 +115,7 @@ class Block(nn.Module):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
-        self.recompute_modules = recompute_modules
+        self.recompute_modules, self.token_splits = recompute_modules, axis.token_splits
         self.parallel, before, after = config.use_parallel_residual, *PLACEMENTS[config.norm_placement]
         fuses = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
         of_stream = ResidualLayerNorm if fuses and not self.parallel else None
@@ -144,6 +158,32 @@ class Block(nn.Module):
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
         y_ND = self._norm_output(self.mlp_post_norm, self._run("mlp", self.mlp, normed_ND), self.mlp.down)
         return x_ND + self.mlp_output_dropout(y_ND, seeds)
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """Attention, MLP, and the norms and sums of the residual stream, which are those of this rank's tokens."""
+        mlp = self.mlp.cost(batch)
+        if "mlp" in self.recompute_modules:
+            mlp = mlp.computed_again(self.mlp.up.cost(batch).kept)
+        kernels = Cost(forward_kernels=KERNELS[0], backward_kernels=KERNELS[1])
+        return self.attention.cost(batch) + mlp + self._stream_cost(batch) + kernels
+
+    def _stream_cost(self, batch: BatchShape) -> Cost:
+        before, after = (self.attention_norm, self.mlp_norm), (self.attention_post_norm, self.mlp_post_norm)
+        norms = [norm.cost(batch) for norm in (*before, *after) if norm is not None]
+        width, further = self.mlp.down.weight.shape[0], len(norms) - 2
+        hidden = width * batch.dtype.itemsize
+        masks = [dropout.p > 0 for dropout in (self.attention_output_dropout, self.mlp_output_dropout)]
+        kept = sum(norm.kept for norm in norms) - self.parallel * hidden + sum(masks) * width
+        again: tuple[Cost, ...] = ()
+        if "layernorm" in self.recompute_modules:
+            # Of a norm its input is kept. Its output, which is another layer's input, is computed again with it, unless
+            # the other layer keeps it to compute itself again, or shares it with a second norm of the same input.
+            outputs = sum(norm is not None for norm in before) - ("mlp" in self.recompute_modules or self.parallel)
+            kept -= sum(norm.kept - hidden for norm in norms) + max(0, outputs) * hidden
+            again = (Cost(forward=(STREAM[0] / 2 + FURTHER_NORM[0] * further) * width / self.token_splits),)
+        forward, backward = ((two + one * further) * width for two, one in zip(STREAM, FURTHER_NORM, strict=True))
+        splits = self.token_splits
+        return Cost(forward=forward / splits, backward=backward / splits, kept=kept / splits, again=again)
 
     def _norm(
         self, norm: nn.Module | None, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None

@@ -19,9 +19,13 @@ from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
 from gptpar.model.norm import make_norm
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
-from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens
+from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
+from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens, num_chunks
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.placement import ParameterSpec
+
+LOGIT_PASSES = 5
+"""Elements of the logits moved: written, read twice, gradient written, and read by the products."""
 
 
 class PositionEmbedding(nn.Module):
@@ -61,6 +65,11 @@ class PositionEmbedding(nn.Module):
         else:
             positions_N = positions_BS.flatten()[start : start + own]
         return x_ND + weight[positions_N]
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """What the norm keeps, and the mask of dropout."""
+        kept = 0.0 if self.norm is None else self.norm.cost(batch).kept
+        return Cost(kept=kept / self.axis.token_splits)
 
 
 class Logits(NamedTuple):
@@ -141,6 +150,14 @@ def output_and_loss(
     )
 
 
+def output_cost(vocabulary: VocabParallelEmbedding, batch: BatchShape) -> Cost:
+    """What :func:`output_and_loss` costs with labels."""
+    axis, width = vocabulary.axis, vocabulary.weight.shape[1]
+    rows = -(-vocabulary.num_embeddings // axis.size)
+    chunks = num_chunks(batch.tokens, rows, batch.dtype.itemsize, batch.device_type)
+    return Cost((Product(width, rows, moves_input=axis.size > 1),), forward=LOGIT_PASSES * rows, chunks=chunks)
+
+
 class OutputLayer(VocabParallelEmbedding):
     """An LM head with a matrix of its own.
 
@@ -165,3 +182,5 @@ class OutputLayer(VocabParallelEmbedding):
         """See :func:`output_and_loss`."""
         how = self.logits
         return output_and_loss(self, x_ND, labels_BS, loss_mask_BS, scale, each_token, loss_divisor, logits=how)
+
+    cost = output_cost

@@ -7,10 +7,10 @@ from functools import partial
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role, layer_roles
+from gptpar.model.attention import window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
-from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss
-from gptpar.model.flops import block_flops, head_flops, window_of
+from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.norm import NORMS, norm_arguments
 from gptpar.model.spec import ModelLayer, ModelSpec
@@ -31,7 +31,7 @@ def gpt_model(
         axis: this process's place on the tensor axis.
         recompute_modules: see :class:`Block`.
     """
-    return ModelSpec(tuple(_layers(config, axis, recompute_modules)))
+    return ModelSpec(tuple(_layers(config, axis, recompute_modules)), config.seq_length)
 
 
 def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str]) -> Iterator[ModelLayer]:
@@ -57,7 +57,7 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                     name=name,
                     batch_fields=fields,
                 )
-                yield ModelLayer(role, block, block_flops(config, number))
+                yield ModelLayer(role, block)
                 number += 1
             case Role.FINAL_NORM:
                 norm, placement = NORMS[config.normalization], axis.between_layers
@@ -66,7 +66,7 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                     role, LayerSpec(norm, config.hidden_size, placement=placement, **how, name="final_norm")
                 )
             case Role.LM_HEAD:
-                yield ModelLayer(role, _head(config, axis), head_flops(config))
+                yield ModelLayer(role, _head(config, axis))
 
 
 def _seeds(config: ModelConfig, layer: str) -> tuple[str, ...]:
@@ -93,5 +93,6 @@ def _head(config: ModelConfig, axis: TensorAxis) -> LayerSpec:
         axis=axis,
         name="embedding",
         forward_fn=partial(output_and_loss, logits=Logits.of(config)),
+        cost_fn=output_cost,
         batch_fields=LOSS_FIELDS,
     )

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gptpar.tensor_parallel.cost import BatchShape, Cost
+
+CostOf = Callable[[Any, BatchShape], Cost]
+"""A function of a layer and a micro-batch's shape."""
+
 
 class LayerSpec:
     """How to build one layer, without building it.
@@ -26,6 +31,8 @@ class LayerSpec:
     Raises:
         TypeError: ``cls`` is not a module class.
     """
+
+    cost_fn: CostOf | None = None
 
     def __init__(
         self,
@@ -50,8 +57,13 @@ class LayerSpec:
         return self.cls(*self.args, **self.kwargs)
 
     def builds_the_same(self, other: LayerSpec) -> bool:
-        """Whether both build equal layers; their names may differ."""
-        return (self.cls, self.args, self.kwargs) == (other.cls, other.args, other.kwargs)
+        """Whether both build equal layers with equal costs; their names may differ."""
+        ours, theirs = ((one.cls, one.args, one.kwargs, one.cost_fn) for one in (self, other))
+        return ours == theirs
+
+    def cost(self, layer: nn.Module, batch: BatchShape) -> Cost:
+        """What the built layer costs, as its method ``cost`` says."""
+        return (self.cost_fn or type(layer).cost)(layer, batch)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__}, name={self.name!r})"
@@ -63,6 +75,7 @@ class TiedLayerSpec(LayerSpec):
     Args:
         key: names the shared module.
         forward_fn: called as ``forward_fn(module, x, *fields)`` instead of the module itself.
+        cost_fn: what that call costs, instead of the module's method ``cost``.
     """
 
     def __init__(
@@ -71,11 +84,12 @@ class TiedLayerSpec(LayerSpec):
         cls: type[nn.Module],
         *args: Any,
         forward_fn: Callable[..., Any] | None = None,
+        cost_fn: CostOf | None = None,
         **kwargs: Any,
     ):
         super().__init__(cls, *args, **kwargs)
         self.key = key
-        self.forward_fn = forward_fn
+        self.forward_fn, self.cost_fn = forward_fn, cost_fn
 
 
 def build_on_meta(spec: LayerSpec) -> nn.Module:

@@ -21,6 +21,7 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.head_norm import HeadNorm
 from gptpar.kernels.residual_norm import output_norm, residual_norm
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.tensor_parallel.linear_ops import sum_over_ranks
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.placement import ParameterSpec, Placement
@@ -34,7 +35,12 @@ class Norm(nn.Module):
         placement: of the weight.
         eps: added to the variance.
         from_one: whether the parameter is the factor less one.
+
+    Attributes:
+        num_statistics: numbers that the norm keeps of each vector for its backward pass, beside its input.
     """
+
+    num_statistics = 1
 
     def __init__(self, length: int, placement: Placement, *, eps: float, from_one: bool):
         super().__init__()
@@ -52,9 +58,16 @@ class Norm(nn.Module):
         """The parameters as :func:`gptpar.kernels.head_norm.normed_heads` takes them."""
         return HeadNorm(self.factor, None)
 
+    def cost(self, batch: BatchShape) -> Cost:
+        """What it keeps of a vector; a layer that has the norm counts the elements that it moves."""
+        kept = self.weight.numel() * batch.dtype.itemsize + self.num_statistics * batch.statistic_size
+        return Cost(kept=kept)
+
 
 class LayerNorm(Norm):
     """Layer normalisation (Ba et al. 2016) over the last dimension, with weight and bias."""
+
+    num_statistics = 2
 
     def __init__(self, width: int, *, eps: float, placement: Placement, from_one: bool = False):
         super().__init__(width, placement, eps=eps, from_one=from_one)

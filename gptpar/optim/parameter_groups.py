@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import NamedTuple
 
-from gptpar.config import Config, OptimizerConfig
+from gptpar.config import ModelConfig, OptimizerConfig
 from gptpar.config.overrides import read_override
 from gptpar.config.roles import Role
 from gptpar.errors import ConfigError
@@ -42,6 +42,8 @@ class ParameterGroups:
     """The groups of a run, the same on every process.
 
     Args:
+        optimizer: the run's flags.
+        config: the model's.
         model: all layers of the model.
 
     Attributes:
@@ -51,15 +53,15 @@ class ParameterGroups:
         ConfigError: a pattern matches no parameter.
     """
 
-    def __init__(self, config: Config, model: ModelSpec):
-        optimizer, self._model = config.optimizer, config.model
+    def __init__(self, optimizer: OptimizerConfig, config: ModelConfig, model: ModelSpec):
+        self._model = config
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
         ends = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
         self._decoupled = frozenset(ends if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
-        if not (self._lr_overrides or self._decay_overrides or config.model.mup or self._decoupled):
+        if not (self._lr_overrides or self._decay_overrides or config.mup or self._decoupled):
             return
         names = dict(_parameters(model.specs))
         self._require_matches(list(names))

@@ -6,10 +6,10 @@ blocks), once for all layouts. Other GPUs are assumed to reach the same fraction
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gptpar.errors import ConfigError
-from gptpar.model.flops import peak_flops
 
 GIB = 2**30
 
@@ -19,7 +19,7 @@ class Gpu:
     """A GPU's data sheet.
 
     Attributes:
-        device: what ``torch.cuda.get_device_name()`` says, for :func:`~gptpar.model.flops.peak_flops`.
+        device: what ``torch.cuda.get_device_name()`` says, for :func:`peak_flops`.
         memory: GiB that a process can use at most.
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s in one direction to the other GPUs of a machine.
@@ -71,7 +71,7 @@ class Sustained:
         transfer: seconds until a collective or a send starts beside kernels that fill the device.
         stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready. It is below the
             best fit (2 ms): the pipelines were measured before the kernels, which explains a part of the misfit.
-        host_block: seconds in which the host launches a block's forward and backward one by one (without CUDA graph).
+        host_kernel: seconds in which the host launches one kernel of a block (without CUDA graph).
         host_collective: seconds in which it launches one collective.
         scheduling: fraction by which a pipeline is slower when its stages are launched one by one.
         fragmentation: memory that the allocator holds beyond the allocated memory, as a fraction of the latter.
@@ -97,7 +97,7 @@ class Sustained:
     kernel: float = 2.5e-6
     transfer: float = 45e-6
     stage_transfer: float = 1.6e-3
-    host_block: float = 1.49e-3
+    host_kernel: float = 1.49e-3 / 31
     host_collective: float = 0.16e-3
     scheduling: float = 0.04
     fragmentation: float = 0.04
@@ -194,3 +194,63 @@ def make_cluster(
         gpus_per_node=gpus_per_node,
         host_memory=host_memory * GIB if host_memory else None,
     )
+
+
+def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation as a fraction of ``peak`` FLOP/s; None where the peak is unknown."""
+    return None if peak is None else tokens_per_s_per_gpu * flops_per_token / peak
+
+
+# Dense TFLOP/s of one device at (bf16, fp16, tf32, fp32) from the makers' data sheets, half-precision
+# products summed in fp32; None where the device lacks the type. A row applies when all its words are in the
+# device's name, and the first such row counts, so variants stand before the plain name.
+_PEAK_TFLOPS: tuple[tuple[str, tuple[float | None, float | None, float | None, float]], ...] = (
+    ("b200", (2250, 2250, 1125, 75)),
+    ("gh200", (989, 989, 494.5, 67)),
+    ("h200 nvl", (835.5, 835.5, 417.5, 60)),
+    ("h200", (989, 989, 494.5, 67)),
+    ("h100 nvl", (835.5, 835.5, 417.5, 60)),
+    ("h100 pcie", (756, 756, 378, 51)),
+    ("h100", (989, 989, 494.5, 67)),
+    ("h800 pcie", (756, 756, 378, 51)),
+    ("h800", (989, 989, 494.5, 67)),
+    ("h20", (148, 148, 74, 44)),
+    ("a100", (312, 312, 156, 19.5)),
+    ("a800", (312, 312, 156, 19.5)),
+    ("a40", (149.7, 149.7, 74.8, 37.4)),
+    ("a30", (165, 165, 82, 10.3)),
+    ("a10", (125, 125, 62.5, 31.2)),
+    ("a10g", (70, 70, 35, 35)),
+    ("rtx a6000", (154.8, 154.8, 77.4, 38.7)),
+    ("l40s", (362, 362, 183, 91.6)),
+    ("l40", (181, 181, 90.5, 90.5)),
+    ("l4", (121, 121, 60, 30.3)),
+    ("rtx 6000 ada", (364.2, 364.2, 182.1, 91.1)),
+    ("rtx 4090", (165.2, 165.2, 82.6, 82.6)),
+    ("rtx 3090", (71, 71, 35.6, 35.6)),
+    ("v100 pcie", (None, 112, None, 14)),
+    ("v100", (None, 125, None, 15.7)),
+    ("t4", (None, 65, None, 8.1)),
+    ("mi300x", (1307.4, 1307.4, 653.7, 163.4)),
+)
+_COLUMN = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3}
+
+# A MIG slice, a laptop chip or a sister card shares the name but not the speed.
+_OTHER_VARIANTS = {"mig", "laptop", "max", "mobile", "d", "ti"}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of the device that ``torch.cuda.get_device_name()`` names.
+
+    ``precision`` is the matrix products' type, "bf16", "fp16", "fp32", or "tf32" for fp32 training with
+    TF32 products allowed. None for any other type, and for a device that is not in the table (a CPU, say)
+    or has no units for the type; MFU is then not reported.
+    """
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if words & _OTHER_VARIANTS or precision not in _COLUMN:
+        return None
+    for row, peaks in _PEAK_TFLOPS:
+        if words.issuperset(row.split()):
+            peak = peaks[_COLUMN[precision]]
+            return None if peak is None else peak * 1e12
+    return None

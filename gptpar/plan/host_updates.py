@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gptpar.config.roles import BEFORE_BLOCKS
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES
@@ -80,21 +79,16 @@ class HostSpeed:
         return 0.0 if layer.late is None else layer.late / layer.buckets * self.speculate + self.pause
 
 
-def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float, embedding: float) -> list[Layer]:
+def layers_of(job: Job, part: StagePart, times: Sequence[tuple[float, float]]) -> list[Layer]:
     """A stage's layers in forward order. The device updates the first elements, the CPU the others.
 
     Args:
-        block: seconds of one block's forward and backward.
-        head: seconds of the LM head's forward, which forms its gradients, too.
-        embedding: seconds for completing the embedding's gradient.
+        times: seconds of each layer's forward and backward.
     """
     table = job.table(part)
     offloaded = {unit.name: float(unit.shard_length - table.on_device[unit.name]) for unit in table.units}
-    blocks = [offloaded.pop(name) for name in job.block_names(part)]
-    before = sum(offloaded.pop(job.units[role].name, 0.0) for role in BEFORE_BLOCKS if part.has(role))
-    times = [(0.0, embedding * part.first), *[block] * len(blocks), (head, embedding * part.last)]
-    elements = [before, *blocks, sum(offloaded.values())]
-    layers = [Layer(forward, backward, count) for (forward, backward), count in zip(times, elements, strict=True)]
+    names = map(job.layers.name, part.layers)  # a tied LM head has the embedding's, which comes first
+    layers = [Layer(*time, offloaded.pop(name, 0.0)) for name, time in zip(names, times, strict=True)]
     if job.early_elements:  # at most, each token looks up another row
         rows = min(job.tokens, job.shape.padded_vocab_size) / job.shape.padded_vocab_size
         layers[0] = replace(layers[0], late=rows * job.early_elements)
@@ -159,7 +153,7 @@ def waiting(
     left = [layer.buckets for layer in layers]
     free = _speculate(layers, early, left, speculated, end, speed)
     now, cpu = end + update, max(end, free)
-    waited = end - sum(layer.backward for layer in layers)  # for copies of gradients
+    waited = end - sum(layer.backward for layer in reversed(layers))  # for copies of gradients
     for layer, when, buckets in zip(layers, came, left, strict=True):
         work = (layer.buckets - buckets) * speed.rest(layer)
         work += buckets * speed.bucket(layer, speed.update) if buckets else 0.0

@@ -1,56 +1,49 @@
-"""``Job``: the layers of each stage and the sizes of their units, from a configuration on a layout.
-
-Nothing is allocated: layers are built on the meta device, and one layer of each kind is enough for any depth.
-"""
+"""``Job``: the layers of each stage, their costs and their units, from a configuration on a layout. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
-from gptpar.config import Config, ModelConfig
-from gptpar.config.roles import Role, layer_roles
-from gptpar.engine.ranges import Place
+from gptpar.config import Config, ModelConfig, RecomputeConfig
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
-from gptpar.model.gpt import gpt_model
-from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.pipeline import schedules
 from gptpar.pipeline.module import LayerSplit, split_model
-from gptpar.pipeline.stage import Stage
+from gptpar.pipeline.recompute import recompute_groups
 from gptpar.plan.graph import wants_graph
-from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.plan.layers import Layers, layers_of, model_of, table_of
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.mesh import Mesh
-from gptpar.topology.placement import ParameterInfo
+
+Groups = Sequence[Sequence[tuple[int, ...]]]
+"""For each virtual stage of a stage: the groups of blocks, by number, that are recomputed together."""
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """The layers that a process of one stage runs.
+    """The layers that a process of one stage runs; two are equal if their layers are, but for the names.
 
     Attributes:
-        blocks: number of transformer blocks in each of its virtual stages.
-        units: (role, number) of its layers with parameters of their own, in the order of the forward pass.
-        first: whether it has the embedding.
-        last: whether it has the LM head and the loss.
+        kinds: of the layers of each of its virtual stages (:class:`~gptpar.plan.layers.Layers`).
+        chunks: numbers of these layers in the model.
     """
 
-    blocks: tuple[int, ...]
-    units: tuple[tuple[Role, int], ...]
-    first: bool
-    last: bool
+    kinds: tuple[tuple[int, ...], ...]
+    chunks: tuple[tuple[int, ...], ...] = field(compare=False)
 
-    def has(self, role: Role) -> bool:
-        """Whether the stage has a layer of this role with parameters of its own."""
-        return any(held is role for held, _ in self.units)
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of all its layers, in the order of the forward pass."""
+        return tuple(chain(*self.chunks))
 
 
 @dataclass(frozen=True)
@@ -113,8 +106,8 @@ class Job:
         return self.ratio > 0 and self.config.offload.gradients_leave_at_once
 
     def gradient_lengths(self, part: StagePart) -> list[int]:
-        """For each role among a stage's units: the most elements of a unit whose gradients can go to the CPU."""
-        return [self.units[role].shard_length for role, _ in part.units]
+        """For each of a stage's layers: the most elements whose gradients can go to the CPU."""
+        return [self.unit(number).shard_length for number in part.layers]
 
     def num_offloaded_units(self, part: StagePart) -> int:
         """Number of a stage's units with elements that the CPU updates."""
@@ -124,13 +117,14 @@ class Job:
     @property
     def early_elements(self) -> float:
         """Number of elements whose partial gradient the CPU gets early; see :mod:`gptpar.offload.tied_embedding`."""
-        offload = self.config.offload
+        offload, shared = self.config.offload, self.layers.spec.shared
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
         used = used and not self.gradients_leave_at_once
-        if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:
+        if not self.ratio or not used or shared is None or self.layout.world_size > 1:
             return 0.0
-        embedding = self.units[Role.EMBEDDING]
-        return float(embedding.length - self.table(self.stages[0]).on_device[embedding.name])
+        table = self.table(self.stages[0])
+        (length,) = (unit.length for unit in table.units if unit.name == shared)
+        return float(length - table.on_device[shared])
 
     @property
     def brings_parameters(self) -> bool:
@@ -186,32 +180,56 @@ class Job:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model."""
-        return model_of(self.config.model, ALONE).num_parameters
-
-    @cached_property
-    def units(self) -> Mapping[Role, Unit]:
-        """Role -> its unit. All blocks have equal units; the unit of a tied LM head is the embedding's."""
-        return units_of(self.config.model, self._tensor, self.shards)
-
-    def block_names(self, part: StagePart) -> tuple[str, ...]:
-        """Names of a stage's blocks in its :meth:`table`, which numbers them from 0."""
-        return model_of(self.config.model, self._tensor).names(Role.BLOCK)[: sum(part.blocks)]
+        return model_of(self.config.model).num_parameters
 
     @property
-    def _tensor(self) -> TensorAxis:
-        """The first rank's place on the tensor axis, without its group."""
-        return TensorAxis(self.layout.tensor, sequence_parallel=self.token_splits > 1)
+    def flops_per_token(self) -> float:
+        """FLOPs of a token's forward and backward pass, attention counted over its causal half."""
+        return model_of(self.config.model).flops_per_token(causal=True)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The layers on one tensor rank, of whose units the data axis has ``shards``."""
+        config, tensor = self.config, TensorAxis(self.layout.tensor, sequence_parallel=self.token_splits > 1)
+        return layers_of(config.model, config.optimizer, tensor, frozenset(config.recompute.recompute_modules))
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """Every layer's cost on one tensor rank, for each token of a micro-batch."""
+        dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
+        return self.layers.spec.costs(
+            BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
+        )
+
+    def unit(self, number: int) -> Unit:
+        """A layer's unit."""
+        return self.layers.unit(number, self.shards)
+
+    def kept(self, number: int) -> float:
+        """Bytes that a layer keeps of a micro-batch, if it is not recomputed as a whole."""
+        return self.tokens * self.costs[number].kept
+
+    def blocks(self, part: StagePart) -> list[int]:
+        """A stage's blocks, by number."""
+        return [number for number in part.layers if number in self.layers.blocks]
+
+    def head(self, part: StagePart) -> int | None:
+        """The stage's layer that forms its gradients in the forward pass; ``None``: another stage has it."""
+        costs = self.costs
+        return next((number for number in reversed(part.layers) if costs[number].chunks), None)
+
+    def recomputed(self, part: StagePart) -> Groups:
+        """The groups of a stage's blocks that are recomputed together."""
+        return _recomputed(self.layers, part.chunks, self.config.recompute)
 
     def table(self, part: StagePart) -> ParameterTable:
-        """The parameters of a stage's first process, as the run itself lays them out; blocks are numbered from 0."""
+        """The parameters of the first process of the first such stage, as the run itself lays them out."""
         return self._tables[part]
 
     @cached_property
     def _tables(self) -> dict[StagePart, ParameterTable]:
-        model, tensor = self.config.model, self._tensor
-        tied = tuple(self.split.tied_stages(model_of(model, ALONE).specs).items())
-        parts = dict.fromkeys(self.stages)
-        return {part: table_of(model, tensor, self.shards, self.ratio, part.units, tied) for part in parts}
+        tied = tuple(self.split.tied_stages(self.layers.spec.specs).items())
+        return {part: table_of(self.layers, part.layers, self.shards, self.ratio, tied) for part in set(self.stages)}
 
     @property
     def split(self) -> LayerSplit:
@@ -221,97 +239,38 @@ class Job:
 
     @cached_property
     def stages(self) -> tuple[StagePart, ...]:
-        """The layers that each stage runs."""
-        method = self.config.parallel.pipeline_partition_method
-        return stages_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
+        """The layers that each stage runs; equal parts are one, with the numbers of the first."""
+        return stages_of(self.layers, self.split, self.layout.pipeline)
 
 
-@lru_cache(maxsize=64)
-def model_of(model: ModelConfig, tensor: TensorAxis) -> ModelSpec:
-    """The model's description; it is cached, and so are its counts."""
-    return gpt_model(model, tensor)
-
-
-@lru_cache(maxsize=64)
-def _infos(model: ModelConfig, tensor: TensorAxis) -> dict[Role, dict[str, ParameterInfo]]:
-    """Role -> global name -> description of the parameter, for the first layer with each role."""
-    described = model_of(model, tensor)
-    return {role: Stage([described.first(role)]).infos() for role in layer_roles(1)}
-
-
-@lru_cache(maxsize=512)
-def units_of(model: ModelConfig, tensor: TensorAxis, shards: int) -> Mapping[Role, Unit]:
-    """The unit of the first layer with each role; units are equally long on all tensor ranks."""
-    described = model_of(model, tensor)
-    return {role: Unit.of(described.first(role).name, infos, shards) for role, infos in _infos(model, tensor).items()}
-
-
-@lru_cache(maxsize=1 << 13)
-def _block(model: ModelConfig, tensor: TensorAxis, shards: int, number: int) -> Unit:
-    """One block's unit; all blocks are alike."""
-    names, infos = model_of(model, tensor).names(Role.BLOCK), _infos(model, tensor)[Role.BLOCK]
-    renamed = {names[number] + key.removeprefix(names[0]): info for key, info in infos.items()}
-    return Unit.of(names[number], renamed, shards)
-
-
-@lru_cache(maxsize=512)
-def table_of(
-    model: ModelConfig,
-    tensor: TensorAxis,
-    shards: int,
-    ratio: float,
-    held: tuple[tuple[Role, int], ...],
-    tied: tuple[tuple[str, tuple[int, ...]], ...],
-) -> ParameterTable:
-    """The table of the first process of a stage that holds these units (see :class:`StagePart`).
-
-    Args:
-        tied: (unit, the stages that have a copy of it), for units of several stages.
-    """
-    units: list[Unit] = []
-    for role, count in held:
-        if role is Role.BLOCK:
-            units += [_block(model, tensor, shards, number) for number in range(count)]
-        else:
-            units.append(units_of(model, tensor, shards)[role])
-    return ParameterTable(
-        [unit for unit in units if unit.length],
-        Place(Mesh(data=shards), 0, int(shards > 1)),
-        ratio=ratio,
-        tied=dict(tied),
-    )
+@lru_cache(maxsize=4096)
+def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
+    blocks = ({layers.name(number): number for number in chunk if number in layers.blocks} for chunk in chunks)
+    return [
+        [tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks
+    ]
 
 
 @lru_cache(maxsize=512)
 def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """As :func:`~gptpar.pipeline.module.split_model`."""
-    return split_model(model_of(model, ALONE), num_stages, num_virtual_stages, method)
-
-
-@lru_cache(maxsize=512)
-def stages_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> tuple[StagePart, ...]:
-    """The layers that each stage of a model runs.
+    """As :func:`~gptpar.pipeline.module.split_model`.
 
     Raises:
         ConfigError: the model cannot be divided like that.
     """
-    layers = model_of(model, ALONE).layers
-    chunks = [layers[a:b] for a, b in pairwise(split_of_model(model, num_stages, num_virtual_stages, method).bounds)]
-    return tuple(_stage(chunks[stage::num_stages]) for stage in range(num_stages))
+    return split_model(model_of(model), num_stages, num_virtual_stages, method)
 
 
-def _stage(chunks: Sequence[Sequence[ModelLayer]]) -> StagePart:
-    """A stage from the layers of its virtual stages."""
-    roles = [[layer.role for layer in chunk] for chunk in chunks]
-    first_use: dict[str, Role] = {}  # of parameters: a tied LM head on the embedding's stage has none of its own
-    for layer in (layer for chunk in chunks for layer in chunk):
-        first_use.setdefault(layer.spec.name, layer.role)
-    return StagePart(
-        blocks=tuple(chunk.count(Role.BLOCK) for chunk in roles),
-        units=tuple(Counter(first_use.values()).items()),
-        first=any(Role.EMBEDDING in chunk for chunk in roles),
-        last=any(Role.LM_HEAD in chunk for chunk in roles),
-    )
+def stages_of(layers: Layers, split: LayerSplit, num_stages: int) -> tuple[StagePart, ...]:
+    """The layers that each stage runs."""
+    pieces = [tuple(range(start, stop)) for start, stop in pairwise(split.bounds)]
+    parts: dict[StagePart, StagePart] = {}
+    stages = []
+    for stage in range(num_stages):
+        chunks = tuple(pieces[stage::num_stages])
+        part = StagePart(tuple(tuple(layers.kinds[number] for number in chunk) for chunk in chunks), chunks)
+        stages.append(parts.setdefault(part, part))
+    return tuple(stages)
 
 
 @lru_cache(maxsize=4096)

@@ -1,36 +1,29 @@
 """Predicts the memory of each stage's processes at the peak of a step.
 
 Weights, gradients and optimizer state are counted from the very units that the run lays out; activations by the bytes
-that a block keeps (:mod:`gptpar.model.memory`) times the micro-batches that the schedule holds at once. What lives only
-for a moment is counted where the sum is largest: in the output layer's loss, in a block's backward, at the step's end.
+that each block says it keeps (:class:`~gptpar.tensor_parallel.cost.Cost`) times the micro-batches that the schedule
+holds at once. What lives only for a moment is counted where the sum is largest: in the output layer's loss, in a
+block's backward, at the step's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from operator import mul
 
-from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
-from gptpar.model.core_attention import has_window_kernel
-from gptpar.model.dtypes import DTYPES
-from gptpar.model.flops import DISTANCE_CHANNELS, distance_width, gated_width, normed_width, num_norms, window_of
-from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
-from gptpar.plan.job import Job, StagePart, alive
+from gptpar.plan.job import Groups, Job, StagePart, alive
 from gptpar.plan.states import gradient_bytes
-from gptpar.tensor_parallel.cross_entropy import num_chunks
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 BOUNDARIES_IN_FLIGHT = 3
 """Messages between stages that exist beside the activations: two begun receives and what is being sent."""
-STATISTICS_BYTES = 8
-"""Of a norm: mean and reciprocal deviation, in fp32, of each vector that it normalises."""
-
 PRODUCT_WORKSPACE = 64 << 20
 """Bytes that the library of matrix products asks for: 32 MiB on each of two streams (Hopper)."""
 
@@ -74,13 +67,12 @@ class RankMemory:
 
 def stage_memory(job: Job, stage: int, sustained: Sustained = SUSTAINED) -> RankMemory:
     """Memory of the processes of one stage."""
-    return _memory(job, stage, _Part.of(job, job.stages[stage], _Blocks.of(job)), sustained)
+    return _memory(job, stage, _Part.of(job, job.stages[stage]), sustained)
 
 
 def memory_of_stages(job: Job, sustained: Sustained = SUSTAINED) -> list[RankMemory]:
     """:func:`stage_memory` of every stage; what stages with the same layers have alike is counted once."""
-    blocks = _Blocks.of(job)
-    parts = {part: _Part.of(job, part, blocks) for part in dict.fromkeys(job.stages)}
+    parts = {part: _Part.of(job, part) for part in dict.fromkeys(job.stages)}
     return [_memory(job, stage, parts[part], sustained) for stage, part in enumerate(job.stages)]
 
 
@@ -104,11 +96,29 @@ class _Part:
     moments: tuple[_Moment, ...]
 
     @staticmethod
-    def of(job: Job, part: StagePart, blocks: _Blocks) -> _Part:
-        kept = tuple(blocks.kept(count) for count in part.blocks)
-        kept_by_host = tuple(blocks.kept_by_host(count) for count in part.blocks)
-        moments = tuple(_moments(job, part, blocks, sum(kept)))
-        return _Part(*_states(job, part), kept, kept_by_host, moments)
+    def of(job: Job, part: StagePart) -> _Part:
+        groups = job.recomputed(part)
+        kept = _kept(job, part, groups)
+        here = tuple(sum(kept[number] for number in chunk if number in kept) for chunk in part.chunks)
+        on_host = _input_bytes(job) if job.config.recompute.checkpoint_in_cpu else 0.0
+        moments = tuple(_moments(job, part, groups, kept))
+        return _Part(*_states(job, part), here, tuple(len(chunk) * on_host for chunk in groups), moments)
+
+
+def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
+    """Block -> bytes of a micro-batch on the device; of a recomputed group, the first block keeps the input."""
+    on_device = 0.0 if job.config.recompute.checkpoint_in_cpu else _input_bytes(job)
+    tokens, costs = job.tokens, job.costs
+    kept = {number: tokens * costs[number].kept for number in job.blocks(part)}
+    for group in chain(*groups):
+        kept |= dict.fromkeys(group, 0.0) | {group[0]: on_device}
+    return kept
+
+
+def _input_bytes(job: Job) -> float:
+    """Bytes that a process keeps of the input of a group of recomputed blocks."""
+    splits = job.config.recompute.distribute_saved_activations and job.token_splits == 1
+    return job.boundary_bytes / (job.layout.tensor if splits else 1)
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     return parameters, gradients, float(element_bytes * here), host
 
 
-def _moments(job: Job, part: StagePart, blocks: _Blocks, of_one: float) -> Iterator[_Moment]:
+def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Moment]:
     """The moments when gradients on their way to the host, activations and buffers may be most.
 
     Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
@@ -182,12 +192,13 @@ def _moments(job: Job, part: StagePart, blocks: _Blocks, of_one: float) -> Itera
     with all activations.
 
     Args:
-        of_one: bytes of a micro-batch's activations.
+        groups: of blocks that are recomputed together.
+        kept: block -> bytes of a micro-batch's activations.
     """
     size = job.offloaded_gradient_size
     there = job.table(part).length(Home.HOST)
     leaving = size * there if job.num_micro_batches == 1 else size * job.early_elements
-    loss, backward, end = _loss_buffers(job, part), _backward_buffers(job, part, blocks), _end_buffers(job, part)
+    loss, backward, end = _loss_buffers(job, part), _backward_buffers(job, part, groups), _end_buffers(job, part)
     most = max(loss, backward, end)
     if job.gradients_leave_at_once:
         lengths = job.gradient_lengths(part)
@@ -195,155 +206,55 @@ def _moments(job: Job, part: StagePart, blocks: _Blocks, of_one: float) -> Itera
         yield _Moment(min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), None, backward)
     elif not job.graph:
         yield _Moment(job.early_elements * size, None, most)
-        yield _Moment(leaving, of_one * _share_of_device(job, part), max(backward, end))
+        table = job.table(part)
+        shares = {n: table.on_device[job.layers.name(n)] / max(1, job.unit(n).shard_length) for n in kept}
+        yield _Moment(leaving, sum(size * shares[n] for n, size in kept.items()), max(backward, end))
     else:
         yield _Moment(leaving, None, most)  # a recorded step has their memory all the time
 
 
-def _share_of_device(job: Job, part: StagePart) -> float:
-    """How much of a stage's blocks is not updated by the host alone: its first ones."""
-    table, names = job.table(part), job.block_names(part)
-    on_device = sum(table.on_device[name] for name in names)
-    return on_device / (len(names) * job.units[Role.BLOCK].shard_length) if names else 0.0
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """Bytes that one block keeps of a micro-batch.
-
-    Attributes:
-        whole: everything its backward needs.
-        input: its input alone, on the device; ``host_input`` in the machine's memory.
-        group: blocks that are recomputed together, 0 where none is.
-        most: recomputed blocks of a chunk, ``None`` for all.
-    """
-
-    whole: float
-    input: float
-    host_input: float
-    group: int
-    most: int | None
-
-    @staticmethod
-    def of(job: Job) -> _Blocks:
-        recompute, shares = job.config.recompute, job.token_splits
-        boundary = float(job.boundary_bytes)
-        if recompute.distribute_saved_activations and shares == 1:
-            boundary /= job.layout.tensor
-        to_host = recompute.checkpoint_in_cpu
-        full = recompute.recompute_granularity == "full"
-        uniform = recompute.recompute_method == "uniform"
-        count = recompute.recompute_num_layers
-        return _Blocks(
-            whole=job.tokens * block_bytes_per_token(job),
-            input=0.0 if to_host else boundary,
-            host_input=boundary if to_host else 0.0,
-            group=((count or 1) if uniform else 1) if full else 0,
-            most=None if uniform else count,
-        )
-
-    def groups(self, num_blocks: int) -> list[int]:
-        """Sizes of the groups of a chunk's blocks that are recomputed together."""
-        if not self.group:
-            return []
-        recomputed = num_blocks if self.most is None else min(num_blocks, self.most)
-        whole, rest = divmod(recomputed, self.group)
-        return [self.group] * whole + [rest] * bool(rest)
-
-    def kept(self, num_blocks: int) -> float:
-        """Bytes on the device of a chunk and micro-batch."""
-        groups = self.groups(num_blocks)
-        return (num_blocks - sum(groups)) * self.whole + len(groups) * self.input
-
-    def kept_by_host(self, num_blocks: int) -> float:
-        """Bytes in the machine's memory of a chunk and micro-batch."""
-        return len(self.groups(num_blocks)) * self.host_input
-
-
-def block_bytes_per_token(job: Job) -> float:
-    """Bytes that a block keeps of a token on a rank, without what selective recomputation forgets."""
-    shape, size = job.shape, job.element_size
-    # Norms of single heads keep no statistics, but compute them again.
-    over_width = shape.qk_layernorm and shape.qk_layernorm_scope == "width"
-    head_norms = 2.0 * STATISTICS_BYTES if over_width else 0.0
-    log_sums = 4 * shape.num_attention_heads
-    statistics = num_norms(shape) * STATISTICS_BYTES / job.token_splits + (head_norms + log_sums) / job.layout.tensor
-    forgotten = 0.0
-    if job.config.recompute.recompute_granularity == "selective":
-        modules = job.config.recompute.recompute_modules
-        if "core_attn" in modules:
-            forgotten += (
-                (normed_width(shape) + gated_width(shape) + distance_width(shape)) * size + head_norms
-            ) / job.layout.tensor
-        if "mlp" in modules:
-            forgotten += shape.ffn_hidden_size * (3 if shape.gated else 2) * size / job.layout.tensor
-        if "layernorm" in modules:
-            forgotten += num_norms(shape) * shape.hidden_size * size / job.token_splits
-    kept = layer_activation_bytes_per_token(
-        shape,
-        size,
-        has_dropout=job.config.model.hidden_dropout > 0,
-        tensor_parallel=job.layout.tensor,
-        sequence_parallel=job.config.parallel.sequence_parallel,
-    )
-    return kept + statistics + _mask_bytes_per_token(job) - forgotten
-
-
-def _mask_bytes_per_token(job: Job) -> float:
-    """Of a layer with a window, where no kernel computes it without a mask: a byte for each pair of tokens."""
-    shape, config = job.shape, job.config
-    masked = config.model.attention_dropout > 0 or config.data.reset_attention_mask
-    width = shape.kv_channels + (DISTANCE_CHANNELS if distance_width(shape) else 0)
-    if not masked and has_window_kernel(job.device_type, DTYPES[config.precision.dtype], width):
-        return 0.0
-    windows = any(window_of(shape, layer) for layer in range(shape.num_layers))
-    return shape.seq_length**2 / job.tokens if windows else 0.0
-
-
 def _loss_buffers(job: Job, part: StagePart) -> float:
     """In the output layer's forward: its inputs, and logits with their gradients a piece of the tokens at a time."""
-    if not part.last:
+    head = job.head(part)
+    if head is None:
         return 0.0
-    shape, size, wide = job.shape, job.element_size, job.wide_size
-    rows = -(-shape.padded_vocab_size // job.layout.tensor)
-    pieces = num_chunks(job.tokens, rows, size, job.device_type)
-    logits = -(-job.tokens // pieces) * rows * size
-    hidden = job.tokens * shape.hidden_size * size
-    gradient = rows * shape.hidden_size
+    size, wide, cost = job.element_size, job.wide_size, job.costs[head]
+    (product,) = cost.products
+    hidden, gradient = job.tokens * product.inner * size, product.inner * product.columns
+    logits = -(-job.tokens // cost.chunks) * product.columns * size
     in_place = job.device_type == "cuda" and size <= 4  # the logits' gradient takes their memory
     work = max((1 if in_place else 2) * logits, logits + gradient * size)
-    if pieces > 1:
+    if cost.chunks > 1:
         work += gradient * wide
     inputs = (2 if job.token_splits == 1 else 2 / job.token_splits + 1) * hidden
-    return inputs + hidden + work + _gathered(job, part, loss=True)
+    return inputs + hidden + work + _gathered(job, (head, head - 1))
 
 
-def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
+def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
     """In a block's backward: gradients on their way through it, its weights' gradients, what is recomputed."""
-    shape, size = job.shape, job.element_size
-    block = job.units[Role.BLOCK]
-    hidden = job.tokens * shape.hidden_size * size
-    inner = job.tokens * max(shape.ffn_hidden_size, 3 * shape.hidden_size) * size / job.layout.tensor
-    gathered = hidden if job.token_splits > 1 else 0
-    most = max((group for count in part.blocks for group in blocks.groups(count)), default=0)
-    buffers = 2 * hidden / job.token_splits + gathered + inner + block.length * size + most * blocks.whole
-    if job.zero_stage >= 2:
-        buffers += (1 + MAX_IN_FLIGHT) * (block.length + block.shard_length) * job.wide_size
-    if part.last and job.config.model.tied:  # complete as LM head's before the blocks' are
-        buffers += job.units[Role.LM_HEAD].length * size
-    return buffers + _gathered(job, part, loss=False)
+    size, blocks, head = job.element_size, job.blocks(part), job.head(part)
+    hidden = job.tokens * job.shape.hidden_size * size
+    stream = 2 * hidden / job.token_splits + (hidden if job.token_splits > 1 else 0)
+    again: dict[int, float] = {}
+    for group in chain(*groups):
+        again |= dict.fromkeys(group, sum(map(job.kept, group)))
+    following = zip(blocks, [*blocks[1:], *blocks[:1]], strict=True)
+    kinds, most = job.layers.kinds, 0.0
+    distinct = {(kinds[one], kinds[other], again.get(one, 0.0)): (one, other) for one, other in following}
+    for (*_, recomputed), layers in distinct.items():
+        unit = job.unit(layers[0])
+        buffers = stream + job.tokens * job.costs[layers[0]].workspace + unit.length * size + recomputed
+        if job.zero_stage >= 2:
+            buffers += (1 + MAX_IN_FLIGHT) * (unit.length + unit.shard_length) * job.wide_size
+        most = max(most, buffers + _gathered(job, layers))
+    if head is not None and job.shape.tied:  # its gradient is complete before the blocks' are, and its weights stay
+        most += job.unit(head).length * size + _gathered(job, (head,))
+    return most
 
 
-def _gathered(job: Job, part: StagePart, *, loss: bool) -> float:
-    """Weights that ZeRO-3 has brought together, or that came from the host: of a layer and of the one after it."""
-    if not job.brings_parameters:
-        return 0.0
-    length = {role: unit.length * job.element_size for role, unit in job.units.items()}
-    if loss:
-        return float(length[Role.LM_HEAD] + length[Role.FINAL_NORM])
-    own_head = part.last and not job.config.model.tied
-    tied = length[Role.EMBEDDING] if part.has(Role.FINAL_NORM) and not own_head else 0
-    return float(2 * length[Role.BLOCK] + tied)
+def _gathered(job: Job, layers: Iterable[int]) -> float:
+    """Weights that ZeRO-3 has brought together, or that came from the host."""
+    return float(job.brings_parameters * sum(job.unit(number).length for number in layers) * job.element_size)
 
 
 def _end_buffers(job: Job, part: StagePart) -> float:

@@ -1,7 +1,7 @@
 """Predicts the time of a training step from what each stage computes and sends, along the pipeline's schedule.
 
-A stage's time for a micro-batch is the sum over its layers of matrix products, attention, memory traffic and the cost
-of transfers beside them. The speeds that these reach are in :mod:`gptpar.plan.hardware`.
+A stage's time for a micro-batch is the sum over its layers. Each layer says what it computes, moves and sends
+(:class:`~gptpar.tensor_parallel.cost.Cost`). The speeds that these reach are in :mod:`gptpar.plan.hardware`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
-from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
 from gptpar.plan import host_updates
-from gptpar.plan.hardware import Cluster
+from gptpar.plan.hardware import Cluster, mfu
 from gptpar.plan.job import Job, StagePart
-from gptpar.plan.pointwise import BACKWARD, FORWARD, Passes
-from gptpar.tensor_parallel.cross_entropy import num_chunks
+from gptpar.tensor_parallel.cost import Cost
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
-LOGIT_PASSES = 5
-"""Elements of the logits moved: written, read twice, gradient written, and read by the products."""
-KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
-"""Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
+KERNELS_OF_CHUNK, SUMS_OF_CHUNK = 6, 2
+"""Kernels of each chunk of tokens in the LM head's loss, and its sums of a few numbers a token over the tensor axis."""
 MAX_SIMULATED = 20_000
 """A schedule with at most this many actions is simulated to find its idle time; a longer one gets a formula."""
 
@@ -95,10 +90,10 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     heaviest = max(job.table(part).length() * job.shards for part in job.stages)
     data = costs.data_parallel(heaviest, stages[busiest])
     optimizer = max(costs.update(part) for part in job.stages)
-    waited = max(costs.host_updates(part, stage) for part, stage in set(zip(job.stages, stages, strict=True)))
+    waited = max(costs.host_updates(part) for part in set(job.stages))
     cpu_optimizer = waited + costs.host_parameters(heaviest, stages[busiest])
     device = compute + fill + transfers + data
-    host = max(0.0, costs.host(max(sum(part.blocks) for part in job.stages)) - device)
+    host = max(0.0, max(costs.host(part) for part in set(job.stages)) - device)
     return StepTime(stages, compute, fill, transfers, data, optimizer, cpu_optimizer, host)
 
 
@@ -148,18 +143,34 @@ class _Costs:
         layout = job.layout
         self._tensor_rate = cluster.bandwidth(layout.tensor, 1)
         self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
+        self._times: dict[tuple[int, bool], StageTime] = {}
 
     def stage(self, part: StagePart) -> StageTime:
         """A stage's time for one micro-batch."""
-        forward, backward = self._block()
-        recomputed = self._recomputed(forward)
-        num_blocks = sum(part.blocks)
-        head_forward = self._head() if part.last else 0.0
-        ends = self._embedding() * (part.first + part.last)
-        return StageTime(
-            num_blocks * forward + head_forward,
-            num_blocks * backward + recomputed * self._recomputed_blocks(part) + ends,
-        )
+        layers = self.layers(part)
+        return StageTime(sum(layer.forward for layer in layers), sum(layer.backward for layer in layers))
+
+    def layers(self, part: StagePart) -> list[StageTime]:
+        """The times of a stage's layers, in the order of the forward pass."""
+        again = {number for groups in self._job.recomputed(part) for group in groups for number in group}
+        return [self._layer(number, number in again) for number in part.layers]
+
+    def _layer(self, number: int, again: bool) -> StageTime:
+        """A layer's time for one micro-batch.
+
+        Args:
+            again: whether the backward pass computes the whole layer again.
+        """
+        key = self._job.layers.kinds[number], again
+        if key not in self._times:
+            cost, gradients = self._job.costs[number], self._add_gradients(self._job.unit(number).length)
+            if cost.chunks:
+                self._times[key] = StageTime(self._chunked(cost), gradients)
+            else:
+                time = self._passes(cost)
+                recomputed = time.forward * again + sum(self._passes(part).forward for part in cost.again)
+                self._times[key] = StageTime(time.forward, time.backward + gradients + recomputed)
+        return self._times[key]
 
     def _product(self, rows: int, inner: int, columns: int) -> float:
         """Seconds of a matrix product of (rows x inner) with (inner x columns)."""
@@ -168,66 +179,40 @@ class _Costs:
         compute = 2 * rows * inner * columns / (self._cluster.peak * self._sustained.products)
         return compute + traffic / self._product_rate
 
-    def _products(self) -> list[float]:
-        """Seconds of the matrix products in a block's forward: QKV, attention's output, and the MLP's two."""
-        shape, tensor, tokens = self._job.shape, self._job.layout.tensor, self._job.tokens
-        h, ffn = shape.hidden_size, shape.ffn_hidden_size
-        return [
-            self._product(tokens, h, qkv_width(shape) // tensor),
-            self._product(tokens, query_width(shape) // tensor, h),
-            self._product(tokens, h, fc1_width(shape) // tensor),
-            self._product(tokens, ffn // tensor, h),
-        ]
+    def _passes(self, cost: Cost) -> StageTime:
+        """Times without recomputation, and without adding gradients of parameters to their sums."""
+        s, job = self._sustained, self._job
+        products = sum(self._product(job.tokens, product.inner, product.columns) for product in cost.products)
+        attention = job.tokens * (cost.attention + cost.masked) / self._cluster.peak
+        element = job.tokens * job.element_size / self.memory_rate
+        forward, backward = self._tensor_transfers(cost)
+        forward += products + attention / s.attention_forward + element * cost.forward + cost.forward_kernels * s.kernel
+        backward += 2 * products + 2.5 * attention / s.attention_backward
+        backward += element * cost.backward + cost.backward_kernels * s.kernel
+        return StageTime(forward, backward)
 
-    def _attention(self, fraction: float, flops_of_forward: float) -> float:
-        job = self._job
-        flops = 2.0 * job.tokens * job.shape.seq_length * query_width(job.shape) / job.layout.tensor
-        return flops_of_forward * flops / (self._cluster.peak * fraction)
-
-    def _pointwise(self, passes: Passes) -> float:
-        job = self._job
-        elements = passes.elements(job.shape, job.layout.tensor, job.token_splits)
-        return job.tokens * job.element_size * elements / self.memory_rate
-
-    def _block(self) -> tuple[float, float]:
-        """Seconds of (forward, backward) of one block and micro-batch, without recomputation."""
-        s, products = self._sustained, self._products()
-        forward_transfers, backward_transfers = self._tensor_transfers()
-        forward = (
-            sum(products)
-            + self._attention(s.attention_forward, 1)
-            + self._pointwise(FORWARD)
-            + KERNELS_FORWARD * s.kernel
-            + forward_transfers
-        )
-        backward = (
-            2 * sum(products)
-            + self._attention(s.attention_backward, 2.5)
-            + self._pointwise(BACKWARD)
-            + KERNELS_BACKWARD * s.kernel
-            + self._add_gradients(self._job.units[Role.BLOCK].length)
-            + backward_transfers
-        )
+    def _tensor_transfers(self, cost: Cost) -> tuple[float, float]:
+        """Seconds that transfers over the tensor axis add to (forward, backward)."""
+        splits, beside = self._job.token_splits > 1, self._sustained.overlapped
+        forward = backward = cost.small_sums * self._sustained.transfer
+        for product in cost.products:
+            if product.moves_input:  # gathered; beside the backward's products gathered again, and its gradient summed
+                moved, alone = self._transfer(product.inner)
+                forward += splits * moved * alone
+                backward += 2 * moved * beside
+            if product.moves_output:  # summed, and its gradient gathered; or summed for all ranks
+                moved, alone = self._transfer(product.columns)
+                forward += moved * alone if splits else 2 * moved
+                backward += splits * moved * alone
         return forward, backward
 
-    def _tensor_transfers(self) -> tuple[float, float]:
-        """Seconds that transfers over the tensor axis add to a block's (forward, backward)."""
-        job = self._job
-        size = job.layout.tensor
-        if size == 1:
-            return 0.0, 0.0
-        whole = job.tokens * job.shape.hidden_size * job.element_size
+    def _transfer(self, width: int) -> tuple[float, float]:
+        """(seconds for gathering all tokens' vectors or summing them, the fraction beside a product fused with it)."""
+        job, size = self._job, self._job.layout.tensor
+        whole = job.tokens * width * job.element_size
+        fused = job.token_splits > 1 and job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
         moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
-        over_width = job.shape.qk_layernorm and job.shape.qk_layernorm_scope == "width"
-        squares = self._sustained.transfer if over_width else 0.0  # the sum over ranks of two numbers for each token
-        if job.token_splits == 1:  # two sums in the forward, two in the backward beside the weights' gradients
-            summed = 2 * moved
-            return 2 * summed + squares, 2 * summed * self._sustained.overlapped + squares
-        fused = job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
-        alone = self._sustained.overlapped if fused else 1.0
-        # gathers and sums of both halves; in the backward each half also gathers its input again beside a product
-        backward = 2 * moved * alone + 4 * moved * self._sustained.overlapped
-        return 4 * moved * alone + squares, backward + squares
+        return moved, self._sustained.overlapped if fused else 1.0
 
     def _add_gradients(self, elements: int) -> float:
         """Seconds for adding gradients to their wide sums, which reads both and writes one.
@@ -241,45 +226,14 @@ class _Costs:
         size_on_host = 3 * job.element_size if alone else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
-    def _recomputed(self, forward: float) -> float:
-        """Seconds of recomputation in a block's backward."""
-        recompute, products = self._job.config.recompute, self._products()
-        if recompute.recompute_granularity == "full":
-            return forward
-        if recompute.recompute_granularity != "selective":
-            return 0.0
-        modules = recompute.recompute_modules
-        again = 0.0
-        if "core_attn" in modules:
-            head_norms = self._pointwise(Passes(head_norms=FORWARD.head_norms))
-            again += self._attention(self._sustained.attention_forward, 1) + head_norms
-        if "mlp" in modules:
-            again += sum(products[2:]) + self._pointwise(Passes(activation=FORWARD.activation))
-        if "layernorm" in modules:
-            again += self._pointwise(Passes(norms=FORWARD.norms / 2, further_norm=FORWARD.further_norm))
-        return again
-
-    def _recomputed_blocks(self, part: StagePart) -> int:
-        recompute = self._job.config.recompute
-        most = recompute.recompute_num_layers
-        if recompute.recompute_granularity == "full" and recompute.recompute_method != "uniform" and most is not None:
-            return sum(min(count, most) for count in part.blocks)
-        return sum(part.blocks)
-
-    def _head(self) -> float:
-        """Seconds of the LM head and the loss; their gradients are formed in the forward."""
-        job, tensor = self._job, self._job.layout.tensor
-        rows = -(-job.shape.padded_vocab_size // tensor)
-        pieces = num_chunks(job.tokens, rows, job.element_size, job.device_type)
-        tokens = -(-job.tokens // pieces)
-        logits = LOGIT_PASSES * tokens * rows * job.element_size / self.memory_rate
-        piece = 3 * self._product(tokens, job.shape.hidden_size, rows) + logits
-        piece += 6 * self._sustained.kernel + (2 * self._sustained.transfer if tensor > 1 else 0)
-        return pieces * piece + sum(self._tensor_transfers()[:1]) / 2
-
-    def _embedding(self) -> float:
-        """Seconds for adding one dense gradient of the embedding matrix, of the lookup or of the LM head."""
-        return self._add_gradients(self._job.units[Role.EMBEDDING].length)
+    def _chunked(self, cost: Cost) -> float:
+        """Seconds of a layer that forms its gradients in the forward pass, such as the LM head with the loss."""
+        tokens, s = -(-self._job.tokens // cost.chunks), self._sustained
+        chunk = 3 * sum(self._product(tokens, product.inner, product.columns) for product in cost.products)
+        chunk += tokens * cost.forward * self._job.element_size / self.memory_rate + KERNELS_OF_CHUNK * s.kernel
+        inputs = [product.inner for product in cost.products if product.moves_input]
+        chunk += SUMS_OF_CHUNK * s.transfer * bool(inputs)
+        return cost.chunks * chunk + sum(2 * moved * alone for moved, alone in map(self._transfer, inputs))
 
     def between_stages(self) -> float:
         """Seconds of one transfer between neighbouring stages."""
@@ -309,20 +263,12 @@ class _Costs:
             return self._beside(2 * reduced, stage.backward)
         return self._beside(reduced, stage.backward) + self._beside(gathered, stage.forward)
 
-    def host_updates(self, part: StagePart, stage: StageTime) -> float:
-        """Seconds for which a stage waits for the CPU's updates.
-
-        Args:
-            part: the stage's layers.
-            stage: its time for a micro-batch.
-        """
-        job, blocks = self._job, max(1, sum(part.blocks))
+    def host_updates(self, part: StagePart) -> float:
+        """Seconds for which a stage waits for the CPU's updates."""
+        job = self._job
         if not job.ratio:
             return 0.0
-        head, embedding = self._head() * part.last, self._embedding()
-        backward = stage.backward - embedding * (part.first + part.last)
-        block = (stage.forward - head) / blocks, backward / blocks
-        layers = host_updates.layers_of(job, part, block, head, embedding)
+        layers = host_updates.layers_of(job, part, [(layer.forward, layer.backward) for layer in self.layers(part)])
         elements = sum(layer.elements for layer in layers)
         room = host_updates.speculated_elements(job, self._cluster, elements, job.num_offloaded_units(part))
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
@@ -356,19 +302,24 @@ class _Costs:
         """Seconds that a transfer adds to a computation with which it overlaps."""
         return max(self._sustained.overlapped * transfer, transfer - (1 - self._sustained.overlapped) * compute)
 
-    def host(self, num_blocks: int) -> float:
-        """Seconds for launching a step's kernels one by one, on the stage with the most blocks."""
+    def host(self, part: StagePart) -> float:
+        """Seconds for launching a step's kernels one by one on a stage."""
         job, s = self._job, self._sustained
         if job.graph:
             return 0.0
-        collectives = 0 if job.layout.tensor == 1 else (10 if job.token_splits > 1 else 4)
-        collectives += 3 if job.zero_stage == 3 else 0
+        gathers, sums = (3, 2) if job.token_splits > 1 else (1, 1)
+        seconds = 0.0
+        for cost in (job.costs[number] for number in job.blocks(part)):
+            products = cost.products
+            collectives = sum(gathers * product.moves_input + sums * product.moves_output for product in products)
+            collectives += 3 if job.zero_stage == 3 else 0
+            seconds += (cost.forward_kernels + cost.backward_kernels) * s.host_kernel + collectives * s.host_collective
         again = 4 / 3 if job.config.recompute.recompute_granularity == "full" else 1
-        return job.num_micro_batches * num_blocks * again * (s.host_block + collectives * s.host_collective)
+        return job.num_micro_batches * again * seconds
 
 
 def utilisation(job: Job, cluster: Cluster, seconds: float) -> float:
     """Model FLOPs utilisation of a step, with attention over its causal half."""
     tokens = job.config.batch.global_batch_size * job.shape.seq_length
     rate = tokens / seconds / job.layout.world_size
-    return mfu(rate, flops_per_token(job.shape, causal=True), cluster.peak) or 0.0
+    return mfu(rate, job.flops_per_token, cluster.peak) or 0.0

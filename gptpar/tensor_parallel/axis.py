@@ -40,6 +40,11 @@ class TensorAxis:
         """Whether a rank holds only some of the tokens between layers."""
         return self.sequence_parallel and self.size > 1
 
+    @property
+    def token_splits(self) -> int:
+        """Number of ranks that divide the tokens between layers."""
+        return self.size if self.splits_tokens else 1
+
     def range_of(self, length: int) -> tuple[int, int]:
         """This rank's range [start, stop) of ``length`` rows; the ranks' lengths differ by at most one."""
         return self.rank * length // self.size, (self.rank + 1) * length // self.size

@@ -14,6 +14,7 @@ from torch import nn
 
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
+from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
 from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.placement import ParameterSpec
@@ -61,7 +62,7 @@ class ColumnParallelLinear(nn.Module):
         }
         self.weight = nn.Parameter(torch.empty(*shape, in_features))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
-        self.alone, self.group_name = axis.size == 1, axis.group_name
+        self.alone, self.group_name, self.token_splits = axis.size == 1, axis.group_name, axis.token_splits
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
         self.bias_gradient = bias_gradient
 
@@ -80,6 +81,12 @@ class ColumnParallelLinear(nn.Module):
             return F.linear(x_ND, weight, bias)
         y_NO = column_forward(x_ND, weight, self.group_name, self.sequence_parallel, self.fused)
         return y_NO if bias is None else y_NO + bias
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """The product; its input is kept."""
+        columns, inner = self.weight.flatten(0, -2).shape
+        kept = inner * batch.dtype.itemsize / self.token_splits
+        return Cost((Product(inner, columns, moves_input=not self.alone),), kept=kept)
 
 
 class RowParallelLinear(nn.Module):
@@ -128,6 +135,11 @@ class RowParallelLinear(nn.Module):
         y_NO = row_forward(x_ND, self.weight, self.group_name, self.sequence_parallel, self.fused)
         return y_NO if bias is None else y_NO + bias
 
+    def cost(self, batch: BatchShape) -> Cost:
+        """The product; its input is kept."""
+        columns, inner = self.weight.shape
+        return Cost((Product(inner, columns, moves_output=not self.alone),), kept=inner * batch.dtype.itemsize)
+
 
 class VocabParallelEmbedding(nn.Module):
     """Token embedding; each tensor rank holds a range of the vocabulary; their lengths differ by at most one.
@@ -171,3 +183,7 @@ class VocabParallelEmbedding(nn.Module):
         x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
         x_ND = x_ND.masked_fill(elsewhere_N[:, None], 0)
         return (scatter_sum_tokens if self.axis.splits_tokens else sum_over)(x_ND, self.axis)
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """A lookup is no product, and counts as nothing."""
+        return Cost()

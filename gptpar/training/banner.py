@@ -12,7 +12,6 @@ from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.engine.engine import Engine
 from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
-from gptpar.model.flops import flops_per_token
 from gptpar.model.gpt import gpt_model
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
@@ -74,6 +73,7 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
 
 def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     m = config.model
+    model = gpt_model(m)
     shape = f"{m.num_layers} layers x {m.hidden_size} hidden x {m.num_attention_heads} heads of {m.kv_channels}"
     kind = "SwiGLU" if m.swiglu else ACTIVATIONS[m.mlp_activation]
     norm = f"{m.normalization}{' (queries and keys, too)' if m.qk_layernorm else ''}"
@@ -91,10 +91,10 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
         ),
         *([Row("options", ", ".join(options))] if (options := list(_options(m))) else []),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
-        Row("parameters", format_count(gpt_model(m).num_parameters)),
+        Row("parameters", format_count(model.num_parameters)),
         Row(
             "FLOPs a token",
-            f"{flops_per_token(m, causal=False):.3e}",
+            f"{model.flops_per_token(causal=False):.3e}",
             "full attention, forward and backward",
         ),
     ]

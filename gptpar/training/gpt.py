@@ -66,7 +66,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     tensor, data = tensor_axis(config, topology), data_axes(config, topology)
     model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
-    groups = ParameterGroups(config, model)
+    groups = ParameterGroups(config.optimizer, config.model, model)
     table = table_of(pipeline, data.place, config.offload.least_ratio, groups.group_of)
     tied = tied_unit(config, topology.mesh, table, model.shared)
     on_host = config.offload.cpu_parameters

@@ -10,7 +10,8 @@ import torch
 
 from gptpar.config import Config
 from gptpar.engine.readings import TimingEvent
-from gptpar.model.flops import flops_per_token, mfu, peak_flops, tflops_per_gpu
+from gptpar.model.gpt import gpt_model
+from gptpar.plan.hardware import mfu, peak_flops
 from gptpar.reporting.console import iteration_line, short_line, task_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, TaskRecord, ValidationRecord
 from gptpar.reporting.sinks import Sink
@@ -72,7 +73,8 @@ class Reporter:
     _first: bool = True
 
     def __post_init__(self) -> None:
-        self._peak = device_peak(self.config.precision.dtype, self.device)
+        self._peak, model = device_peak(self.config.precision.dtype, self.device), gpt_model(self.config.model)
+        self._flops, self._causal_flops = (model.flops_per_token(causal=causal) for causal in (False, True))
         self._restarts = Restart.of_worker().number
         self.follow(self.plan)
         self._since = TimingEvent(self.device)
@@ -128,9 +130,9 @@ class Reporter:
             num_nan=int(not math.isfinite(numbers.loss)),
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_gpu=per_gpu,
-            tflops_per_gpu=tflops_per_gpu(shape, per_gpu),
-            mfu=mfu(per_gpu, flops_per_token(shape, causal=False), self._peak),
-            mfu_causal=mfu(per_gpu, flops_per_token(shape, causal=True), self._peak),
+            tflops_per_gpu=per_gpu * self._causal_flops / 1e12,
+            mfu=mfu(per_gpu, self._flops, self._peak),
+            mfu_causal=mfu(per_gpu, self._causal_flops, self._peak),
             progress=min(1.0, progress.consumed_samples / max(1, self.plan.train_samples)),
             eta_s=eta,
             params_norm=numbers.params_norm,

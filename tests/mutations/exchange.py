@@ -19,8 +19,8 @@ EXCHANGE = [
     Mutation(
         "gpt2s-heads-keep-our-order",
         "gptpar/model/families/names.py",
-        "ours.view(heads, 3, width, *ours.shape[1:]).transpose(0, 1)",
-        "ours.view(3, heads, width, *ours.shape[1:])",
+        "attention.by_group(ours).transpose(0, 1)",
+        "attention.by_group(ours).reshape(3, -1, *ours.shape[1:]).unflatten(1, (-1, attention.head_width))",
         (HUGGING_FACE,),
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,10 +79,10 @@ def described(config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any) -> M
             auxiliary_losses=("z loss", "size"),
             **old.kwargs,
         )
-        return ModelLayer(layer.role, spec, layer.flops)
+        return ModelLayer(layer.role, spec)
 
-    layers = gpt.gpt_model(config, axis, **kwargs).layers
-    return ModelSpec(tuple(changed(number, layer) for number, layer in enumerate(layers)))
+    model = gpt.gpt_model(config, axis, **kwargs)
+    return replace(model, layers=tuple(changed(number, layer) for number, layer in enumerate(model.layers)))
 
 
 def config_of(layout: Mesh, flags: tuple[str, ...]) -> Config:

@@ -23,9 +23,9 @@ from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
-from gptpar.model.flops import flops_per_token, mfu
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.graph import wants_graph
+from gptpar.plan.hardware import mfu
 from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.world import world_from_environment
@@ -155,6 +155,7 @@ def _traces(parsed: ParsedFlags) -> bool:
 def result_line(config: Config, run: Run, records: list[IterationRecord], preset: str | None) -> dict[str, Any]:
     """The figures of the timed steps."""
     topology, shape = run.trainer.topology, run.config.model
+    model = gpt_model(shape)
     ms = sorted(record.elapsed_ms for record in records)
     median = statistics.median(ms)
     tokens = run.plan.full * shape.seq_length
@@ -164,14 +165,14 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
     on_gpu = topology.device.type == "cuda"
     return {
         "model": preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
-        "params": gpt_model(shape).num_parameters,
+        "params": model.num_parameters,
         "tokens_per_s": round(per_s, 1),
         "tokens_per_s_per_gpu": round(per_gpu, 1),
         "ms_per_step": round(median, 3),
         "ms_min": round(ms[0], 3),
         "ms_max": round(ms[-1], 3),
-        "mfu": _rounded(mfu(per_gpu, flops_per_token(shape, causal=False), peak)),
-        "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
+        "mfu": _rounded(mfu(per_gpu, model.flops_per_token(causal=False), peak)),
+        "mfu_causal": _rounded(mfu(per_gpu, model.flops_per_token(causal=True), peak)),
         **peak_memory(on_gpu),
         "loss": _rounded(records[-1].lm_loss),
         "layout": topology.mesh.describe(),

@@ -11,7 +11,6 @@ from gptpar.config.complete import complete
 from gptpar.config.derive import derive, expand_preset
 from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.errors import GptparError
-from gptpar.model.flops import flops_per_token
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
@@ -172,7 +171,8 @@ def choose(machine: Machine, course: Course, vocab_size: int) -> list[Choice]:
 
 
 def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minutes: float) -> list[Choice]:
-    seconds = batch * 1024 * flops_per_token(config_of(preset, 1024, vocab_size, 1).model, causal=False) / machine.flops
+    flops = gpt_model(config_of(preset, 1024, vocab_size, 1).model).flops_per_token(causal=False)
+    seconds = batch * 1024 * flops / machine.flops
     steps = min(1000, max(200, int(minutes * 60 / seconds)))
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
     return [

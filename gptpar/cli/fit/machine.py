@@ -12,8 +12,8 @@ import torch
 
 from gptpar.cli.benchmark.measure import parse
 from gptpar.config.validate import resolve
-from gptpar.model.flops import peak_flops
 from gptpar.model.gpt import gpt_model
+from gptpar.plan.hardware import peak_flops
 from gptpar.system.host import available_memory
 from gptpar.training.assemble import open_run
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gptpar.config import ModelConfig
 from gptpar.errors import printable
-from gptpar.model.flops import window_of
+from gptpar.model.attention import window_of
 from gptpar.model.rotary import LONGEST, SCALED_CONTEXT, SHORTEST
 
 ACTIVATIONS = {

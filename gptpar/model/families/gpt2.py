@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
+from gptpar.model.block import Block
 from gptpar.model.families.fields import HfConfig, activation_field
 from gptpar.model.families.names import TRANSPOSED, WHOLE, WeightNames, Within, all_q_all_k_all_v
 
@@ -58,10 +59,10 @@ def gpt2_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _block(model: ModelConfig) -> Mapping[str, Mapping[str, Within]]:
+def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
     return {
         "attention_norm": {"ln_1": WHOLE},
-        "attention.qkv": {"attn.c_attn": all_q_all_k_all_v(model)},
+        "attention.qkv": {"attn.c_attn": all_q_all_k_all_v(block.attention)},
         "attention.out": {"attn.c_proj": TRANSPOSED},
         "mlp_norm": {"ln_2": WHOLE},
         "mlp.up": {"mlp.c_fc": TRANSPOSED},

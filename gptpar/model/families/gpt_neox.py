@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
+from gptpar.model.block import Block
 from gptpar.model.families.fields import HfConfig, activation_field, rotary_fields
 from gptpar.model.families.names import WHOLE, WeightNames, Within
 
@@ -59,7 +60,7 @@ def gpt_neox_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _block(model: ModelConfig) -> Mapping[str, Mapping[str, Within]]:
+def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
     """Its QKV rows are ordered head by head, as ours are where each group has one query head."""
     return {
         "attention_norm": {"input_layernorm": WHOLE},

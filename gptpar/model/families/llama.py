@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
+from gptpar.model.block import Block
 from gptpar.model.families.fields import HfConfig, gate_field, rotary_fields
 from gptpar.model.families.names import WHOLE, WeightNames, Within, part, projections
 
@@ -89,11 +90,11 @@ def llama_fields(model: ModelConfig) -> dict[str, Any]:
     return fields_like_llama(model, "LlamaForCausalLM", attention_bias=biases, mlp_bias=biases)
 
 
-def _block(model: ModelConfig) -> Mapping[str, Mapping[str, Within]]:
+def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
     """Names for all families like Llama: each of them has some of these parameters."""
     return {
         "attention_norm": {"input_layernorm": WHOLE},
-        "attention.qkv": {f"self_attn.{name}_proj": place for name, place in projections(model).items()},
+        "attention.qkv": {f"self_attn.{name}_proj": place for name, place in projections(block.attention).items()},
         "attention.query_norm": {"self_attn.q_norm": WHOLE},
         "attention.key_norm": {"self_attn.k_norm": WHOLE},
         "attention.out": {"self_attn.o_proj": WHOLE},

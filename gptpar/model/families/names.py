@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role
+from gptpar.model.attention import Attention
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 
@@ -56,12 +58,12 @@ def rows(number: int) -> Within:
     return Within(lambda ours: ours[:number])
 
 
-def projections(model: ModelConfig) -> dict[str, Within]:
-    """Queries, keys and values (``q``, ``k``, ``v``) of a QKV projection whose rows are ordered by group."""
-    groups, width, queries = model.num_query_groups, model.kv_channels, _queries_per_group(model)
+def projections(attention: Attention) -> dict[str, Within]:
+    """Queries, keys and values (``q``, ``k``, ``v``) of the QKV projection."""
+    queries = attention.queries_per_group
 
     def of_each_group(first: int, stop: int) -> Within:
-        return Within(lambda ours: ours.view(groups, -1, width, *ours.shape[1:])[:, first:stop])
+        return Within(lambda ours: attention.by_group(ours)[:, first:stop])
 
     return {
         "q": of_each_group(0, queries),
@@ -70,19 +72,14 @@ def projections(model: ModelConfig) -> dict[str, Within]:
     }
 
 
-def all_q_all_k_all_v(model: ModelConfig) -> Within:
+def all_q_all_k_all_v(attention: Attention) -> Within:
     """GPT-2's ``c_attn``: all heads' queries, then all keys, then all values, transposed as its other matrices."""
-    heads, width = model.num_attention_heads, model.kv_channels
 
     def view(ours: torch.Tensor) -> torch.Tensor:
-        in_order = ours.view(heads, 3, width, *ours.shape[1:]).transpose(0, 1)
+        in_order = attention.by_group(ours).transpose(0, 1)
         return in_order.movedim(-1, 0) if ours.dim() == 2 else in_order
 
     return Within(view, merged=-3)
-
-
-def _queries_per_group(model: ModelConfig) -> int:
-    return model.num_attention_heads // model.num_query_groups
 
 
 @dataclass(frozen=True)
@@ -114,13 +111,13 @@ class WeightNames:
         base: prefix of all names but the LM head's; files of older versions may lack it.
         ends: names of layers around the blocks: ours -> transformers'.
         blocks: prefix of a block's number.
-        block: our name within a block -> transformers' names, each with its place in our parameter.
+        block: a built block -> (our name within it -> transformers' names, each with its place in our parameter).
     """
 
     base: str
     ends: Mapping[str, str]
     blocks: str
-    block: Callable[[ModelConfig], Mapping[str, Mapping[str, Within]]]
+    block: Callable[[Any], Mapping[str, Mapping[str, Within]]]
 
 
 def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Iterator[HfTensor]:
@@ -139,8 +136,9 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
         seen.add(layer.spec.name)
         is_block, is_vocabulary = layer.role is Role.BLOCK, layer.role in (Role.EMBEDDING, Role.LM_HEAD)
         prefix = f"{names.base}{names.blocks}.{layer.spec.name.rpartition('.')[2]}." if is_block else ""
-        table = names.block(model) if is_block else None
-        for ours, parameter in build_on_meta(layer.spec).named_parameters():
+        built = build_on_meta(layer.spec)
+        table = names.block(built) if is_block else None
+        for ours, parameter in built.named_parameters():
             inner, _, end = ours.rpartition(".")
             if table is not None:
                 theirs = table[inner]

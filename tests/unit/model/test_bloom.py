@@ -14,7 +14,6 @@ from gptpar.model.block import Block
 from gptpar.model.families import config_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.key_value_cache import cached
-from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
 from gptpar.pipeline import Stage
 from gptpar.training.exchange.megatron.arguments import model_of
@@ -141,15 +140,6 @@ def test_a_weight_less_one_computes_the_same(flags: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-10)
-
-
-def test_the_channels_take_memory() -> None:
-    """Eight more channels of queries, keys, values and output, and the output without them: 2 bytes each."""
-    sizes = [
-        layer_activation_bytes_per_token(tiny_config(f"--position-embedding-type {kind}").model, 2)
-        for kind in ("none", "alibi")
-    ]
-    assert sizes[1] - sizes[0] == 2 * (8 * (4 + 4 + 4 + 4) + 32)
 
 
 @pytest.mark.parametrize("flag", ["--apply-layernorm-1p", "--embed-layernorm", "--position-embedding-type alibi"])

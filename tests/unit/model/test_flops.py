@@ -4,17 +4,9 @@ import pytest
 from torch import nn
 
 from gptpar.config import ModelConfig
-from gptpar.config.roles import Role
-from gptpar.model.flops import (
-    flops_per_token,
-    matmul_parameters,
-    mfu,
-    peak_flops,
-    tflops_per_gpu,
-)
 from gptpar.model.gpt import gpt_model
-from gptpar.model.layer_spec import build_on_meta
 from gptpar.model.spec import ModelSpec
+from gptpar.plan.hardware import mfu, peak_flops
 from tests.unit.model.gpt_shape import GPTShape
 
 GPT2_124M = GPTShape()
@@ -100,20 +92,12 @@ def test_known_parameter_counts():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matmul_parameters_are_the_linear_weights_and_one_head(shape):
+def test_flops_are_those_of_the_linear_weights_and_one_head(shape):
     linears = [m for m in reference_model(shape)["layers"].modules() if isinstance(m, nn.Linear)]
-    head = shape.padded_vocab_size * shape.hidden_size
-    assert matmul_parameters(shape) == sum(m.weight.numel() for m in linears) + head
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_closed_formulas_agree_with_the_layers(shape):
-    model = described(shape)
-    block = build_on_meta(model.first(Role.BLOCK))
-    matrices = sum(p.numel() for p in block.parameters() if p.dim() > 1)
-    head = shape.padded_vocab_size * shape.hidden_size
-    assert matmul_parameters(shape) == shape.num_layers * matrices + head
-    assert flops_per_token(shape, causal=True) == 3 * sum(model.flops)
+    matrices = sum(m.weight.numel() for m in linears) + shape.padded_vocab_size * shape.hidden_size
+    attention = shape.num_layers * shape.num_attention_heads * shape.kv_channels * shape.seq_length
+    assert described(shape).flops_per_token(causal=True) == 6 * matrices + 6 * attention
+    assert described(shape).flops_per_token(causal=False) == 6 * matrices + 12 * attention
 
 
 @pytest.mark.parametrize(
@@ -126,13 +110,13 @@ def test_closed_formulas_agree_with_the_layers(shape):
 )
 def test_full_mfu_of_measured_runs(shape, tokens_per_s, percent):
     peak = peak_flops("NVIDIA H100 80GB HBM3", "bf16")
-    fraction = mfu(tokens_per_s, flops_per_token(shape, causal=False), peak)
+    fraction = mfu(tokens_per_s, described(shape).flops_per_token(causal=False), peak)
     assert 100 * fraction == pytest.approx(percent, abs=0.05)
 
 
 def test_llama3_8b_matches_both_published_conventions():
-    assert 13_812 * flops_per_token(LLAMA3_8B, causal=False) / 1e12 == pytest.approx(800, abs=1)
-    assert tflops_per_gpu(LLAMA3_8B, 14_451) == pytest.approx(744, abs=1)
+    assert 13_812 * described(LLAMA3_8B).flops_per_token(causal=False) / 1e12 == pytest.approx(800, abs=1)
+    assert 14_451 * described(LLAMA3_8B).flops_per_token(causal=True) / 1e12 == pytest.approx(744, abs=1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -144,7 +128,8 @@ def test_tflops_are_those_of_megatrons_formula(shape):
     matrices += s.num_layers * h * s.ffn_hidden_size * (3 if s.swiglu else 2) + h * s.padded_vocab_size
     megatron = batch * s.seq_length * 6 * matrices + batch * s.seq_length**2 * 6 * s.num_layers * q * d
     rate = batch * s.seq_length / seconds / gpus
-    assert tflops_per_gpu(s, rate) == pytest.approx(megatron / (seconds * gpus * 1e12), rel=1e-12)
+    found = rate * described(s).flops_per_token(causal=True)
+    assert found == pytest.approx(megatron / (seconds * gpus), rel=1e-12)
 
 
 @pytest.mark.parametrize(

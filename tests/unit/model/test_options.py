@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.model.attention import Attention
+from gptpar.model.attention import Attention, window_of
 from gptpar.model.block import Block
 from gptpar.model.core_attention import attention_mask, has_window_kernel
-from gptpar.model.flops import block_flops, flops_per_token, window_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
 from gptpar.optim.parameter_groups import ParameterGroups
@@ -167,11 +166,11 @@ def test_windows_with_a_kernel(device_type: str, dtype: torch.dtype, width: int,
 def test_windows_follow_their_pattern_and_count_what_is_seen() -> None:
     m = tiny_config("--num-layers 6 --window-size 4 --window-pattern SSF").model
     assert [window_of(m, layer) for layer in range(6)] == [4, 4, None, 4, 4, None]
-    full = tiny_config("--num-layers 6").model
+    model, full = gpt_model(m), gpt_model(tiny_config("--num-layers 6").model)
     # A window of 4 over 16 tokens sees 1 + 2 + 3 + 13 * 4 pairs, all tokens 16 * 17 / 2; counted without the diagonal.
-    assert block_flops(full, 0) - block_flops(m, 0) == 4 * 32 * (8 - (4 - 16 / 32))
-    assert block_flops(m, 2) == block_flops(full, 2)
-    assert 3 * sum(block_flops(m, i) for i in range(6)) + 6 * 32 * 64 == flops_per_token(m, causal=True)
+    fewer = 4 * 32 * (8 - (4 - 16 / 32))
+    assert [b - a for a, b in zip(model.flops, full.flops, strict=True)] == [0, 0, *[fewer, fewer, 0] * 2, 0, 0]
+    assert full.flops_per_token(causal=True) - model.flops_per_token(causal=True) == 3 * 4 * fewer
     assert all(window_of(tiny_config("--window-size 16").model, layer) is None for layer in range(2))
 
 
@@ -186,7 +185,7 @@ def changes(width: int, flags: str) -> tuple[float, float]:
     weights = {name: torch.empty(p.shape) for name, p in stage.global_parameters().items()}
     initialise(weights, inits_of_stage(stage), seed=3)
     stage.place(weights)
-    groups, infos = ParameterGroups(config, model), stage.infos()
+    groups, infos = ParameterGroups(config.optimizer, config.model, model), stage.infos()
     rates = {name: 1e-2 * groups.factors[groups.group_of(name, info)].lr for name, info in infos.items()}
     optimizer = torch.optim.Adam([{"params": [p], "lr": rates[n]} for n, p in stage.global_parameters().items()])
     tokens = random_tokens(8, 16, 60)

@@ -217,9 +217,9 @@ def test_layers_are_asked_for_by_their_role() -> None:
     model = gpt_model(tiny_config().model)
     assert [layer.role for layer in model.layers] == list(layer_roles(2))
     assert model.names(Role.BLOCK) == ("layers.0", "layers.1") and model.names(Role.FINAL_NORM) == ("final_norm",)
-    assert model.first(Role.LM_HEAD).name == model.shared == "embedding"
+    assert model.names(Role.LM_HEAD) == (model.shared,) == ("embedding",)
     untied = gpt_model(tiny_config("--untie-embeddings-and-output-weights").model)
-    assert untied.first(Role.LM_HEAD).name == "output" and untied.shared is None
+    assert untied.names(Role.LM_HEAD) == ("output",) and untied.shared is None
 
 
 @pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])

@@ -27,7 +27,7 @@ def groups_of(flags: str) -> tuple[ParameterGroups, dict[str, GroupFactors]]:
     """The groups, and each parameter's factors."""
     config = tiny_config(flags)
     model = gpt_model(config.model)
-    groups, infos = ParameterGroups(config, model), Stage(model.specs).infos()
+    groups, infos = ParameterGroups(config.optimizer, config.model, model), Stage(model.specs).infos()
     return groups, {name: groups.factors[groups.group_of(name, info)] for name, info in infos.items()}
 
 

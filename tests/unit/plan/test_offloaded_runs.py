@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gptpar.cli.plan import make_planner
-from gptpar.config.roles import Role
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
@@ -141,7 +140,7 @@ def test_gradients_that_leave_at_once_are_three_layers_on_the_device() -> None:
     """Two wait for their copies while the next one is formed; all activations may be there."""
     count = elements(TEN_B)
     stay, leave = (plan(f"{TEN_B} {OFFLOAD} 1 --offload-gradients {word}") for word in ("off", "on"))
-    largest = max(unit.length for unit in stay.job.units.values())
+    largest = max(stay.job.unit(number).length for number in stay.job.stages[0].layers)
     assert not leave.job.graph and not leave.job.early_elements
     one = leave.memory[0]
     assert one.gradients == 2 * largest * (MAX_UNITS_WAITING + 1) and one.optimizer == 0
@@ -167,7 +166,7 @@ def test_parameters_on_the_host_are_two_layers_on_the_device() -> None:
     here, there = plan(IN_PAIRS).memory[0], plan(f"{IN_PAIRS} --cpu-parameters").memory[0]
     assert there.parameters == 0 and there.host == pytest.approx(here.host + 2 * count)
     job = plan(IN_PAIRS).job
-    embedding, block = job.units[Role.EMBEDDING].length, job.units[Role.BLOCK].length
+    embedding, block = (job.unit(number).length for number in (0, job.blocks(job.stages[0])[0]))
     assert here.buffers < there.buffers <= here.buffers + 2 * (embedding + 2 * block)
 
 

@@ -18,7 +18,7 @@ from gptpar.engine.engine import Engine
 from gptpar.errors import ConfigError
 from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
-from gptpar.plan.memory import block_bytes_per_token, stage_memory
+from gptpar.plan.memory import stage_memory
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
@@ -117,24 +117,34 @@ def test_recomputation_and_offload_of_inputs() -> None:
     assert offloaded.activations == 0
     assert offloaded.host - plan(flags).memory[0].host == 4 * tokens * h * 2
     selective = plan(SMALL + "--micro-batch-size 2 --recompute-granularity selective --recompute-modules mlp layernorm")
-    assert block_bytes_per_token(selective.job) == 32 * h + 32 - 16 * h - 4 * h
+    # MLP's input is kept to compute it again; the output of attention's norm and both norms' statistics are not kept.
+    assert block_bytes(selective.job) == 32 * h + 32 - 16 * h - 2 * h - 16
+
+
+def block_bytes(job: Job, number: int = 0) -> float:
+    """Bytes that a block keeps of a token."""
+    return job.costs[job.blocks(job.stages[0])[number]].kept
 
 
 @pytest.mark.parametrize(
-    ("flags", "masked"),
+    ("flags", "masks"),
     [
-        ("", False),
-        ("--position-embedding-type alibi ", False),
-        ("--attention-dropout 0.1 ", True),
-        ("--reset-attention-mask --tokenizer-type NullTokenizer --data-path ids ", True),
-        ("--kv-channels 20 ", True),
+        ("", (0, 0)),
+        ("--position-embedding-type alibi ", (0, 0)),
+        ("--attention-dropout 0.1 ", (32, 0)),
+        ("--reset-attention-mask --tokenizer-type NullTokenizer --data-path ids ", (64, 64)),
+        ("--kv-channels 20 ", (32, 0)),
     ],
 )
-def test_a_window_without_its_kernel_has_a_mask(flags: str, masked: bool) -> None:
-    """A mask of 32 x 32 tokens, a byte each, is 16 bytes for each of a micro-batch's 64 tokens."""
-    windows = "--window-size 8 --window-pattern SF "
-    few, full = (block_bytes_per_token(plan(SMALL + flags + w + "--micro-batch-size 2").job) for w in (windows, ""))
-    assert few - full == 16 * masked
+def test_attention_without_its_kernel_has_a_mask(flags: str, masks: tuple[int, int]) -> None:
+    """A mask of 32 x 32 tokens, 2 bytes each, is 32 bytes for each of 64 tokens; two samples' documents have two."""
+    job = plan(SMALL + flags + "--window-size 8 --window-pattern SF --micro-batch-size 2").job
+    plain = plan(SMALL + flags.partition("--reset")[0] + "--micro-batch-size 2").job
+    assert tuple(block_bytes(job, number) - block_bytes(plain) for number in range(2)) == masks
+    assert (
+        plan(SMALL + "--window-size 8 --micro-batch-size 2").time.compute
+        < plan(SMALL + "--micro-batch-size 2").time.compute
+    )
 
 
 def test_micro_batches_alive_are_those_of_the_schedule() -> None:

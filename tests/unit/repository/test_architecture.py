@@ -40,7 +40,7 @@ PURE = [
     "any_module/options.py",
     "data/order.py",
     "data/splits.py",
-    "model/flops.py",
+    "tensor_parallel/cost.py",
 ]
 HEAVY = ["tensorboard", "matplotlib", "sentencepiece", "tiktoken", "transformers", "safetensors"]
 MAX_FILE_LINES = 400

@@ -1,0 +1,241 @@
+"""What layers say they cost, against torch's count of FLOPs and against what autograd keeps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from gptpar.model.block import Block
+from gptpar.model.gpt import gpt_model
+from gptpar.pipeline.stage import Stage
+from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape
+from gptpar.tensor_parallel.cross_entropy import CHUNK_BYTES
+from tests.helpers import tiny_config
+from tests.unit.plan.plans import pretended_world
+
+NONE, ROPE, ALIBI = (f"--position-embedding-type {kind} " for kind in ("none", "rope", "alibi"))
+WIDTH_NORM = "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --disable-bias-linear "
+LLAMA = ROPE + "--swiglu --disable-bias-linear --normalization RMSNorm "
+GATE = "--attention-output-gate "
+TOKENS, LENGTH, H, HEADS = 32, 16, 32, 4
+
+
+# --- FLOPs ----------------------------------------------------------------------------------------------------------
+
+OPS = torch.ops.gptpar
+
+
+def two_products(grad: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """Of the backward pass: the gradients of input and weight."""
+    tokens = max(grad[0], x[0])  # under sequence parallelism one of both has this rank's alone
+    return 4 * tokens * math.prod(weight)
+
+
+COUNTED = {
+    OPS.column_forward: lambda x, weight, *_, out_shape, **__: 2 * out_shape[0] * math.prod(weight),
+    OPS.row_forward: lambda x, weight, *_, **__: 2 * x[0] * math.prod(weight),
+    OPS.column_backward: two_products,
+    OPS.row_backward: two_products,
+}
+
+
+@pytest.fixture(autouse=True)
+def _some_chunks_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is allocated: the model is on the meta device."""
+    monkeypatch.setitem(CHUNK_BYTES, "meta", CHUNK_BYTES["cpu"])
+
+
+def counted(flags: str, axis: TensorAxis = ALONE, modules: tuple[str, ...] = ()) -> tuple[float, float, float]:
+    """Of a micro-batch on a rank, by torch: FLOPs of products with weights, FLOPs of attention; and what layers say."""
+    model = gpt_model(tiny_config(flags).model, axis, recompute_modules=frozenset(modules))
+    stage, tokens = Stage(model.specs), torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        stage(tokens, {"labels": tokens, "seq_length": LENGTH}).backward()
+    counts = counter.get_flop_counts()["Global"]
+    attention = float(sum(count for op, count in counts.items() if "bmm" in str(op)))
+    again = sum(part.flops - part.attention for cost in model.costs(SHAPE) for part in cost.again)
+    products = [cost.flops - cost.attention for cost in model.costs(SHAPE)]
+    return counter.get_total_flops() - attention, attention, TOKENS * (3 * sum(products) + again)
+
+
+SHAPE = BatchShape(TOKENS, LENGTH, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--num-query-groups 2",
+        LLAMA,
+        "--mlp-activation geglu --untie-embeddings-and-output-weights",
+        "--qk-layernorm --disable-bias-linear",
+        WIDTH_NORM,
+        GATE + ROPE,
+        "--use-parallel-residual --kv-channels 12",
+        "--norm-placement peri --num-layers 3",
+    ],
+)
+def test_flops_are_those_that_torch_counts(flags: str) -> None:
+    model = gpt_model(tiny_config(flags).model)
+    products, attention, declared = counted(flags)
+    assert products == declared
+    assert attention == TOKENS * 6 * sum(cost.attention for cost in model.costs(SHAPE))  # twice the causal half
+    assert products + attention == TOKENS * model.flops_per_token(causal=False)
+    assert products + attention / 2 == TOKENS * model.flops_per_token(causal=True) == TOKENS * 3 * sum(model.flops)
+
+
+def test_flops_of_windows() -> None:
+    """Where no kernel computes a window, a mask saves nothing: torch counts the square, and so does ``masked``."""
+    costs = gpt_model(tiny_config("--window-size 4 --window-pattern SF").model).costs(SHAPE)
+    _, attention, _ = counted("--window-size 4 --window-pattern SF")
+    windowed, full = (cost for cost in costs if cost.attention)
+    assert windowed.attention == 4 * H * (4 - 4 * 4 / (2 * LENGTH)) and full.attention == 4 * H * LENGTH / 2
+    assert windowed.attention + windowed.masked == 2 * full.attention and full.masked == 0
+    assert attention == TOKENS * 3 * (windowed.attention + windowed.masked + 2 * full.attention)
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "sequence_parallel"),
+    [("", 2, False), (LLAMA + GATE + "--num-query-groups 2", 2, True), ("", 4, True)],
+)
+def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) -> None:
+    with pretended_world(0, size):
+        axis = TensorAxis(size, 0, dist.group.WORLD, sequence_parallel)
+        products, attention, declared = counted(flags, axis)
+    assert products == declared
+    whole, whole_attention, _ = counted(flags)
+    assert products == whole / size and attention == whole_attention / size
+
+
+@pytest.mark.parametrize("modules", [("mlp",), ("core_attn",), ("layernorm",), ("core_attn", "mlp", "layernorm")])
+def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
+    products, attention, declared = counted("", modules=modules)
+    assert products == declared
+    # Torch counts a kernel that is made of two products; of these, only the first is needed again.
+    assert attention == counted("")[1] * (7 / 6 if "core_attn" in modules else 1)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def declared(flags: str, **options: Any) -> float:
+    """Bytes that a block says it keeps of a token."""
+    documents = options.pop("documents", False)
+    with torch.device("meta"):
+        block = Block(tiny_config(flags).model, options.pop("axis", ALONE), **options)
+    return block.cost(SHAPE._replace(has_documents=documents)).kept
+
+
+def measured(flags: str, *, compiled: bool = False, documents: bool = False, **options: Any) -> float:
+    """Bytes that a block really keeps of a token, its parameters aside."""
+    block: nn.Module = Block(tiny_config(flags).model, **options)
+    ids = torch.zeros(TOKENS // LENGTH, LENGTH, dtype=torch.long) if documents else None
+    others = [*block.parameters(), *([] if ids is None else [ids])]  # all layers have the same documents
+    weights = {tensor.untyped_storage().data_ptr() for tensor in others}
+    for parameter in block.parameters():
+        parameter.data.normal_()
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # holding it keeps its address its own
+        return tensor
+
+    if compiled:  # the choice of what is kept, without code
+        torch._dynamo.reset()
+        block = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)  # type: ignore[assignment]
+    x = torch.randn(TOKENS, H, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, None, ids, LENGTH)
+    return sum(size for size, _ in kept.values()) / TOKENS
+
+
+def modules(*names: str) -> dict[str, Any]:
+    return {"recompute_modules": frozenset(names)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (NONE, {}),
+        (NONE, modules("mlp")),
+        (NONE, modules("core_attn")),
+        (NONE, modules("core_attn", "mlp")),
+        (NONE + "--mlp-activation squared_relu", {}),
+        (NONE + "--qk-layernorm", {}),
+        (NONE + GATE, {}),
+        (NONE + GATE, modules("core_attn")),
+        (NONE + "--norm-placement peri", {}),
+        (NONE + "--norm-placement post", {}),
+        (NONE + "--use-parallel-residual", {}),
+        (ROPE, modules("core_attn")),
+        (ALIBI, {}),
+        (ALIBI + GATE, {}),
+        (ALIBI + "--qk-layernorm", {}),
+        (NONE, {"window": 4}),
+        (NONE, {"documents": True}),
+        (NONE, {"documents": True, "window": 4, **modules("mlp")}),
+        (NONE, {"documents": True, **modules("core_attn")}),
+    ],
+)
+def test_a_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None:
+    assert measured(flags, **options) == declared(flags, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (ROPE, {}),
+        (LLAMA + "--num-query-groups 2", {}),
+        (LLAMA, modules("mlp")),
+        (ROPE + WIDTH_NORM, {}),
+        (NONE, modules("layernorm")),
+        (NONE, modules("layernorm", "mlp")),
+    ],
+)
+def test_a_compiled_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None:
+    """A compiler may compute one of the four statistics of norms again."""
+    assert measured(flags, compiled=True, **options) == pytest.approx(declared(flags, **options), rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel", "per_hidden"),
+    [(1, False, 34), (2, False, 10 + 24 / 2), (4, False, 10 + 24 / 4), (2, True, 34 / 2), (4, True, 34 / 4)],
+)
+def test_a_block_keeps_what_the_paper_says(size: int, sequence_parallel: bool, per_hidden: float) -> None:
+    """Korthikanti et al. 2022, arXiv 2205.05198; without the norms' statistics and attention's log-sums."""
+    axis = TensorAxis(size, sequence_parallel=sequence_parallel)
+    with torch.device("meta"):
+        block = Block(tiny_config("--hidden-dropout 0.1").model, axis)
+    kept = block.cost(SHAPE._replace(dtype=torch.bfloat16)).kept
+    statistics = 2 * 2 * 4 / axis.token_splits + 4 * HEADS / size
+    assert kept - statistics == per_hidden * H
+
+
+# --- passes over memory -----------------------------------------------------------------------------------------------
+
+
+def passes(flags: str, axis: TensorAxis = ALONE) -> tuple[float, float]:
+    with torch.device("meta"):
+        cost = Block(tiny_config(flags).model, axis).cost(SHAPE)
+    return cost.forward, cost.backward
+
+
+def test_elements_that_norms_and_activations_move() -> None:
+    assert passes("") == (10 * H + 2 * 4 * H, 15 * H + 3 * 4 * H)
+    assert passes("", TensorAxis(4, sequence_parallel=True)) == (18 * H / 4, 27 * H / 4)
+    assert passes("", TensorAxis(4)) == (10 * H + 8 * H / 4, 15 * H + 12 * H / 4)
+    assert passes("--norm-placement peri") == (20 * H, 33 * H)  # an input read more, then three tensors, for each norm
+    assert passes("--qk-layernorm") == (18 * H + 2 * 2 * H, 27 * H + 2 * H)  # queries and keys; then read again

@@ -132,15 +132,15 @@ class TrainSchedule(PipeSchedule):
             receive, send = (RecvActivation, SendGrad) if is_forward else (RecvGrad, SendActivation)
             sends = [send(other)] if has_neighbour and self._is_there(before) else []
             receives = [receive(own)] if has_neighbour and self._is_there(current) else []
-            computes: list[PipeInstruction] = []
-            if self._is_there(current):
-                loads = is_forward and (self.is_first_stage or self.is_last_stage)
-                computes = [
-                    *([LoadMicroBatch(own)] if loads else []),
-                    (ForwardPass if is_forward else BackwardPass)(own),
-                ]
+            computes = self._passes(own, is_forward) if self._is_there(current) else []
             finish = [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if step == last else []
             yield [*(sends + receives if is_forward else receives + sends), *computes, *finish]
+
+    def _passes(self, buffer: int, is_forward: bool) -> list[PipeInstruction]:
+        if not is_forward:
+            return [BackwardPass(buffer)]
+        loads = [LoadMicroBatch(buffer)] if self.is_first_stage or self.is_last_stage else []
+        return [*loads, ForwardPass(buffer)]
 
     def _micro_batch(self, step: int) -> tuple[int, bool]:
         """(the micro-batch of a step, which may not exist; whether it is its forward pass)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.errors import ConfigError, GptparError, is_whole, wrong_type
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
-from gptpar.model.spec import ModelSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer, tie_functions
-from gptpar.pipeline.partition import balance, partition
+from gptpar.pipeline.layer_split import LayerSplit, split_layers
 from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
 from gptpar.pipeline.stage import Fields, Stage
@@ -269,80 +267,6 @@ class PipelineModule(nn.Module):
                 for group in (*self._summed_over[full_name], *(() if tied is None else (tied,))):
                     if parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
-
-
-@dataclass(frozen=True)
-class LayerSplit:
-    """The assignment of layers to stages.
-
-    Attributes:
-        bounds: part k holds layers ``bounds[k]`` to ``bounds[k + 1] - 1``; stage r has parts r, r + num_stages, ...
-        parameters: of each stage.
-        costs: of each stage, in the unit of the partition method.
-    """
-
-    bounds: list[int]
-    parameters: list[float]
-    costs: list[float]
-
-    @property
-    def efficiency(self) -> float:
-        """Mean cost of a stage over that of the heaviest: 1 is perfect balance."""
-        return sum(self.costs) / (len(self.costs) * max(self.costs)) if max(self.costs) else 1.0
-
-    def layers_of(self, stage: int) -> list[int]:
-        """Indices of a stage's layers."""
-        parts = range(stage, len(self.bounds) - 1, len(self.costs))
-        return [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
-
-    def tied_stages(self, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
-        """Name of a tied layer that several stages have -> these stages."""
-        found: dict[str, set[int]] = {}
-        for stage in range(len(self.costs)):
-            for spec in (specs[layer] for layer in self.layers_of(stage)):
-                if isinstance(spec, TiedLayerSpec):
-                    found.setdefault(spec.name, set()).add(stage)
-        return {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
-
-
-def split_layers(
-    specs: Sequence[LayerSpec], num_stages: int, num_virtual_stages: int, method: str, flops: Sequence[float]
-) -> LayerSplit:
-    """Divide a list of layers; see :class:`PipelineModule` for the methods.
-
-    Raises:
-        ConfigError: the method cannot divide these layers.
-    """
-    parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
-    return _split(specs, parameters, flops, num_stages, num_virtual_stages, method)
-
-
-def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """Divide a model into stages by its layers' costs.
-
-    Args:
-        model: described without tensor parallelism, so that all processes divide it alike.
-        num_stages, num_virtual_stages, method: see :class:`PipelineModule`.
-
-    Raises:
-        ConfigError: the method cannot divide this model.
-    """
-    return _split(model.specs, model.parameters, model.flops, num_stages, num_virtual_stages, method)
-
-
-def _split(
-    specs: Sequence[LayerSpec],
-    parameters: Sequence[int],
-    flops: Sequence[float],
-    num_stages: int,
-    num_virtual_stages: int,
-    method: str,
-) -> LayerSplit:
-    kinds = [spec.cls.__name__ for spec in specs]
-    num_parts = num_stages * num_virtual_stages
-    bounds = partition(method, num_parts, parameters=parameters, flops=flops, kinds=kinds, num_stages=num_stages)
-    costs = balance(flops or parameters, bounds, num_stages)
-    return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)
 
 
 def _scalar(loss: torch.Tensor, loss_fn: Callable[..., Any] | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from gptpar.model.dtypes import DTYPES
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.pipeline import schedules
-from gptpar.pipeline.module import LayerSplit, split_model
+from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.recompute import recompute_groups
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.layers import Layers, layers_of, model_of, table_of

@@ -17,6 +17,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.topology.mesh import Mesh
 
 
 class Layers:

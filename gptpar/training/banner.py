@@ -15,7 +15,7 @@ from gptpar.errors import GptparError
 from gptpar.model.gpt import gpt_model
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
-from gptpar.pipeline.module import LayerSplit
+from gptpar.pipeline.layer_split import LayerSplit
 from gptpar.pipeline.schedules import simulate, simulated_bubble
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.job import Job

@@ -23,7 +23,8 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.parameter_groups import ParameterGroups
-from gptpar.pipeline.module import LayerSplit, PipelineModule, split_model
+from gptpar.pipeline.layer_split import LayerSplit, split_model
+from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph

@@ -16,7 +16,8 @@ from gptpar.config.checks.parallel import check_parallel
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
-from gptpar.pipeline.module import PipelineModule, split_model
+from gptpar.pipeline.layer_split import split_model
+from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology

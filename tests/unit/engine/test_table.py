@@ -13,7 +13,7 @@ import torch
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.model.gpt import gpt_model
-from gptpar.pipeline.module import split_layers
+from gptpar.pipeline.layer_split import split_layers
 from gptpar.pipeline.stage import Stage
 from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis

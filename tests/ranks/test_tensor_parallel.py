@@ -292,4 +292,4 @@ def test_ranges_are_balanced_and_cover(length: int, size: int) -> None:
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])] and spans[-1][1] == length
     sizes = [stop - start for start, stop in spans]
     assert max(sizes) - min(sizes) <= 1
-    assert {axis.split(0, length).longest for axis in axes} == {max(sizes)}
+    assert {axis.split_of(0, length).longest for axis in axes} == {max(sizes)}

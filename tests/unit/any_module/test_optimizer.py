@@ -107,7 +107,9 @@ def test_a_scheduler_over_another_optimizer_of_the_same_groups_changes_the_engin
     given = [{"params": [p for p in module.parameters() if (p.dim() == 1) == bias]} for bias in (False, True)]
     scheduler = LambdaLR(torch.optim.AdamW(given, lr=1.0), lambda step: 1 / (1 + step))
     made = groups(None, given, module, options(optimizer=ADAM))
-    optimizer = EngineOptimizer(ADAMW, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False))
+    optimizer = EngineOptimizer(
+        ADAMW, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False), lambda weight: weight
+    )
     assert scheduler_of(scheduler, optimizer, None) is scheduler
     scheduler.step()
     assert [how.lr for how in optimizer.hyperparameters()] == [0.5, 0.5]

@@ -28,6 +28,10 @@ from gptpar.system.files import lies_in, read_regular
 from gptpar.training.exchange.hf_folder import read_json
 
 
+class Vocabulary(TokenizerBase):
+    file_names = {"vocab": "vocab.json"}
+
+
 def a_pipe(path: Path) -> None:
     os.mkfifo(path)
 
@@ -66,7 +70,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a name of text": lambda path: find_inputs([str(path)]),
     "history": lambda path: cut_after(path, 1),
     "trace": load_trace,
-    "tokenizer": lambda path: TokenizerBase._read(object.__new__(TokenizerBase), "vocab", path),
+    "tokenizer": lambda path: Vocabulary()._read("vocab", path),
 }
 
 

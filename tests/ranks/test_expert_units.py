@@ -134,7 +134,7 @@ def described(topology: Topology, config: ModelConfig, axis: TensorAxis = ALONE,
         spec = LayerSpec(ExpertsBlock, *old.args, name=old.name, batch_fields=fields, **kwargs)
         if old.name in ("layers.0", "layers.4"):
             spec = TiedLayerSpec("shared", ExpertsBlock, *first.args, name=first.name, batch_fields=fields, **kwargs)
-        return ModelLayer(layer.role, spec, layer.flops)
+        return ModelLayer(layer.role, spec)
 
     layers = gpt.gpt_model(config, axis, **kwargs).layers
     first = next(layer.spec for layer in layers if layer.role is Role.BLOCK)

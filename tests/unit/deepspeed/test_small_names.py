@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gptpar.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
 from gptpar.deepspeed.runtime import lr_schedules
 from gptpar.deepspeed.utils.torch import required_torch_version
@@ -13,6 +15,14 @@ from gptpar.deepspeed.utils.torch import required_torch_version
 import gptpar.deepspeed as deepspeed
 from gptpar.any_module.schedulers import OneCycle
 from gptpar.errors import GptparError
+
+
+@pytest.fixture(autouse=True)
+def leave_the_group() -> Iterator[None]:
+    """``initialize`` of the namespace joins a group of one process, which other tests make themselves."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_programs_ask_which_operators_are_here() -> None:

@@ -138,7 +138,7 @@ def described(topology: Topology, config: ModelConfig, axis: TensorAxis = ALONE,
 
     layers = gpt.gpt_model(config, axis, **kwargs).layers
     first = next(layer.spec for layer in layers if layer.role is Role.BLOCK)
-    return ModelSpec(tuple(changed(number, layer) for number, layer in enumerate(layers)))
+    return ModelSpec(tuple(changed(number, layer) for number, layer in enumerate(layers)), config.seq_length)
 
 
 def trained(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptpar.config.fields import flag, on_unless
 
@@ -73,7 +73,7 @@ class OptimizerOptions:
         "on resume, let the checkpoint's schedule replace this command line's",
         names=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
-    scheduler: dict | None = None
+    scheduler: dict | None = field(default=None, hash=False)
     """The ``scheduler`` of a DeepSpeed configuration, ``type`` and complete ``params``; it goes before the schedule of
     the flags."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -317,11 +318,14 @@ class Weights(NotCopied):
     def local_of(self, trained: Mapping[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from parameters to their :meth:`local` weights; untrained ones have none."""
         names = {id(parameter): name for name, parameter in trained.items()}
+        alive = weakref.ref(self)  # an optimizer that the user keeps must not keep a closed engine's memory
 
         def of(parameter: torch.Tensor) -> torch.Tensor:
+            if (weights := alive()) is None:
+                raise GptparError("the engine is closed: read its master weights before close().")
             name = names.get(id(parameter))
-            found = None if name is None else self.local(name, "weights")
-            return self._zeros(0) if found is None else found
+            found = None if name is None else weights.local(name, "weights")
+            return weights._zeros(0) if found is None else found
 
         return of
 

@@ -36,14 +36,6 @@ NOT_DRAWN = Constant(0.0)
 """A placeholder for the initial values of a module that has its own."""
 
 
-def data_axes_of(
-    options: EngineOptions, topology: Topology, wait_for: Callable[[Any], None] = wait_without_limit
-) -> DataAxes:
-    """The processes that read different samples; alone, nothing is sharded."""
-    stage = options.zero_stage if topology.mesh.data > 1 else 0
-    return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups, wait_for)
-
-
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
     """The number formats of the engine's state and of its messages.
 
@@ -122,7 +114,7 @@ def build_engine(
     Raises:
         GptparError: host memory does not suffice for offload; parameters may then be in host memory.
     """
-    data, device, plan = data_axes_of(options, topology, wait_for), topology.device, stage.plan
+    data, device, plan = DataAxes.of(topology, options.zero_stage, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
     table, frozen = lay_out(plan, stage.parameters, groups, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)

@@ -104,7 +104,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shards(state: Mapping[str, torch.Tensor], limit: float) -> Iterator[StateDict]:
-    """The same tensors in order, in parts of at most so many bytes; a larger tensor is alone."""
+    """The tensors in order, in shards of at most ``limit`` bytes; a larger tensor has a shard of its own."""
     part: StateDict = {}
     for name, tensor in state.items():
         if part and sum(one.nbytes for one in part.values()) + tensor.nbytes > limit:

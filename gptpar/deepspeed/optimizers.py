@@ -13,7 +13,7 @@ from gptpar.optim.adam_update import AdamHyperparameters
 
 
 class _Adam(type):
-    """A class whose call makes an optimizer of torch, and of which each Adam is an instance, also the engine's."""
+    """The type of DeepSpeed's Adam classes: calling one makes torch's optimizer; every Adam passes ``isinstance``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if isinstance(instance, EngineOptimizer):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gptpar.engine.ranges import Place
 from gptpar.engine.units import Unit
+from gptpar.topology.groups import Topology
 
 
 def wait_without_limit(work: Any) -> None:
@@ -33,6 +34,17 @@ class DataAxes:
     place: Place = Place()
     groups: Mapping[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     wait_for: Callable[[Any], None] = wait_without_limit
+
+    @staticmethod
+    def of(topology: Topology, zero_stage: int, wait_for: Callable[[Any], None] = wait_without_limit) -> DataAxes:
+        """Those of a topology; where one process reads all samples, nothing is sharded."""
+        stage = zero_stage if topology.mesh.data > 1 else 0
+        return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups, wait_for)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds the only copy of every unit: it exchanges no gradients."""
+        return self.place.mesh.data == 1
 
     @property
     def zero_stage(self) -> int:

@@ -196,7 +196,7 @@ class Engine:
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
         trained = _trained_units(orders, layers, frozen_units)
         done, final = self.gatherer.backward_done, self.gatherer.may_change
-        in_order = not learns or data.place.mesh.data > 1  # a process alone sends no messages, whose order would count
+        in_order = not learns or not data.is_alone  # a process alone sends no messages, whose order would count
         collector = GradientCollector(
             table.units, trained, memory, reducer, done, kept=done, final=final, learns=learns, in_order=in_order
         )

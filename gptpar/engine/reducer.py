@@ -52,7 +52,7 @@ class GradientReducer:
         self.has_begun = False
         self._pending: deque[_Reduction] = deque()
         self._bounded = data.zero_stage >= 2 or router.divides
-        on_side_stream = router.divides and any(data.groups.values()) and memory.shard.is_cuda
+        on_side_stream = router.divides and not data.is_alone and memory.shard.is_cuda
         self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
 
     def begin(self) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gptpar.any_module.build import data_axes_of, lay_out, settings_of
+from gptpar.any_module.build import lay_out, settings_of
 from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.any_module.units import find_units
+from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.engine.table import ParameterTable
@@ -118,7 +119,7 @@ def estimate_memory(
     world = int(world)
     options = read_options(config, world=world)
     plan = find_units(model, options.units, dtype=options.dtype)
-    data = data_axes_of(options, Topology(Mesh(data=world), 0, torch.device("cpu")))
+    data = DataAxes.of(Topology(Mesh(data=world), 0, torch.device("cpu")), options.zero_stage)
     parameters = dict(model.named_parameters())
     table, frozen = lay_out(
         plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, data.place

@@ -13,7 +13,6 @@ from gptpar.config.roles import Role
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
-from gptpar.engine.ranges import Place
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
@@ -64,7 +63,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tries_memory: the CPU optimizer has no state: gradients that it would get are dropped, no step can be taken.
     """
     settings, device = engine_settings(config, topology), topology.device
-    tensor, data = tensor_axis(config, topology), data_axes(config, topology)
+    tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
     model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
@@ -113,12 +112,6 @@ def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
     group, parallel = topology.group(TENSOR), config.parallel
     fused = parallel.tp_comm_overlap and group is not None and symmetric_memory_works(group)
     return TensorAxis(topology.mesh.tensor, topology.position(TENSOR), group, parallel.sequence_parallel, fused)
-
-
-def data_axes(config: Config, topology: Topology) -> DataAxes:
-    """The processes that read different samples; alone, nothing is sharded."""
-    stage = config.parallel.zero_stage if topology.mesh.data > 1 else 0
-    return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups)
 
 
 def make_pipeline(

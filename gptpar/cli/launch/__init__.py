@@ -94,8 +94,8 @@ def main(argv: Sequence[str]) -> int:
     """``gptpar launch``: takes torchrun's flags, or DeepSpeed's; the workers get the time they need to save.
 
     Raises:
-        GptparError: the workers did not find each other; or mpirun or srun started several launchers, each of which
-            would start a run of its own.
+        GptparError: the workers did not find each other; or mpirun or srun started several launchers, and each would
+            start its own run.
     """
     if hostfile.is_asked_for(argv):
         _refuse_several()

@@ -91,7 +91,7 @@ def initialize(
             (the last one's output, the labels) -> a scalar; default: the output is the loss.
 
     Returns:
-        (engine, optimizer, loader, scheduler), all but the engine maybe ``None``; without an optimizer it takes no step.
+        (engine, optimizer, loader, scheduler); all but the engine may be ``None``. No optimizer: it takes no step.
 
     Raises:
         ConfigError: configuration, optimizer or parameters are wrong; it names everything.

@@ -66,9 +66,12 @@ def product(layouts: Iterable[Mesh], dimensions: Sequence[Dimension]) -> Iterato
 
 def with_changes(flags: Flags, changes: Changes) -> Flags:
     """The flags with some fields changed."""
+    sections: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         section, key = name.split(".")
-        flags = flags.update(section, **{key: value})
+        sections.setdefault(section, {})[key] = value
+    for section, values in sections.items():
+        flags = flags.update(section, **values)
     return flags
 
 

@@ -9,7 +9,7 @@ VERSION = "0.19.8"
 
 _HERE = "gptpar.deepspeed"
 _SCHEDULES = "gptpar.any_module.schedulers"
-_ESTIMATES = "gptpar.plan.deepspeed_estimates"
+_ESTIMATES = "gptpar.deepspeed.memory_estimates"
 
 HOMES: Mapping[str, str] = {
     "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.start:DEEPSPEED_ENVIRONMENT_NAME",

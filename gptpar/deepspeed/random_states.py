@@ -80,7 +80,7 @@ class CudaRNGStatesTracker:
             GptparError: there is such a state, or one with that seed.
         """
         if name in self.states_ or seed in self.seeds_:
-            raise GptparError(f"random state {name!r} with seed {seed}: the name or the seed is taken; use another one.")
+            raise GptparError(f"random state {name!r} with seed {seed}: the name or the seed is taken: take another.")
         with _kept():
             _seed(seed)
             self.states_[name] = _state()
@@ -94,7 +94,7 @@ class CudaRNGStatesTracker:
             GptparError: there is no such state.
         """
         if name not in self.states_:
-            known = ", ".join(self.states_) or "none; call deepspeed.checkpointing.model_parallel_cuda_manual_seed(seed)"
+            known = ", ".join(self.states_) or "none; call model_parallel_cuda_manual_seed(seed) before"
             raise GptparError(f"there is no random state {name!r}; known: {known}.")
         with _kept():
             _set_state(self.states_[name])
@@ -104,7 +104,7 @@ class CudaRNGStatesTracker:
                 self.states_[name] = _state()
 
     def drawing_again(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function for a recomputation: each call but the first draws from the states of the first, and keeps none."""
+        """The function for a recomputation: calls after the first draw from the first's states, and keep none."""
         return partial(_draw, self, function, []) if self.states_ else function
 
 

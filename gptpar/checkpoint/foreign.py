@@ -233,7 +233,9 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
             inside = title if known.reader is ForeignReader.HUGGING_FACE else ""
-            return Foreign(what, known.reader, inside, their_way=known.their_way, is_loose=not title and not known.certain)
+            return Foreign(
+                what, known.reader, inside, their_way=known.their_way, is_loose=not title and not known.certain
+            )
     return None
 
 

@@ -82,6 +82,16 @@ def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
         engine.load_checkpoint(run)
 
 
+@pytest.mark.fast
+def test_a_programs_own_file_may_lie_in_the_folder(tmp_path: Path) -> None:
+    """Determined writes its own state into the folder before the engine does."""
+    torch.save({"step": 3}, tmp_path / "det_state_dict_rank0.pth")
+    engine, loaded = make(mlp(0)), make(mlp(1))
+    engine.save_checkpoint(tmp_path, "model0")
+    assert loaded.load_checkpoint(tmp_path, "model0")[0]
+    assert_same(state(loaded), state(engine))
+
+
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """Saving is refused; loading forgets the gradients at work."""
     engine = make(mlp(), "ZeRO-3, CPU 0.6", accumulation=2)

@@ -31,7 +31,13 @@ HAS_TRITON = False
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """DeepSpeed's file of variables for all machines, which accelerate writes."""
 
-torch_info = {"version": torch.__version__, "cuda_version": torch.version.cuda or "0.0", "bf16_support": True}
+torch_info = {
+    "version": torch.__version__,
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "hip_version": torch.version.hip or "0.0",
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.cuda.is_available() else "0.0",
+}
 """What DeepSpeed was built with; gptpar is not built for a version of torch."""
 
 PORT = 29500

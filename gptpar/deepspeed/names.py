@@ -72,7 +72,7 @@ HOMES: Mapping[str, str] = {
     "get_z3_leaf_modules": f"{_HERE}.leaf_modules:get_z3_leaf_modules",
     "get_zero_config": f"{_HERE}.zero_config:get_zero_config",
     "inference_all_reduce": "torch.distributed:all_reduce",
-    "init_distributed": f"{_HERE}.start:init_distributed",
+    "init_distributed": f"{_HERE}.processes:init_distributed",
     "initialize": f"{_HERE}.start:initialize",
     "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
     "is_configured": f"{_HERE}.recomputation:is_configured",

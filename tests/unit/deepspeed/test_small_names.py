@@ -43,6 +43,17 @@ def test_constants_are_the_names_of_configurations() -> None:
     assert ".".join(map(str, numbers)) == deepspeed.__version__
 
 
+def test_processes_meet_where_a_model_is_built() -> None:
+    """As transformers' from_pretrained needs it, which asks for this process's rank inside of ``zero.Init``."""
+    with deepspeed.zero.Init(enabled=False):
+        assert not dist.is_initialized()
+    with deepspeed.zero.Init():
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    value = torch.ones(2)
+    deepspeed.comm.inference_all_reduce(value)
+    assert value.tolist() == [1.0, 1.0]
+
+
 def test_versions_of_torch_are_compared_by_number() -> None:
     assert required_torch_version(min_version=2.1) and not required_torch_version(min_version=99.0)
     assert not required_torch_version(max_version=1.13) and required_torch_version(min_version=1.8, max_version=99.0)

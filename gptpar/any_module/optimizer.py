@@ -54,6 +54,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     loss_scale = cur_scale
 
+    def needs_scaler(self) -> bool:
+        """Whether a loss has to be scaled (``engine.scale(loss).backward()``), as fp16 needs."""
+        return self._scaler.dynamic or self._scaler.value != 1
+
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """A copy of the master weights that this process updates, [n] of each group; the name is DeepSpeed's."""

@@ -22,9 +22,11 @@ class _Adam(type):
 
 
 class DeepSpeedCPUAdam(metaclass=_Adam):
-    """torch's AdamW, or its Adam without ``adamw_mode``; moments are always fp32.
+    """torch's AdamW, or its Adam without ``adamw_mode``.
 
-    Whether the CPU updates its parameters is said by the configuration's ``offload_optimizer``.
+    The configuration's ``offload_optimizer`` says whether the CPU updates its parameters. The engine's moments are
+    fp32, whatever ``fp32_optimizer_states`` says. An optimizer that the program steps itself has torch's moments, in
+    the parameters' number format.
 
     Raises:
         ConfigError: there is no ``bias_correction``.

@@ -243,7 +243,8 @@ class Engine:
         return self.settings.adds_gradients or self.settings.dtype == self.settings.wide
 
     def add_gradients(self) -> None:
-        """Between two steps, without a subscriber: give such sums memory."""
+        """Between two steps: give such sums memory."""
+        self.finish()
         self.settings = replace(self.settings, adds_gradients=True)
         self.gradients.memory.widen(self.settings.gradient_dtype)
         self.optimizer.read_gradients(self.gradients.shard)

@@ -11,7 +11,7 @@ from torch import nn
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
-from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.update import Hyperparameters
 
 MISSED = "missed_steps"
 """Key of a parameter group: the number of steps that it missed while frozen. Bias corrections do not count them."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from gptpar.errors import GptparError, wrong_type
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.update import Hyperparameters
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -38,9 +38,10 @@ from gptpar.config.jsonc import infinity
 from gptpar.config.ranges import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.optimizers import updates_of
+from gptpar.optim.update import Hyperparameters
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 OTHER_OPTIMIZER = "pass optimizer=torch.optim.AdamW(...) to gptpar.initialize"
@@ -358,7 +359,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         ]
     o, named = flags.optimizer, part_of(plain, "optimizer")
     has_optimizer = "type" in named or bool(part_of(named, "params"))
-    update = OPTIMIZERS[o.optimizer]
+    _, update = updates_of(o)
     hyperparameters = update.configured(o, values.get("optimizer.lr", DEFAULT_LR), o.weight_decay)
     schedule = values.section("scheduler")
     kind = schedule.pop("type", None)

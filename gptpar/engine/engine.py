@@ -24,8 +24,9 @@ from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit, group_by_decay
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
+from gptpar.optim.update import Hyperparameters
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis

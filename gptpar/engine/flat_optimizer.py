@@ -8,9 +8,10 @@ from itertools import groupby
 
 import torch
 
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, UpdateVectors
+from gptpar.optim.elementwise import ElementwiseOptimizer, UpdateVectors
 from gptpar.optim.group_ranges import ALIGNMENT, GPT_FAMILIES, Family, GroupRange, group_ranges_between
 from gptpar.optim.torch_kernels import make_device_kernel
+from gptpar.optim.update import Hyperparameters
 from gptpar.system.state_guard import StateGuard
 
 ContiguousRange = tuple[int, int, torch.Tensor | None]

@@ -13,9 +13,10 @@ from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
 from gptpar.engine.ranges import Home, Range
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
+from gptpar.optim.update import Hyperparameters
 from gptpar.system.state_guard import StateGuard
 from gptpar.topology.tensor_parts import TensorParts
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.update import Hyperparameters
 from gptpar.system.state_guard import StateGuard
 
 

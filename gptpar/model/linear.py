@@ -17,6 +17,7 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import SUMMING
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
+from gptpar.topology.matrices import WHOLE, Matrices
 
 
 class Reader(Enum):
@@ -51,7 +52,14 @@ class Linears:
     output_norm: bool = False
 
     def column(
-        self, in_features: int, out_features: int, *, bias: bool, reader: Reader, parts: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        reader: Reader,
+        parts: int = 1,
+        matrices: Matrices = WHOLE,
     ) -> ColumnParallelLinear:
         """A layer whose output features are split over the tensor axis."""
         return ColumnParallelLinear(
@@ -62,6 +70,7 @@ class Linears:
             parts=parts,
             axis=self.axis,
             bias_gradient=not self._is_summed_by(reader),
+            matrices=matrices,
         )
 
     def row(self, in_features: int, out_features: int, *, bias: bool, reader: Reader) -> RowParallelLinear:

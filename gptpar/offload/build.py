@@ -16,7 +16,7 @@ from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.group_ranges import OffloadedPartition
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.optimizers import updates_of
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
 
@@ -53,7 +53,7 @@ def make_host_optimizer(
     )
     if not elements:
         return None
-    optimizer = OPTIMIZERS[config.optimizer.optimizer]
+    _, optimizer = updates_of(config.optimizer)
     itemsize, element_bytes = (wide if sums else dtype).itemsize, optimizer.state_bytes(wide.itemsize)
     at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(

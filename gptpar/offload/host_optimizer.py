@@ -34,8 +34,9 @@ from gptpar.offload.row_comparison import RowComparison
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
-from gptpar.optim.elementwise import HostKernel, Hyperparameters
+from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import OffloadedPartition
+from gptpar.optim.update import Hyperparameters
 from gptpar.system.switch_interval import SWITCH_INTERVAL
 
 SWITCH_SECONDS = 1e-3

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gptpar.offload.transfers import PendingScalar
-from gptpar.optim.elementwise import Hyperparameters, clipped_divisor
+from gptpar.optim.elementwise import clipped_divisor
+from gptpar.optim.update import Hyperparameters
 
 
 @dataclass(frozen=True)

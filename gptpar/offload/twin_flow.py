@@ -29,9 +29,9 @@ from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.overlap import Overlap
 from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from gptpar.optim.update import Hyperparameters
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):

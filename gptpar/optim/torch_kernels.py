@@ -18,11 +18,11 @@ from gptpar.optim.elementwise import (
     Done,
     ElementwiseOptimizer,
     HostKernel,
-    Hyperparameters,
     UpdateVectors,
     divisor_on_device,
     update,
 )
+from gptpar.optim.update import Hyperparameters
 
 _SQUARE_BLOCK = 1 << 16
 

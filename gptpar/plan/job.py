@@ -13,8 +13,8 @@ from gptpar.config import Config, ModelConfig, RecomputeConfig
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
-from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.update import Update
 from gptpar.pipeline import schedules
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.recompute import recompute_groups
@@ -142,7 +142,7 @@ class Job:
         return DTYPES[self.config.precision.dtype].itemsize
 
     @property
-    def optimizer(self) -> ElementwiseOptimizer:
+    def optimizer(self) -> Update:
         """The optimizer, which says how much state each element has."""
         return OPTIMIZERS[self.config.optimizer.optimizer]
 

@@ -17,6 +17,7 @@ from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
 from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.matrices import WHOLE, Matrices
 from gptpar.topology.placement import ParameterSpec
 
 
@@ -38,6 +39,7 @@ class ColumnParallelLinear(nn.Module):
         axis: this process's place on the tensor axis.
         bias_gradient: whether this layer forms the bias's gradient; if not, the function that reads the output does
             (:mod:`gptpar.kernels.bias_gradient`).
+        matrices: how the weight divides into matrices.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ColumnParallelLinear(nn.Module):
         parts: int = 1,
         axis: TensorAxis = ALONE,
         bias_gradient: bool = True,
+        matrices: Matrices = WHOLE,
     ):
         super().__init__()
         length = out_features // parts
@@ -57,7 +60,7 @@ class ColumnParallelLinear(nn.Module):
         shape = (own,) if parts == 1 else (parts, own)
         split = axis.split(len(shape) - 1, length)
         self.declared = {
-            "weight": ParameterSpec(Normal(std), split),
+            "weight": ParameterSpec(Normal(std), split, matrices),
             "bias": ParameterSpec(Constant(0.0), split),
         }
         self.weight = nn.Parameter(torch.empty(*shape, in_features))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from gptpar.topology.initial_values import Init
+from gptpar.topology.matrices import WHOLE, Matrices
 from gptpar.topology.mesh import EXPERT, TENSOR, copies_over
 
 SPLIT_OVER = (TENSOR, EXPERT)
@@ -93,10 +94,11 @@ REPLICATED = Placement()
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layer declares of one of its parameters; both are needed."""
+    """What a layer declares of one of its parameters; its initial values and its placement are needed."""
 
     init: Init | None = None
     placement: Placement | None = None
+    matrices: Matrices = WHOLE
 
     def problems(self) -> Iterator[str]:
         """Each missing declaration, with what to write instead."""
@@ -119,6 +121,7 @@ class ParameterInfo:
         init: how it is initialised.
         placement: which part of the whole parameter this rank has.
         strides: of this rank's part, whose memory is dense; ``None``: row-major.
+        matrices: how the whole parameter divides into matrices (:mod:`gptpar.topology.matrices`).
 
     Raises:
         ValueError: with these strides, the memory has gaps, or two elements at one position.
@@ -128,6 +131,7 @@ class ParameterInfo:
     init: Init
     placement: Placement = REPLICATED
     strides: tuple[int, ...] | None = None
+    matrices: Matrices = WHOLE
 
     def __post_init__(self) -> None:
         if self.strides is None or (len(self.strides) == len(self.shape) and self._is_dense(self.strides)):

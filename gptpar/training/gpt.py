@@ -20,7 +20,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.optimizers import updates_of
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.module import PipelineModule
@@ -83,7 +83,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tensor,
         data,
         settings,
-        OPTIMIZERS[config.optimizer.optimizer],
+        updates_of(config.optimizer)[1],
         config.optimizer.clip_grad,
         device,
         host,

@@ -1,0 +1,62 @@
+"""The interface of optimizers over whole matrices: an elementwise part on either side of one that needs the matrix.
+
+A step of a parameter group with the gradient ``grad``, the master weights ``p``, the state ``m`` and the step's
+numbers, of which the first is the learning rate::
+
+    g    = grad * scale                         scale = 1 / divisor,  decay = 1 - lr * weight_decay
+    n, m = update.momentum(g, m, numbers)
+    o    = update.orthogonalize(n)              of each logical matrix as a whole
+    p    = decay * p - lr * o
+
+All but the third line is elementwise, so each element's owner does it, on the device or on the CPU, with every
+operation rounded by itself (:mod:`gptpar.optim.elementwise`). The engine assembles the matrices ``n``, and takes ``o``
+back to the elements' owners. Which matrices a parameter has, its layer declares (:mod:`gptpar.topology.matrices`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gptpar.optim.update import Update
+from gptpar.topology.matrices import Matrices
+
+
+@dataclass(frozen=True)
+class MatrixUpdate(Update, ABC):
+    """An optimizer over matrices, with the settings of a run. It has one state vector."""
+
+    @abstractmethod
+    def momentum(self, g: Tensor, m: Tensor, numbers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """The elementwise part before: returns what is to be orthogonalized, and the new state.
+
+        Args:
+            g: [n] the clipped gradient, in the dtype of the master weights.
+            m: [n] the old state.
+            numbers: of the step (scalars in that dtype).
+        """
+
+    @abstractmethod
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        """What the learning rate multiplies, in the dtype of ``x``.
+
+        Args:
+            x: [matrices, rows, columns]; each matrix is treated by itself.
+        """
+
+    @abstractmethod
+    def flops(self, rows: int, columns: int) -> float:
+        """Floating-point operations of :meth:`orthogonalize` for one matrix."""
+
+    @property
+    @abstractmethod
+    def growth(self) -> float:
+        """With this power of the model's width, the largest singular value of :meth:`orthogonalize` grows (muP)."""
+
+    def matrices(self, declared: Matrices) -> Matrices:
+        """The matrices that this run's settings make of a parameter with such a declaration."""
+        return declared

@@ -19,7 +19,7 @@ from gptpar.offload.back_off import BackOff
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, SPECULATED_WITH_FINAL, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.kernel_queue import MAX_QUEUED, KernelQueue, Update
+from gptpar.offload.kernel_queue import MAX_QUEUED, KernelQueue, QueuedUpdate
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, next_arrival, speculable
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import DeviceEvent, H2DCopy, Transfers
@@ -270,10 +270,10 @@ class UpdatingThread:
         """Give the kernel an update, and finish previous updates while the kernel works.
 
         Args:
-            ends_with: see :class:`~gptpar.offload.kernel_queue.Update`.
+            ends_with: see :class:`~gptpar.offload.kernel_queue.QueuedUpdate`.
             aside: whether the new state goes to the double buffer; else it takes the place of the old one.
             only: the ranges to update; ``None``: all elements.
-            sends: see :class:`~gptpar.offload.kernel_queue.Update`.
+            sends: see :class:`~gptpar.offload.kernel_queue.QueuedUpdate`.
         """
         assert bucket.grad is not None
         grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
@@ -284,7 +284,7 @@ class UpdatingThread:
         new = None if into is None else into.all()
         self.guard.before_write(new or bucket.buffers.all())
         wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
-        self._at_work.add(Update(bucket, copy, wait, bucket.grad, into, ends_with, sends))
+        self._at_work.add(QueuedUpdate(bucket, copy, wait, bucket.grad, into, ends_with, sends))
         # After the request, the norm is known soon, and then the loop waits for each bucket.
         if len(self._at_work) > (MAX_QUEUED if ends_with is None and self._request is None else 1):
             self._finish_updates(but=1)
@@ -322,7 +322,7 @@ class UpdatingThread:
         for work, done in self._at_work.take_done(but):
             self._finish(work, done)
 
-    def _finish(self, work: Update, done: Done) -> None:
+    def _finish(self, work: QueuedUpdate, done: Done) -> None:
         bucket = work.bucket
         self.latest_updates.append((bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin

@@ -17,10 +17,11 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
 from gptpar.offload.index_ranges import between, outside
 from gptpar.offload.step_request import StepHyperparameters
-from gptpar.offload.transfers import D2HCopy, H2DCopy, StagingBuffer
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, StagingBuffer
 from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.matrix_update import MatrixUpdate
+from gptpar.optim.torch_kernels import MatrixHostKernel
 from gptpar.optim.update import Update
 from gptpar.system import pages
 
@@ -50,6 +51,11 @@ class Buffers:
     def all(self) -> tuple[torch.Tensor, ...]:
         """The vectors in the order of the kernel's arguments."""
         return tuple(self.vectors.values())
+
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """All but the master weights."""
+        return self.all()[1:]
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +111,7 @@ class Bucket:
         partial: the open and closed ranges if ``grad`` is partial.
         speculated_with: the hyperparameters of the state in the double buffer.
         steps: updates made so far.
+        momenta: where on the device what is to be orthogonalized belongs, and the end of former work with that memory.
         sent: makes later work on the device wait for the new parameters; called with ``True``, it returns when they are
             on the device. ``None``: there is nothing to wait for.
     """
@@ -127,7 +134,17 @@ class Bucket:
     partial: PartialRanges | None = None
     speculated_with: StepHyperparameters | None = None
     steps: int = 0
+    momenta: tuple[torch.Tensor, DeviceEvent] | None = None
     sent: Callable[[bool], None] | None = None
+
+    @property
+    def matrix_kernel(self) -> MatrixHostKernel | None:
+        """The kernel, if the update is one of matrices."""
+        return self.kernel if isinstance(self.kernel, MatrixHostKernel) else None
+
+    def updated(self, buffers: Buffers) -> tuple[torch.Tensor, ...]:
+        """The vectors that an update changes; that of matrices has changed the momentum before."""
+        return buffers.all() if self.matrix_kernel is None else (buffers.weights,)
 
     def advance(self, what: What) -> None:
         """Change the state as the event ``what`` says.
@@ -173,7 +190,7 @@ class Bucket:
         """The step is done: release the gradient, and forget the speculation."""
         if self.grad is not None:
             self.grad.release()
-        self.grad = self.partial = self.speculated_with = None
+        self.grad = self.partial = self.speculated_with = self.momenta = None
 
 
 def buckets_of(
@@ -253,8 +270,11 @@ class StateSize(NamedTuple):
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
-    """Allow speculation for the model's last ``elements`` elements: their gradients are the first to come."""
-    for bucket in reversed(buckets):
+    """Allow speculation for the model's last ``elements`` elements: their gradients are the first to come.
+
+    Updates of matrices do not speculate (:mod:`gptpar.offload.matrix_phases`).
+    """
+    for bucket in reversed([one for one in buckets if one.matrix_kernel is None]):
         elements -= bucket.stop - bucket.start
         if elements < 0:
             break

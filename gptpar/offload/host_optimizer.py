@@ -30,10 +30,10 @@ from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
 from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import NOTHING, between
+from gptpar.offload.matrix_phases import MatrixPhases
 from gptpar.offload.row_comparison import RowComparison
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
-from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.update import Hyperparameters
@@ -47,7 +47,7 @@ CLOSE_SECONDS = 60.0
 EXIT_SECONDS = 10.0
 
 
-class HostOptimizer(UpdatingThread):
+class HostOptimizer(MatrixPhases):
     """The CPU optimizer: the engine's :class:`~gptpar.engine.subscriber.Subscriber`, which the training loop calls.
 
     Args:
@@ -87,9 +87,7 @@ class HostOptimizer(UpdatingThread):
         # which only buckets with a double buffer get. The thread starts last, when all it reads is there.
         buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
         super().__init__(buckets, kernels=kernels, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
-        self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
-            self._of_unit[bucket.unit].append(bucket)
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s, self._has_gradients = 0.0, False
         self.partial_unit: str | None = None
@@ -266,14 +264,6 @@ class HostOptimizer(UpdatingThread):
             sent, bucket.sent = bucket.sent, None
             if sent is not None:
                 sent(block)
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        """Wait, with the lock, until something is done, or the thread has failed."""
-        self._changed.wait_for(lambda: self._failure is not None or done())
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def updates(self) -> tuple[int, int]:
         """``num_updated`` and ``num_ahead`` of one moment, at any time."""

@@ -209,6 +209,8 @@ class UpdatingThread:
         self._finish_updates()
         for bucket in self._buckets:
             bucket.use_newer()
+        if hyperparameters is not None:
+            self._average(hyperparameters, request.without)
         events = ((bucket, self._event_of_step(bucket, hyperparameters, request.without)) for bucket in self._buckets)
         for this, following in pairwise(chain(events, [None])):
             assert this is not None
@@ -248,6 +250,7 @@ class UpdatingThread:
             self._end_step(bucket, event, swaps=event is What.COMMITTED)
             return False
         assert hyperparameters is not None
+        self._await_direction(bucket)
         self._advance(bucket, event)
         if event is What.COMPLETION_BEGUN:
             assert bucket.partial is not None
@@ -279,12 +282,11 @@ class UpdatingThread:
         assert bucket.grad is not None
         grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
         self._record(What.ARRIVED, bucket)
-        groups = self._groups_of(hyperparameters, bucket.steps + 1)
-        ranges = [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
+        ranges = self._ranges_of(bucket, hyperparameters)
         into = self._writable_double_buffer(bucket) if aside else None
-        new = None if into is None else into.all()
-        self.guard.before_write(new or bucket.buffers.all())
-        wait = bucket.kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
+        old, new = bucket.updated(bucket.buffers), None if into is None else bucket.updated(into)
+        self.guard.before_write(new or old)
+        wait = bucket.kernel.order(old, grad, ranges, into=new, low=copy.values, only=only)
         self._at_work.add(QueuedUpdate(bucket, copy, wait, bucket.grad, into, ends_with, sends))
         # After the request, the norm is known soon, and then the loop waits for each bucket.
         if len(self._at_work) > (MAX_QUEUED if ends_with is None and self._request is None else 1):
@@ -308,6 +310,23 @@ class UpdatingThread:
     def miss(self, steps: tuple[int, ...]) -> None:
         """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
         self._missed = steps
+
+    def _average(self, hyperparameters: StepHyperparameters, without: frozenset[str]) -> None:
+        """The first phase of updates of matrices (:mod:`gptpar.offload.matrix_phases`)."""
+        raise NotImplementedError
+
+    def _end_average(self, bucket: Bucket) -> None:
+        """The end of a bucket's first phase."""
+        raise NotImplementedError
+
+    def _await_direction(self, bucket: Bucket) -> None:
+        """Wait until a bucket's second phase may begin; others have one phase."""
+        raise NotImplementedError
+
+    def _ranges_of(self, bucket: Bucket, hyperparameters: StepHyperparameters) -> list[tuple[int, int, Any]]:
+        """The kernel's argument: (start, stop, numbers of the group)."""
+        groups = self._groups_of(hyperparameters, bucket.steps + 1)
+        return [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
 
     def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
         """The kernel's arguments for each group, kept from the last call: most buckets of a step have the same ones."""
@@ -333,6 +352,8 @@ class UpdatingThread:
             self._send(bucket, work.copy)
         if work.ends_with is None:
             work.read.release()
+        elif work.ends_with is What.AVERAGED:
+            self._end_average(bucket)
         else:
             self._end_step(bucket, work.ends_with, swaps=work.into is not None)
 

@@ -122,7 +122,7 @@ def _muon(o: OptimizerFlags) -> Iterator[str]:
             f"--muon-num-ns-steps {o.muon_num_ns_steps}: the five sets of --muon-coefficient-type quintic belong "
             "together, so it takes 5, 10, ... iterations; or choose simple or polar_express."
         )
-    if o.muon_lr is not None and o.scheduler is not None:
+    if o.muon_lr not in (None, o.lr) and o.scheduler is not None:
         yield (
             "--muon-lr follows the schedule of --lr-decay-style, and the DeepSpeed configuration has a scheduler that "
             "gives all parameters one rate: leave one of them out."

@@ -23,8 +23,10 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
+from gptpar.optim.update import Update
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
@@ -127,7 +129,8 @@ def build_engine(
         parameters = ParameterMemory([*table.units, *frozen], data, settings.dtype, device, on_host=on_host)
         tied_weight = tied_unit(stage, table, options, topology.mesh.world_size)
         order = [unit for scope in plan.scopes for unit in scope.units]
-        host = _host_optimizer(table, parameters, settings, options, device, tied_weight, order)
+        updates = (options.update,) * len(groups)
+        host = _host_optimizer(table, parameters, settings, options, updates, device, tied_weight, order)
     engine = Engine(
         stage.stages,
         table,
@@ -135,7 +138,7 @@ def build_engine(
         ALONE,
         data,
         settings,
-        options.update,
+        updates,
         options.max_norm,
         device,
         host,
@@ -177,6 +180,7 @@ def _host_optimizer(
     parameters: ParameterMemory,
     settings: EngineSettings,
     options: EngineOptions,
+    updates: Sequence[Update],
     device: torch.device,
     tied_weight: Unit | None,
     order: Sequence[str],
@@ -188,14 +192,12 @@ def _host_optimizer(
             is called, wherever the model defines them.
     """
     pieces, offload = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit)), options.offload
-    elements = sum(piece.length for piece in pieces)
-    if not elements:
+    if not any(piece.length for piece in pieces):
         return None
     room, partial_unit = 0, None if tied_weight is None else tied_weight.name
     if offload.folder is None:
         room = room_for_speculation(
-            elements,
-            options.update.state_bytes(settings.wide.itemsize),
+            StateSize.of(pieces, updates, settings.wide.itemsize),
             offload.speculation,
             sum(piece.length * settings.dtype.itemsize for piece in pieces if piece.unit == partial_unit),
             asker="gptpar.initialize",
@@ -203,7 +205,7 @@ def _host_optimizer(
             remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
         )
     return build_host_optimizer(
-        options.update,
+        updates,
         pieces,
         {piece.unit: parameters.shards[piece.unit][table.on_device[piece.unit] :] for piece in pieces},
         device,

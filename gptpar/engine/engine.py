@@ -24,9 +24,8 @@ from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit, group_by_decay
-from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
-from gptpar.optim.update import Hyperparameters
+from gptpar.optim.update import Hyperparameters, Update
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis
@@ -115,7 +114,7 @@ class Engine:
         stages: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
-        optimizer: which update; the subscriber's is the same.
+        updates: by parameter group; the subscriber's are the same.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
@@ -141,7 +140,7 @@ class Engine:
         tensor: TensorAxis,
         data: DataAxes,
         settings: EngineSettings,
-        optimizer: ElementwiseOptimizer,
+        updates: Sequence[Update],
         clip_grad: float,
         device: torch.device,
         subscriber: Subscriber | None = None,
@@ -168,7 +167,7 @@ class Engine:
         self._copies_each_step = parameters.on_host
         written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self.optimizer = MasterOptimizer(
-            optimizer,
+            updates,
             table,
             memory.shard,
             clip_grad,

@@ -55,7 +55,7 @@ class HostOptimizer(UpdatingThread):
         parameters: unit -> the model's parameters on the device, of the same length as the unit's offloaded range.
         dtype: of master weights and optimizer state.
         clip_grad: the largest gradient norm that is not clipped (0: any).
-        kernel: updates buckets; its states are the optimizer's.
+        kernels: by parameter group; each updates buckets of its own.
         transfers: copies between host and device.
         folder: for files that hold the state; ``None``: the state is in memory.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
@@ -75,7 +75,7 @@ class HostOptimizer(UpdatingThread):
         *,
         dtype: torch.dtype,
         clip_grad: float,
-        kernel: HostKernel,
+        kernels: Sequence[HostKernel],
         transfers: Transfers,
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
@@ -85,9 +85,8 @@ class HostOptimizer(UpdatingThread):
     ):
         # Buckets come first: the base class works on them. Double buffers come before the partial gradients' memory,
         # which only buckets with a double buffer get. The thread starts last, when all it reads is there.
-        names = ("weights", *kernel.states)
-        buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], names, dtype, folder)]
-        super().__init__(buckets, kernel=kernel, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
+        buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
+        super().__init__(buckets, kernels=kernels, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
         self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
@@ -375,7 +374,7 @@ class HostOptimizer(UpdatingThread):
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self._kernel.square(bucket.buffers.weights[start:stop])
+            bucket.kernel.square(bucket.buffers.weights[start:stop])
             for bucket in self._buckets
             for start, stop in bucket.counted
         )
@@ -385,10 +384,14 @@ class HostOptimizer(UpdatingThread):
         """Bytes of master weights and optimizer state, and bytes of their double buffers."""
         return bytes_of(self._buckets)
 
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of ``weights`` or one of the states."""
+        return sum(values.nbytes for _, _, values in parts_of(self._buckets, kind))
+
     @property
     def kernel(self) -> str:
         """The kernel's instruction set and number of threads, for the banner."""
-        return f"{self._kernel.isa}, {self._kernel.threads} thread(s)"
+        return f"{self._kernels[0].isa}, {self._kernels[0].threads} thread(s)"
 
 
 def _close_at_exit(optimizer: weakref.ref[HostOptimizer], process: int) -> None:

@@ -53,7 +53,7 @@ class UpdatingThread:
 
     Args:
         buckets: in forward order.
-        kernel: updates buckets.
+        kernels: by parameter group.
         transfers: copies between host and device.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
@@ -74,13 +74,13 @@ class UpdatingThread:
         self,
         buckets: Sequence[Bucket],
         *,
-        kernel: HostKernel,
+        kernels: Sequence[HostKernel],
         transfers: Transfers,
         clip_grad: float,
         cores: Sequence[int] | None,
         log: EventLog | None,
     ):
-        self._buckets, self._kernel, self._transfers, self._clip_grad = buckets, kernel, transfers, clip_grad
+        self._buckets, self._kernels, self._transfers, self._clip_grad = buckets, kernels, transfers, clip_grad
         self._cores, self.log = cores, log
         self.busy_s, self.num_redone, self.num_updated, self.num_ahead = 0.0, 0, 0, 0
         self.guard = StateGuard()
@@ -171,7 +171,8 @@ class UpdatingThread:
         self._changed.release()
         try:
             if wakes:
-                self._kernel.wake()
+                for kernel in dict.fromkeys(self._kernels):
+                    kernel.wake()
             if point is not None:
                 point.synchronize()
         finally:
@@ -283,7 +284,7 @@ class UpdatingThread:
         into = self._writable_double_buffer(bucket) if aside else None
         new = None if into is None else into.all()
         self.guard.before_write(new or bucket.buffers.all())
-        wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
+        wait = bucket.kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._at_work.add(QueuedUpdate(bucket, copy, wait, bucket.grad, into, ends_with, sends))
         # After the request, the norm is known soon, and then the loop waits for each bucket.
         if len(self._at_work) > (MAX_QUEUED if ends_with is None and self._request is None else 1):
@@ -314,7 +315,8 @@ class UpdatingThread:
             self._groups_are_of = (hyperparameters, step)
             divisor, groups = hyperparameters.divisor, hyperparameters.groups
             numbers = [step - missed for missed in hyperparameters.missed or [0] * len(groups)]
-            self._groups = [self._kernel.step_of(*one, divisor) for one in zip(groups, numbers, strict=True)]
+            groups_and_numbers = zip(self._kernels, groups, numbers, strict=True)
+            self._groups = [kernel.step_of(how, number, divisor) for kernel, how, number in groups_and_numbers]
         return self._groups
 
     def _finish_updates(self, but: int = 0) -> None:

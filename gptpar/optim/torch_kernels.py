@@ -22,7 +22,7 @@ from gptpar.optim.elementwise import (
     divisor_on_device,
     update,
 )
-from gptpar.optim.update import Hyperparameters
+from gptpar.optim.update import Hyperparameters, Update
 
 _SQUARE_BLOCK = 1 << 16
 
@@ -162,12 +162,14 @@ def square_by_blocks(values: Tensor) -> float:
     return float(sum(float(np.square(block).sum()) for block in blocks))
 
 
-def make_device_kernel(optimizer: ElementwiseOptimizer, like: Tensor) -> DeviceKernel:
-    """The optimizer's fastest kernel for master weights of this dtype on this device."""
-    fused = None if optimizer.device_kernel is None else optimizer.device_kernel(like)
-    return fused or TorchDeviceKernel(optimizer, like.dtype)
+def make_device_kernel(update: Update, like: Tensor) -> DeviceKernel:
+    """The update's fastest kernel for master weights of this dtype on this device."""
+    assert isinstance(update, ElementwiseOptimizer)
+    fused = None if update.device_kernel is None else update.device_kernel(like)
+    return fused or TorchDeviceKernel(update, like.dtype)
 
 
-def make_host_kernel(optimizer: ElementwiseOptimizer, threads: int) -> HostKernel:
-    """The optimizer's fastest kernel for vectors in host memory."""
-    return TorchHostKernel(optimizer, threads) if optimizer.host_kernel is None else optimizer.host_kernel(threads)
+def make_host_kernel(update: Update, threads: int) -> HostKernel:
+    """The update's fastest kernel for vectors in host memory."""
+    assert isinstance(update, ElementwiseOptimizer)
+    return TorchHostKernel(update, threads) if update.host_kernel is None else update.host_kernel(threads)

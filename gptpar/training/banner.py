@@ -62,12 +62,11 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
     table = engine.table
     offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
     state, doubled = map(format_bytes, host.state_bytes)
-    on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {offloaded}: "
         f"{state} of master weights and moments, {doubled} of double buffers for speculation; {host.kernel}; "
         "the device the others: "
-        f"{format_bytes(on_device)} of master weights, moments and gradients"
+        f"{format_bytes(engine.optimizer.device_bytes)} of master weights, moments and gradients"
     )
 
 

@@ -20,7 +20,6 @@ from gptpar.model.spec import ModelSpec
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
-from gptpar.optim.optimizers import updates_of
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.module import PipelineModule
@@ -75,7 +74,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     if not tries_memory:
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
-        host = make_host_optimizer(config, table.offloaded(), offloaded, device, *dtypes, tied, sums=sums)
+        partitions = table.offloaded()
+        host = make_host_optimizer(
+            config, groups.updates, partitions, offloaded, device, *dtypes, tied, sums=sums
+        )
     engine = Engine(
         pipeline.stages_here,
         table,
@@ -83,7 +85,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tensor,
         data,
         settings,
-        updates_of(config.optimizer)[1],
+        groups.updates,
         config.optimizer.clip_grad,
         device,
         host,

@@ -69,7 +69,7 @@ PATHS = [
 
 def make_bucket(state: BucketState, **rest: Any) -> Bucket:
     buffers = Buffers({name: torch.zeros(8) for name in ADAMW.vectors})
-    return Bucket("embedding", 8, 16, (), (), buffers, torch.zeros(8), state=state, **rest)
+    return Bucket("embedding", 8, 16, (), (), CpuAdam(1), buffers, torch.zeros(8), state=state, **rest)
 
 
 @pytest.mark.parametrize("path", PATHS)

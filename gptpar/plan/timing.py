@@ -273,8 +273,7 @@ class _Costs:
         if not job.ratio:
             return 0.0
         layers = host_updates.layers_of(job, part, [(layer.forward, layer.backward) for layer in self.layers(part)])
-        elements = sum(layer.elements for layer in layers)
-        room = host_updates.speculated_elements(job, self._cluster, elements, job.num_offloaded_units(part))
+        room = host_updates.speculated_elements(job, self._cluster, part)
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
         return host_updates.waiting(layers, room, self.update(part), speed, lead)
 
@@ -286,8 +285,8 @@ class _Costs:
         """
         job = self._job
         live = 0 if job.masters_are_live else job.element_size
-        size = 2 * job.gradient_size + 2 * job.optimizer.state_bytes(job.wide_size) + live
-        return size * job.table(part).length(Home.DEVICE) / self.memory_rate
+        moved = (2 * job.gradient_size + live) * job.table(part).length(Home.DEVICE) + 2 * job.device_state_bytes(part)
+        return moved / self.memory_rate
 
     def matrices(self, part: StagePart) -> float:
         """Seconds of an optimizer over matrices, besides what all optimizers do."""

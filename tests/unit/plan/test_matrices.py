@@ -29,10 +29,9 @@ def test_the_share_of_a_step_falls_with_the_batch(samples: int, share: float) ->
 
 
 def test_a_block_has_the_matrices_that_it_declares() -> None:
-    job = Job(
-        tiny_config(f"{MUON} --swiglu --num-attention-heads 4 --group-query-attention --num-query-groups 2"), Mesh()
-    )
-    matrices = matrices_of(job, job.unit(1))
+    grouped = "--num-attention-heads 4 --group-query-attention --num-query-groups 2"
+    job = Job(tiny_config(f"{MUON} --swiglu {grouped}"), Mesh())
+    matrices = matrices_of(job, job.unit(min(job.layers.blocks)))
     width, ffn = job.shape.hidden_size, job.shape.ffn_hidden_size
     shapes = {(rows, columns): count for (_, rows, columns), count in matrices.items()}
     assert shapes == {(width, width): 2, (width // 2, width): 2, (ffn, width): 2, (width, ffn): 1}

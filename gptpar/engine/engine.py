@@ -16,6 +16,7 @@ from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
 from gptpar.engine.master_optimizer import MasterOptimizer
+from gptpar.engine.matrix_step import MatrixExchange
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
@@ -98,6 +99,10 @@ class EngineSettings:
         """The number format of master weights, optimizer state and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    def matrix_dtype(self, device: torch.device) -> torch.dtype:
+        """The number format in which matrices are exchanged and orthogonalized: GPUs do it in 16 bits."""
+        return torch.bfloat16 if self.dtype.itemsize == 2 and device.type == "cuda" else self.wide
+
     @property
     def gradient_dtype(self) -> torch.dtype:
         """The number format of the gradients that the optimizer reads."""
@@ -175,6 +180,7 @@ class Engine:
             families=families,
             master=parameters.everything if self.masters_are_parameters else None,
             parameters=None if self.masters_are_parameters or parameters.on_host else written,
+            exchange=MatrixExchange(data.groups, settings.matrix_dtype(device)),
         )
 
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}

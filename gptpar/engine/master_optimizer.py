@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
+from gptpar.engine.matrix_step import MatrixExchange, MatrixStep
 from gptpar.engine.ranges import Home, Range
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
@@ -44,6 +45,7 @@ class MasterOptimizer:
         master: memory for the master weights; ``None``: new memory. An fp32 model passes its own parameters.
         parameters: unit -> the model parameters that :meth:`step` writes in the same pass; equally long as the unit's
             master weights on the device.
+        exchange: how processes exchange the elements of matrices.
 
     Attributes:
         updates: by group.
@@ -63,6 +65,7 @@ class MasterOptimizer:
         families: Sequence[Family] = GPT_FAMILIES,
         master: torch.Tensor | None = None,
         parameters: Mapping[str, torch.Tensor] | None = None,
+        exchange: MatrixExchange | None = None,
     ):
         self.updates, self.clip_grad, self.grad, self.host = tuple(updates), clip_grad, grad, host
         self._table = table
@@ -80,6 +83,11 @@ class MasterOptimizer:
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
         written = ((parameters or {}).get(unit) for unit in table.on_device)
         self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
+
+        self._matrices = MatrixStep(
+            *(updates, families, table, self.vectors, self._layout, exchange or MatrixExchange({}), self.guard),
+            *(host, parameters),
+        )
 
     def read_gradients(self, grad: torch.Tensor) -> None:
         """Read the coming steps' gradients from other memory, maybe in another number format."""
@@ -132,6 +140,7 @@ class MasterOptimizer:
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, hyperparameters, loss_scale)
         steps = self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
+        self._matrices.step(steps, self.grad)
         return steps[0].skipped
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:

@@ -27,7 +27,7 @@ begin in the middle of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +44,7 @@ MAX_STEP_BITS = 31
 """Binary digits of the largest step's number."""
 
 _BLOCK = 1 << 20
-"""Elements that :func:`update` updates at a time, which bounds the memory of its intermediate results."""
+"""Elements that are computed at a time on a CPU."""
 
 
 Change = Callable[[Tensor, Sequence[Tensor], Sequence[Any]], tuple[Tensor, list[Tensor]]]
@@ -226,6 +226,15 @@ def square_root(x: Tensor) -> Tensor:
         return torch.from_numpy(np.sqrt(x.reshape(-1).numpy())).view(x.shape)
 
 
+def blocks_of(vector: Tensor) -> Iterator[slice]:
+    """The parts of a vector that are computed at a time, which bounds the memory of intermediate results.
+
+    On a GPU each operator costs the host a launch, so that the parts are longer.
+    """
+    size = _BLOCK if vector.device.type == "cpu" else _BLOCK << 4
+    yield from (slice(start, start + size) for start in range(0, len(vector), size))
+
+
 @torch.no_grad()
 def update(
     change: Change,
@@ -255,8 +264,7 @@ def update(
     scale, decay, *numbers = (
         torch.as_tensor(number, dtype=weights.dtype, device=weights.device) for number in (scale, decay, *numbers)
     )
-    for start in range(0, len(weights), _BLOCK):
-        block = slice(start, start + _BLOCK)
+    for block in blocks_of(weights):
         p, *states = old = [t[block] for t in state]
         g = grad[block].to(p.dtype) * scale
         step, states = change(g + decay * p if couples_decay else g, states, numbers)

@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gptpar.optim.elementwise import blocks_of
 from gptpar.optim.update import Update
 from gptpar.topology.matrices import Matrices
 
@@ -60,3 +62,41 @@ class MatrixUpdate(Update, ABC):
     def matrices(self, declared: Matrices) -> Matrices:
         """The matrices that this run's settings make of a parameter with such a declaration."""
         return declared
+
+
+@torch.no_grad()
+def average(
+    update: MatrixUpdate,
+    momentum: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    numbers: Sequence[Tensor],
+    out: Tensor,
+    skipped: Tensor | None = None,
+) -> None:
+    """The elementwise part before the matrix, by torch's operators, on any device.
+
+    Args:
+        momentum: [n] the state, fp32 or fp64, in place.
+        grad: [n] of a dtype not wider than the state's.
+        scale, numbers: scalar tensors, which are rounded once to the state's dtype.
+        out: [n] gets what is to be orthogonalized, rounded to its dtype.
+        skipped: if it is not zero, the state stays as it is, and ``out`` may be anything (scalar).
+    """
+    scale, *numbers = (number.to(momentum.dtype) for number in (scale, *numbers))
+    for block in blocks_of(momentum):
+        old = momentum[block]
+        wanted, new = update.momentum(grad[block].to(old.dtype) * scale, old, numbers)
+        out[block] = wanted
+        momentum[block] = new if skipped is None else torch.where(skipped == 0, new, old)
+
+
+def follow(direction: Tensor, state: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
+    """The elementwise part behind the matrix: the ``change`` of an elementwise optimizer without state.
+
+    Args:
+        direction: [n] of the orthogonalized matrices, in place of a gradient.
+        numbers: the learning rate.
+    """
+    (lr,) = numbers
+    return lr * direction, []

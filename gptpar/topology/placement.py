@@ -30,6 +30,15 @@ SUMMED_OVER = (TENSOR,)
 different samples without being declared."""
 
 
+def range_of(position: int, size: int, length: int) -> tuple[int, int]:
+    """The range [start, stop) of ``length`` rows at a position of an axis; the ranges' lengths differ by at most one.
+
+    Args:
+        size: number of ranks on the axis.
+    """
+    return position * length // size, (position + 1) * length // size
+
+
 @dataclass(frozen=True)
 class Split:
     """Each rank of an axis has a range of one dimension.

@@ -168,7 +168,7 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
     partition = OffloadedPartition("unit", 1000, (GroupRange(0, 1000, 1),), ((0, 1000),))
-    (bucket,) = buckets_of(partition, torch.zeros(1000), [CpuAdam(1)], torch.float32, tmp_path)
+    (bucket,) = buckets_of(partition, torch.zeros(1000), [CpuAdam(1)] * 2, torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.buffers.all():
         assert buffer.shape == (1000,) and not buffer.any()

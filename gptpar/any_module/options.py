@@ -32,7 +32,7 @@ from gptpar.config.deepspeed_reader import (
     schedule_problems,
     without_auto,
 )
-from gptpar.config.deepspeed_table import Door
+from gptpar.config.deepspeed_rules import Door
 from gptpar.config.derive import Derived
 from gptpar.config.jsonc import infinity
 from gptpar.config.ranges import out_of_range

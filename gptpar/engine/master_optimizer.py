@@ -100,18 +100,14 @@ class MasterOptimizer:
         if self.host is not None:
             self.host.miss(steps)
 
-    @property
-    def bytes_an_element(self) -> int:
-        """Bytes of device memory that one element takes at most: master weight, state and gradient."""
-        return max(self._bytes_of(param.group) for param in self._table.params.values())
+    def bytes_of(self, group: int) -> int:
+        """Bytes of device memory that an element of a group takes: master weight, state and gradient."""
+        return self.updates[group].state_bytes(self.master.element_size()) + self.grad.element_size()
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the device's master weights, states and gradients, without padding."""
-        return sum(one.length * self._bytes_of(one.group) for one in self._table.ranges(home=Home.DEVICE))
-
-    def _bytes_of(self, group: int) -> int:
-        return self.updates[group].state_bytes(self.master.element_size()) + self.grad.element_size()
+        return sum(one.length * self.bytes_of(one.group) for one in self._table.ranges(home=Home.DEVICE))
 
     def square_of_weights(self) -> torch.Tensor:
         """Sum of squares (fp64) of the master weights that this process counts, on device and host."""

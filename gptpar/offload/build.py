@@ -79,9 +79,7 @@ def make_host_optimizer(
     )
 
 
-def _speculated_elements(
-    config: Config, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES
-) -> int:
+def _speculated_elements(config: Config, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES) -> int:
     """The number of elements whose double buffers fit in memory; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
         _require_disk(Path(config.offload.optimizer_nvme_path), size.num_bytes * place_on_machine()[1])

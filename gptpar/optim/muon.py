@@ -54,9 +54,6 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 """The iterations' (a, b, c), by Megatron's names: Jordan's, You's (Cesista et al. 2025), and Amsel et al. 2025's (arXiv
 2505.16932, with its safety factor)."""
 
-SCALES = ("spectral", "unit_rms_norm", "shape_scaling")
-QKV = ("split", "heads", "fused")
-
 
 class MuonHyperparameters(NamedTuple):
     """One parameter group's hyperparameters in one step."""
@@ -86,10 +83,8 @@ class Muon(MatrixUpdate):
     Attributes:
         nesterov: whether Nesterov's momentum is orthogonalized.
         iterations: (a, b, c) of each iteration.
-        scale_mode: one of ``SCALES``: the root of max(rows, columns), of rows / columns, or of max(1, rows / columns).
+        scale_mode, qkv: as ``--muon-scale-mode`` and ``--muon-qkv``.
         factor: of all updates.
-        qkv: one of ``QKV``: what is a matrix of a QKV weight: its queries, its keys and its values (and its gates),
-            each head of them, or the whole.
     """
 
     nesterov: bool = True
@@ -111,7 +106,7 @@ class Muon(MatrixUpdate):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        settings = ("nesterov", "coefficient_type", "num_ns_steps", "scale_mode", "extra_scale_factor", "qkv")
+        settings = ("nesterov", "coefficient_type", "num_ns_steps", "scale_mode", "extra_scale_factor", "lr", "qkv")
         return (*super().flags, *(f"{self.name}_{setting}" for setting in settings))
 
     def momentum(self, g: Tensor, m: Tensor, numbers: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """A GPT's parameter groups: each one's update, and what its learning rate and weight decay are multiplied by.
 
 An optimizer over matrices (Muon) updates the matrices of the blocks, and AdamW everything else: embedding, LM head,
-biases and norms. Matrices decay (:func:`~gptpar.optim.group_ranges.is_matrix`). ``--lr-override`` and ``--weight-decay-
-override`` give other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`). ``--decoupled-lr`` is
-the rate of the token embedding and the output layer. The parameters of a group have the same update, rate and factors.
+biases and norms. Matrices decay (:func:`~gptpar.optim.group_ranges.is_matrix`). ``--lr-override`` and
+``--weight-decay-override`` give other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`).
+``--decoupled-lr`` is the rate of the token embedding and the output layer, ``--muon-lr`` that of Muon's matrices. The
+parameters of a group have the same update, rate and factors.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from gptpar.model import mup
 from gptpar.model.layer_spec import LayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
 from gptpar.optim.group_ranges import Family, is_matrix
-from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.optimizers import updates_of
-from gptpar.optim.update import Hyperparameters, Update
+from gptpar.optim.update import Hyperparameters
 from gptpar.topology.placement import ParameterInfo
 
 
@@ -60,21 +60,20 @@ class ParameterGroups:
     """
 
     def __init__(self, optimizer: OptimizerConfig, config: ModelConfig, model: ModelSpec):
-        self._model = config
-        of_matrices, of_others = updates_of(optimizer)
-        self._of_matrices = of_matrices if isinstance(of_matrices, MatrixUpdate) else None
+        self._model, self._optimizer = config, optimizer
+        self._of_matrices, of_others = updates_of(optimizer)
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
         ends = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
         self._decoupled = frozenset(ends if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
-        if self._lr_overrides or self._decay_overrides or config.mup or self._decoupled or self._of_matrices:
+        if any((self._lr_overrides, self._decay_overrides, config.mup, self._decoupled, self._of_matrices)):
             names = dict(_parameters(model.specs))
             self._require_matches(list(names))
             found = sorted({self._factors(name, num_dims) for name, num_dims in names.items()})
             self.factors += [one for one in found if one not in self.factors]
-        self.updates: tuple[Update, ...] = tuple(of_matrices if one.by_matrix else of_others for one in self.factors)
+        self.updates = tuple((one.by_matrix and self._of_matrices) or of_others for one in self.factors)
 
     def group_of(self, name: str, info: ParameterInfo) -> int:
         """Number of a parameter's group."""
@@ -122,6 +121,8 @@ class ParameterGroups:
         is_end = any(name.startswith(f"{layer}.") for layer in self._decoupled)
         by_matrix = self._of_matrices if in_block and decays else None
         lr *= mup.learning_rate_multiplier(self._model, in_block, decays, by_matrix.growth if by_matrix else 1.0)
+        if by_matrix and self._optimizer.muon_lr is not None and self._optimizer.lr:
+            lr *= self._optimizer.muon_lr / self._optimizer.lr
         return GroupFactors(lr, decay, is_end, by_matrix is not None)
 
     def _require_matches(self, names: Sequence[str]) -> None:

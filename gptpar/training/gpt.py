@@ -78,9 +78,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
         partitions = table.offloaded()
-        host = make_host_optimizer(
-            config, groups.updates, partitions, offloaded, device, *dtypes, tied, sums=sums
-        )
+        host = make_host_optimizer(config, groups.updates, partitions, offloaded, device, *dtypes, tied, sums=sums)
     engine = Engine(
         pipeline.stages_here,
         table,

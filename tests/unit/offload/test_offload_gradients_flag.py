@@ -10,8 +10,8 @@ from gptpar.config.derive import derive
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import find_problems, resolve
 from gptpar.errors import ConfigError, GptparError
-from gptpar.offload.buckets import StateSize
 from gptpar.offload import build, machine
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.copying_transfers import (
     copying_bytes,
 )

@@ -15,8 +15,8 @@ from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
-from gptpar.offload.buckets import StateSize
 from gptpar.offload import build, machine
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.optim.adam_update import AdamHyperparameters
@@ -266,7 +266,9 @@ def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -
     off = tiny_config(f"{OFFLOAD} 1 --offload-speculation off")
     assert build._speculated_elements(off, StateSize(elements, ADAMW.state_bytes(4))) == 0
     with pytest.raises(GptparError, match="twice for --offload-speculation on"):
-        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), StateSize(elements, ADAMW.state_bytes(4)))
+        build._speculated_elements(
+            tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), StateSize(elements, ADAMW.state_bytes(4))
+        )
 
 
 def test_a_save_finds_the_state_of_one_home_at_a_time() -> None:

@@ -112,9 +112,7 @@ class MatrixStep:
             if one.group in by_matrix:
                 number, family = families_of[one.group]
                 low = None if parameters is None else parameters[one.unit][one.start : one.stop]
-                self._ranges[one.unit].append(
-                    _OnDevice(number, one.start, one.stop, at, one.group == family[0], low)
-                )
+                self._ranges[one.unit].append(_OnDevice(number, one.start, one.stop, at, one.group == family[0], low))
         offloaded = {one.unit for one in table.ranges(home=Home.HOST) if one.group in by_matrix}
         self._offloaded = offloaded if host is not None else set()
 
@@ -248,7 +246,9 @@ def _assembled(job: Job, parts: Sequence[tuple[Piece, Tensor]]) -> Tensor:
     """A whole parameter; it has the memory of its only piece, where there is one."""
     (piece, part), *others = parts
     if not others:
-        ((_, values),) = views_of_flat(piece.info.shape, piece.info.offsets, 0, len(part), part, piece.info.memory_order)
+        ((_, values),) = views_of_flat(
+            piece.info.shape, piece.info.offsets, 0, len(part), part, piece.info.memory_order
+        )
         return values
     full = part.new_empty(job.shape)
     for piece, part in parts:

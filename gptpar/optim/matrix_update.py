@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torch import Tensor
 from gptpar.optim.elementwise import blocks_of
 from gptpar.optim.update import Update
 from gptpar.topology.matrices import Matrices
+
+if TYPE_CHECKING:
+    from gptpar.optim.torch_kernels import MatrixHostKernel
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class MatrixUpdate(Update, ABC):
     @abstractmethod
     def flops(self, rows: int, columns: int) -> float:
         """Floating-point operations of :meth:`orthogonalize` for one matrix."""
+
+    def host_kernel(self, threads: int) -> MatrixHostKernel | None:
+        """A compiled kernel of the elementwise parts; without one, torch's operators do them."""
+        return None
 
     @property
     @abstractmethod

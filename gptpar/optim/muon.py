@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gptpar.config.sections.optimizer import OptimizerOptions
+from gptpar.optim.cpu_adam import CpuMuon
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.topology.matrices import WHOLE, Interleaved, Matrices
 
@@ -114,6 +115,9 @@ class Muon(MatrixUpdate):
         fresh = rest * g
         m = momentum * m + fresh
         return fresh + momentum * m if self.nesterov else m, m
+
+    def host_kernel(self, threads: int) -> CpuMuon:
+        return CpuMuon(self, threads, nesterov=self.nesterov)
 
     def orthogonalize(self, x: Tensor) -> Tensor:
         _, rows, columns = x.shape

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -204,7 +204,7 @@ class MatrixHostKernel(TorchHostKernel):
         """
 
         def work() -> bool:
-            out.zero_()
+            clear_between(ranges, out)
             for start, stop, (scale, _, own) in ranges:
                 here = slice(start, stop)
                 average(self._matrix_update, momentum[here], grad[here], scale, own, out[here])
@@ -214,6 +214,15 @@ class MatrixHostKernel(TorchHostKernel):
 
     def _change_of(self, numbers: GroupNumbers) -> tuple[Change, GroupNumbers, bool]:
         return follow, numbers._replace(scale=torch.ones_like(numbers.scale), own=numbers.own[:1]), False
+
+
+def clear_between(ranges: Sequence[tuple[int, int, Any]], vector: Tensor) -> None:
+    """Set the elements to zero that are in none of the ranges, which ascend."""
+    end = 0
+    for start, stop, _ in ranges:
+        vector[end:start] = 0
+        end = stop
+    vector[end:] = 0
 
 
 def timed(work: Callable[[], bool]) -> Done:
@@ -243,6 +252,6 @@ def make_device_kernel(update: Update, like: Tensor) -> DeviceKernel:
 def make_host_kernel(update: Update, threads: int) -> HostKernel:
     """The update's fastest kernel for vectors in host memory."""
     if isinstance(update, MatrixUpdate):
-        return MatrixHostKernel(update, threads)
+        return update.host_kernel(threads) or MatrixHostKernel(update, threads)
     assert isinstance(update, ElementwiseOptimizer)
     return TorchHostKernel(update, threads) if update.host_kernel is None else update.host_kernel(threads)

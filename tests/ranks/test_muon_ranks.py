@@ -52,9 +52,9 @@ def wanted() -> list[Tensors]:
 
 
 @pytest.mark.parametrize("cases", [OF_TWO, OF_FOUR], ids=["two processes", "four processes"])
-def test_training_follows_a_plain_loop(
-    cases: list[tuple[Mesh, str]], wanted: list[Tensors], tmp_path: Path
-) -> None:
+def test_training_follows_a_plain_loop(cases: list[tuple[Mesh, str]], wanted: list[Tensors], tmp_path: Path) -> None:
     found = spawn(run_all, cases[0][0].world_size, tmp_path, cases, timeout_s=500)[0]
-    apart = {flags: difference(zip(one.weights, wanted, strict=True)) for (_, flags), one in zip(cases, found, strict=True)}
+    apart = {
+        flags: difference(zip(one.weights, wanted, strict=True)) for (_, flags), one in zip(cases, found, strict=True)
+    }
     assert max(apart.values()) <= TOLERANCE, apart

@@ -196,8 +196,8 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
         and not config.checkpoint.no_load_optim
     ):
         say(
-            " > the matrices' first moments become Muon's momentum, and their second moments are dropped; AdamW goes on "
-            "with everything else"
+            " > the matrices' first moments become Muon's momentum, and their second moments are dropped; AdamW goes "
+            "on with everything else"
         )
     if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
         say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")

@@ -87,9 +87,8 @@ def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> It
     of_matrices, of_others = updates_of(config.optimizer)
     states = {*of_others.states, *(of_matrices.states if of_matrices else ())}
     if "optimizer.optimizer" in stored.known and name != before and not _takes_over(name, before):
-        why = (
-            ": matrices that Muon updates have no second moment, which AdamW divides by" if before == MUON.name else ""
-        )
+        lacks = (before, name) == (MUON.name, ADAMW.name)
+        why = "; Muon's matrices have no second moment, which AdamW divides by" * lacks
         yield (
             f"its optimizer state is that of --optimizer {before}, and this run has --optimizer {name}{why}: take the "
             "same, or add --no-load-optim to begin with a state of zero."
@@ -196,8 +195,8 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
         and not config.checkpoint.no_load_optim
     ):
         say(
-            " > the matrices' first moments become Muon's momentum, and their second moments are dropped; AdamW goes on "
-            "with everything else"
+            " > the matrices' first moments become Muon's momentum, and their second moments are dropped; AdamW goes "
+            "on with everything else"
         )
     if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
         say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")

@@ -220,7 +220,7 @@ class MatrixStep:
         for key, found in batches.items():
             inputs = [batch for _, batch in found]
             outputs = key.update.orthogonalize(torch.cat(inputs) if inputs[1:] else inputs[0])
-            for (view, batch), output in zip(found, outputs.split([len(batch) for batch in inputs]), strict=True):
+            for (view, _), output in zip(found, outputs.split([len(batch) for batch in inputs]), strict=True):
                 view.copy_(output.view(view.shape))
         for job, parts in parts_of.items():
             for piece, part in parts:

@@ -13,9 +13,9 @@ The training loop submits gradients and requests the step. The updating thread c
     SPECULATED -> FINAL -> UPDATING                                   taken back: somebody reads before the step
     FINAL -> AVERAGING -> AVERAGED -> DIRECTED -> UPDATING -> IDLE    an update of matrices, in two phases
 
-A skipped step leads to IDLE from every state before the updates of the step. Parameters speculated with a final gradient
-are sent to the device at once. Parameters speculated with a partial gradient wait in the bucket's own host memory
-(``own_copy``) until the commit, because the training loop still computes with the old ones.
+A skipped step leads to IDLE from every state that the training loop can cause before the step. Parameters speculated
+with a final gradient are sent to the device at once. Parameters speculated with a partial gradient wait in the bucket's
+own host memory (``own_copy``) until the commit, because the training loop still computes with the old ones.
 """
 
 from __future__ import annotations

@@ -285,7 +285,8 @@ def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(unit, first element within its offloaded range, values) of ``weights``, one of the states, or ``grad``.
 
-    Buckets that do not have the state are left out. Gradients may have come in 16 bits; they are given in the dtype of the master weights.
+    Buckets that do not have the state are left out. Gradients may have come in 16 bits; they are given in the dtype of
+    the master weights.
     """
     for bucket in buckets:
         if kind == "grad":

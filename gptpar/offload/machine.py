@@ -109,10 +109,10 @@ def room_for_speculation(
     needed = state + elements * size.element_bytes + kept if wish == "on" else state
     if free and room < needed - state:
         what = "master weights and optimizer state" + (f", twice for {option}" if wish == "on" else "")
+        what += f" of {elements + size.later:,} elements"
         raise GptparError(
             f"{asker} needs {_gib(needed + transfer_bytes)} of host memory in each of {processes} process(es) on this "
-            f"machine ({what} of {elements + size.later:,} elements, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} "
-            f"are free for each: {remedy}."
+            f"machine ({what}, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} are free for each: {remedy}."
         )
     if wish == "off":
         return 0

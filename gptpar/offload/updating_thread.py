@@ -21,7 +21,7 @@ from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.kernel_queue import MAX_QUEUED, KernelQueue, QueuedUpdate
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, next_arrival, speculable
-from gptpar.offload.step_request import StepHyperparameters, StepRequest
+from gptpar.offload.step_request import KernelNumbers, StepHyperparameters, StepRequest
 from gptpar.offload.transfers import DeviceEvent, H2DCopy, Transfers
 from gptpar.optim.elementwise import Done, HostKernel
 from gptpar.system.state_guard import StateGuard
@@ -91,8 +91,7 @@ class UpdatingThread:
         self._back_off, self._holds = BackOff(), 0
         self._keeps = self._taking_back = False  # the last step's parameters until the next step
         self._at_work = KernelQueue()
-        self._groups: Sequence[Any] = ()
-        self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
+        self._numbers = KernelNumbers(kernels)
         self._missed: tuple[int, ...] = ()
         self._failure: BaseException | None = None
         self._closing = False
@@ -325,18 +324,8 @@ class UpdatingThread:
 
     def _ranges_of(self, bucket: Bucket, hyperparameters: StepHyperparameters) -> list[tuple[int, int, Any]]:
         """The kernel's argument: (start, stop, numbers of the group)."""
-        groups = self._groups_of(hyperparameters, bucket.steps + 1)
+        groups = self._numbers.of(hyperparameters, bucket.steps + 1)
         return [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
-
-    def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
-        """The kernel's arguments for each group, kept from the last call: most buckets of a step have the same ones."""
-        if self._groups_are_of != (hyperparameters, step):
-            self._groups_are_of = (hyperparameters, step)
-            divisor, groups = hyperparameters.divisor, hyperparameters.groups
-            numbers = [step - missed for missed in hyperparameters.missed or [0] * len(groups)]
-            groups_and_numbers = zip(self._kernels, groups, numbers, strict=True)
-            self._groups = [kernel.step_of(how, number, divisor) for kernel, how, number in groups_and_numbers]
-        return self._groups
 
     def _finish_updates(self, but: int = 0) -> None:
         """Wait for the kernel's updates, but for the latest ``but`` ones, and send their results."""

@@ -1,4 +1,4 @@
-"""Where the states of a flat vector's elements are: a state's own vector holds only elements whose update has it. Pure."""
+"""Lays out optimizer states: the vector of a state holds only the elements whose update has it. Pure."""
 
 from __future__ import annotations
 

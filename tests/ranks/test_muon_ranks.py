@@ -1,4 +1,4 @@
-"""Muon on several processes follows a plain loop: each ZeRO stage, tensor and pipeline parallelism, at several ratios."""
+"""Muon on several processes follows a plain loop: ZeRO, tensor and pipeline parallelism, at several ratios."""
 
 from __future__ import annotations
 

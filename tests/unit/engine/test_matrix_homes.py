@@ -49,8 +49,7 @@ def test_each_element_has_one_home(mesh: Mesh, stage: int, small: bool, monkeypa
     assert names == [[f"layers.{number}" for number in range(5)]] * mesh.world_size
     for same in zip(*of_rank, strict=True):
         assert {chunk.size for chunk in same} == {size}
-        assert len(same[0].units) == (min(5, size) if small and same is not None else 5) or small
-        one_group = [chunk for chunk in same if chunk.me < size][:size] if stage or mesh.tensor == 1 else same[:size]
+        assert len(same[0].units) <= (size if small else 5)
         covered: dict[str, torch.Tensor] = {}
         for job in same[0].jobs:
             counts = covered.setdefault(job.param.name, torch.zeros(job.shape))
@@ -60,7 +59,6 @@ def test_each_element_has_one_home(mesh: Mesh, stage: int, small: bool, monkeypa
                     counts[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] += part
         assert all((counts == 1).all() for counts in covered.values())
         assert len(covered) == 4 * len(same[0].units)
-        assert one_group
 
 
 def told(job: Job) -> tuple[str, str]:

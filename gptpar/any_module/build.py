@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.deferred import Recording
+from gptpar.any_module.matrix_groups import updates_by_group
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_guard import ReadGuard
@@ -95,7 +96,7 @@ def lay_out(
 
 def build_engine(
     stage: PlacedParameters,
-    groups: Sequence[Collection[nn.Parameter]],
+    groups: Sequence[Mapping[str, Any]],
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None = None,
@@ -107,7 +108,7 @@ def build_engine(
 
     Args:
         stage: the module, or the layers that this process has.
-        groups: parameters of each group of the optimizer.
+        groups: of the optimizer.
         options: of the engine.
         topology: this process's place.
         recording: makes the values of parameters without memory.
@@ -118,7 +119,8 @@ def build_engine(
     """
     data, device, plan = DataAxes.of(topology, options.zero_stage, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
-    table, frozen = lay_out(plan, stage.parameters, groups, options, data.place, tied=tied)
+    of_group = [group["params"] for group in groups]
+    table, frozen = lay_out(plan, stage.parameters, of_group, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.mesh.world_size)
     on_host = options.offload.parameters
@@ -129,7 +131,7 @@ def build_engine(
         parameters = ParameterMemory([*table.units, *frozen], data, settings.dtype, device, on_host=on_host)
         tied_weight = tied_unit(stage, table, options, topology.mesh.world_size)
         order = [unit for scope in plan.scopes for unit in scope.units]
-        updates = (options.update,) * len(groups)
+        updates = updates_by_group(groups, options.by_matrix, options.update)
         host = _host_optimizer(table, parameters, settings, options, updates, device, tied_weight, order)
     engine = Engine(
         stage.stages,

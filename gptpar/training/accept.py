@@ -87,9 +87,8 @@ def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> It
     of_matrices, of_others = updates_of(config.optimizer)
     states = {*of_others.states, *(of_matrices.states if of_matrices else ())}
     if "optimizer.optimizer" in stored.known and name != before and not _takes_over(name, before):
-        why = (
-            ": matrices that Muon updates have no second moment, which AdamW divides by" if before == MUON.name else ""
-        )
+        lacks = (before, name) == (MUON.name, ADAMW.name)
+        why = "; Muon's matrices have no second moment, which AdamW divides by" * lacks
         yield (
             f"its optimizer state is that of --optimizer {before}, and this run has --optimizer {name}{why}: take the "
             "same, or add --no-load-optim to begin with a state of zero."

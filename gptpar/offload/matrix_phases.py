@@ -73,8 +73,6 @@ class MatrixPhases(UpdatingThread):
 
     def _average(self, hyperparameters: StepHyperparameters, without: frozenset[str]) -> None:
         left = [one for one in self._buckets if one.matrix_kernel is not None and one.unit not in without]
-        for one in left[:1]:
-            self._copy_next(one)
         while left:
             bucket = next((one for one in left if one.momenta is not None), None)
             if bucket is None:
@@ -82,20 +80,16 @@ class MatrixPhases(UpdatingThread):
                 self._wait_until(lambda: any(one.momenta is not None for one in left))
                 continue
             left.remove(bucket)
-            for following in left[:1]:
-                self._copy_next(following)
+            for coming in (bucket, *left[:1]):
+                assert coming.grad is not None
+                coming.grad.begin(urgent=True)
             self._begin_average(bucket, hyperparameters)
         self._finish_updates()
-
-    def _copy_next(self, bucket: Bucket) -> None:
-        assert bucket.grad is not None
-        bucket.grad.begin(urgent=True)
 
     def _begin_average(self, bucket: Bucket, hyperparameters: StepHyperparameters) -> None:
         assert bucket.matrix_kernel is not None and bucket.grad is not None and bucket.momenta is not None
         self._advance(bucket, What.AVERAGE_BEGUN)
-        grad, copy = bucket.grad.tensor(), self._transfers.h2d_copy(*bucket.momenta)
-        self._record(What.ARRIVED, bucket)
+        grad, copy = self._gradient(bucket), self._transfers.h2d_copy(*bucket.momenta)
         (momentum,) = bucket.buffers.states
         self.guard.before_write([momentum])
         wait = bucket.matrix_kernel.order_average(momentum, grad, self._ranges_of(bucket, hyperparameters), copy.values)

@@ -279,8 +279,7 @@ class UpdatingThread:
             sends: see :class:`~gptpar.offload.kernel_queue.QueuedUpdate`.
         """
         assert bucket.grad is not None
-        grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
-        self._record(What.ARRIVED, bucket)
+        grad, copy = self._gradient(bucket), self._parameter_copy(bucket)
         ranges = self._ranges_of(bucket, hyperparameters)
         into = self._writable_double_buffer(bucket) if aside else None
         old, new = bucket.updated(bucket.buffers), None if into is None else bucket.updated(into)
@@ -290,6 +289,15 @@ class UpdatingThread:
         # After the request, the norm is known soon, and then the loop waits for each bucket.
         if len(self._at_work) > (MAX_QUEUED if ends_with is None and self._request is None else 1):
             self._finish_updates(but=1)
+
+    def _gradient(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's gradient in host memory; what the kernel still reads may have to leave the ring first."""
+        assert bucket.grad is not None
+        if not bucket.grad.begin(urgent=True):
+            self._finish_updates()
+        grad = bucket.grad.tensor()
+        self._record(What.ARRIVED, bucket)
+        return grad
 
     def _writable_double_buffer(self, bucket: Bucket) -> Buffers:
         """A bucket's double buffer, in other memory if a save needs what it holds and memory has room."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gptpar.optim.elementwise import blocks_of
+from gptpar.optim.elementwise import DeviceKernel, blocks_of
 from gptpar.optim.update import Update
 from gptpar.topology.matrices import Matrices
 
@@ -59,6 +59,10 @@ class MatrixUpdate(Update, ABC):
 
     def host_kernel(self, threads: int) -> MatrixHostKernel | None:
         """A compiled kernel of the elementwise parts; without one, torch's operators do them."""
+        return None
+
+    def device_kernel(self, like: Tensor) -> DeviceKernel | None:
+        """A fused kernel of the elementwise parts for master weights like the given ones."""
         return None
 
     @property

@@ -25,7 +25,10 @@ import torch
 from torch import Tensor
 
 from gptpar.config.sections.optimizer import OptimizerOptions
+from gptpar.kernels import gpu
 from gptpar.optim.cpu_adam import CpuMuon
+from gptpar.optim.device_muon import TritonMuon
+from gptpar.optim.elementwise import DeviceKernel
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.topology.matrices import WHOLE, Interleaved, Matrices
 
@@ -118,6 +121,9 @@ class Muon(MatrixUpdate):
 
     def host_kernel(self, threads: int) -> CpuMuon:
         return CpuMuon(self, threads, nesterov=self.nesterov)
+
+    def device_kernel(self, like: Tensor) -> DeviceKernel | None:
+        return TritonMuon(self, like.dtype, nesterov=self.nesterov) if gpu.takes(like) else None
 
     def orthogonalize(self, x: Tensor) -> Tensor:
         _, rows, columns = x.shape

@@ -243,9 +243,8 @@ def square_by_blocks(values: Tensor) -> float:
 
 def make_device_kernel(update: Update, like: Tensor) -> DeviceKernel:
     """The update's fastest kernel for master weights of this dtype on this device."""
-    fused = None
-    if isinstance(update, ElementwiseOptimizer) and update.device_kernel is not None:
-        fused = update.device_kernel(like)
+    assert isinstance(update, MatrixUpdate | ElementwiseOptimizer)
+    fused = None if update.device_kernel is None else update.device_kernel(like)
     return fused or TorchDeviceKernel(update, like.dtype)
 
 

@@ -318,17 +318,13 @@ class UpdatingThread:
         """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
         self._missed = steps
 
-    def _average(self, hyperparameters: StepHyperparameters, without: frozenset[str]) -> None:
-        """The first phase of updates of matrices (:mod:`gptpar.offload.matrix_phases`)."""
-        raise NotImplementedError
+    # The first phase of updates of matrices, and the wait for the second one: see gptpar.offload.matrix_phases.
 
-    def _end_average(self, bucket: Bucket) -> None:
-        """The end of a bucket's first phase."""
-        raise NotImplementedError
+    def _average(self, hyperparameters: StepHyperparameters, without: frozenset[str]) -> None: ...
 
-    def _await_direction(self, bucket: Bucket) -> None:
-        """Wait until a bucket's second phase may begin; others have one phase."""
-        raise NotImplementedError
+    def _end_average(self, bucket: Bucket) -> None: ...
+
+    def _await_direction(self, bucket: Bucket) -> None: ...
 
     def _ranges_of(self, bucket: Bucket, hyperparameters: StepHyperparameters) -> list[tuple[int, int, Any]]:
         """The kernel's argument: (start, stop, numbers of the group)."""

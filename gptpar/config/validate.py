@@ -38,7 +38,7 @@ def resolve(
     wrong = out_of_range(parsed.flags)
     # Nothing is derived from, or checked against, a number that cannot be.
     flags, derived = derive(with_defaults(parsed.flags, wrong), world_size)
-    problems = [*range_problems(parsed.flags), *_derived_out_of_range(flags, derived)]
+    problems = [*(range_problems(parsed.flags) if wrong else ()), *_derived_out_of_range(flags, derived)]
     found = [*find_problems(flags, world_size), *(more(flags) if more else ())]
     problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
     problems += _launch_problems(parsed, world_size)

@@ -59,11 +59,7 @@ class FlatOptimizer:
         self._state, self._group_ranges, self._families = state, group_ranges, tuple(families)
         self._guard = guard or StateGuard()
         self._family_of = {group: number for number, family in enumerate(families) for group in family}
-        known, wanted = sorted(group for family in families for group in family), {one.group for one in group_ranges}
-        if len(known) > len(self._family_of) or not wanted <= self._family_of.keys():
-            raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
-        if any(updates[group] != updates[family[0]] for family in families for group in family):
-            raise ValueError(f"the groups of each of the families {list(families)} have to have one update")
+        _check_families(families, {one.group for one in group_ranges}, updates)
         self._updates = [updates[family[0]] for family in families]
         self._layout = StateLayout(group_ranges, updates, len(state.grad))
         self._kernels = [make_device_kernel(update, state.vectors["weights"]) for update in self._updates]
@@ -147,6 +143,14 @@ class FlatOptimizer:
                 self._guard.before_write(state)
                 step.update(call)
         return steps
+
+
+def _check_families(families: Sequence[Family], wanted: set[int], updates: Sequence[Update]) -> None:
+    known = sorted(group for family in families for group in family)
+    if len(known) > len(set(known)) or not wanted <= set(known):
+        raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
+    if any(updates[group] != updates[family[0]] for family in families for group in family):
+        raise ValueError(f"the groups of each of the families {list(families)} have to have one update")
 
 
 def _decaying_blocks(ranges: Sequence[tuple[int, int, bool]], length: int, device: torch.device) -> torch.Tensor | None:

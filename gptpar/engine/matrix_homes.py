@@ -28,7 +28,7 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPart:
     """A process's elements of one parameter.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class MatrixJob:
     """One parameter, whose matrices one process orthogonalizes.
 
     Attributes:
@@ -60,12 +60,12 @@ class Job:
     param: Param
     shape: torch.Size
     home: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPart, ...]
     is_alone: bool
 
 
 @dataclass(frozen=True)
-class Chunk:
+class MatrixChunk:
     """Units whose matrices are assembled at the same time, to use all processes and to bound the memory.
 
     Attributes:
@@ -79,16 +79,16 @@ class Chunk:
     axes: tuple[str, ...]
     size: int
     me: int
-    jobs: tuple[Job, ...]
+    jobs: tuple[MatrixJob, ...]
 
-    def sent(self) -> Iterator[tuple[int, Job, Piece]]:
+    def sent(self) -> Iterator[tuple[int, MatrixJob, MatrixPart]]:
         """(receiver, job, this process's piece), by receiver."""
         for home in range(self.size):
             for job in self.jobs:
                 if job.home == home:
                     yield from ((home, job, piece) for piece in job.pieces if piece.member == self.me)
 
-    def received(self) -> Iterator[tuple[int, Job, Piece]]:
+    def received(self) -> Iterator[tuple[int, MatrixJob, MatrixPart]]:
         """(sender, job of this process, piece), by sender; each sender has the jobs in the same order."""
         for member in range(self.size):
             for job in self.jobs:
@@ -96,7 +96,7 @@ class Chunk:
                     yield from ((member, job, piece) for piece in job.pieces if piece.member == member)
 
 
-def chunks_of(table: ParameterTable, updates: Sequence[Update]) -> list[Chunk]:
+def chunks_of(table: ParameterTable, updates: Sequence[Update]) -> list[MatrixChunk]:
     """The chunks of this process's units, in forward order; only units with matrices are in one.
 
     Args:
@@ -145,10 +145,12 @@ def _axes(unit: Unit, place: Place, updates: Sequence[Update]) -> tuple[str, ...
     return tuple(dict.fromkeys(axis for p in _matrices(unit, updates) for axis in _axes_of(unit, p, place, updates)))
 
 
-def _chunk(units: Sequence[Unit], axes: tuple[str, ...], table: ParameterTable, updates: Sequence[Update]) -> Chunk:
+def _chunk(
+    units: Sequence[Unit], axes: tuple[str, ...], table: ParameterTable, updates: Sequence[Update]
+) -> MatrixChunk:
     place = table.place
     members = members_of(place.mesh, place.rank, axes)
-    jobs: list[Job] = []
+    jobs: list[MatrixJob] = []
     choices: list[tuple[float, list[int]]] = []
     for unit in units:
         for param in _matrices(unit, updates):
@@ -161,13 +163,13 @@ def _chunk(units: Sequence[Unit], axes: tuple[str, ...], table: ParameterTable, 
                 pieces = [_piece(unit, param, replace(place, rank=r), own, members.index(r)) for r in sharing]
                 shape = _shape(param.info, own)
                 is_alone = own != axes or unit.name in table.ties
-                jobs.append(Job(unit, param, shape, 0, tuple(p for p in pieces if p.first < p.stop), is_alone))
+                jobs.append(MatrixJob(unit, param, shape, 0, tuple(p for p in pieces if p.first < p.stop), is_alone))
                 sizes = update.matrices(param.info.matrices).shapes(shape)
                 cost = sum(count * update.flops(rows, columns) for count, rows, columns in sizes)
                 choices.append((cost, [piece.member for piece in pieces]))
     homes = _homes(choices, len(members))
     placed = tuple(replace(job, home=home) for job, home in zip(jobs, homes, strict=True))
-    return Chunk(tuple(units), axes, len(members), members.index(place.rank), placed)
+    return MatrixChunk(tuple(units), axes, len(members), members.index(place.rank), placed)
 
 
 def _homes(choices: Sequence[tuple[float, Sequence[int]]], size: int) -> list[int]:
@@ -196,7 +198,7 @@ def _over(info: ParameterInfo, axes: Sequence[str]) -> ParameterInfo:
     return replace(info, placement=replace(info.placement, value=value))
 
 
-def _piece(unit: Unit, param: Param, place: Place, axes: Sequence[str], member: int) -> Piece:
+def _piece(unit: Unit, param: Param, place: Place, axes: Sequence[str], member: int) -> MatrixPart:
     """What a process has of a parameter.
 
     Args:
@@ -211,4 +213,4 @@ def _piece(unit: Unit, param: Param, place: Place, axes: Sequence[str], member: 
     info = replace(info, shape=torch.Size(sizes), placement=replace(info.placement, value=value))
     low, stop = place.shard(unit) * unit.shard_length - param.start, info.shape.numel()
     first = max(0, low)
-    return Piece(member, info, first, max(first, min(stop, low + unit.shard_length)))
+    return MatrixPart(member, info, first, max(first, min(stop, low + unit.shard_length)))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptpar.engine.matrix_homes import Chunk, Job, Piece, chunks_of
+from gptpar.engine.matrix_homes import MatrixChunk, MatrixJob, MatrixPart, chunks_of
 from gptpar.engine.ranges import Home
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
@@ -135,7 +135,7 @@ class MatrixStep:
             for unit in chunk.units:
                 self._follow(unit, buffers[unit.name], steps)
 
-    def _expect(self, chunk: Chunk) -> dict[str, Tensor]:
+    def _expect(self, chunk: MatrixChunk) -> dict[str, Tensor]:
         """Unit -> memory for its momenta, then its directions; the subscriber writes its elements as soon as it can."""
         weights, found = self._vectors["weights"], {}
         for unit in chunk.units:
@@ -174,7 +174,7 @@ class MatrixStep:
             ranges = ((0, len(weights), one.decays),)
             steps[one.family].update(UpdateVectors((weights, directions), one.parameters, ranges))
 
-    def _replace_by_directions(self, chunk: Chunk, buffers: Mapping[str, Tensor]) -> None:
+    def _replace_by_directions(self, chunk: MatrixChunk, buffers: Mapping[str, Tensor]) -> None:
         """Put the directions of a chunk's elements in the place of what is to be orthogonalized."""
         sent = list(chunk.sent())
         mine = [self._elements(job, piece, buffers) for _, job, piece in sent]
@@ -197,36 +197,38 @@ class MatrixStep:
         dist.all_to_all_single(outgoing, incoming, there, here, group=group)
         torch._foreach_copy_(mine, list(outgoing.split([len(part) for part in mine])))
 
-    def _elements(self, job: Job, piece: Piece, buffers: Mapping[str, Tensor]) -> Tensor:
+    def _elements(self, job: MatrixJob, piece: MatrixPart, buffers: Mapping[str, Tensor]) -> Tensor:
         """This process's piece of a parameter in its unit's buffer."""
         low = job.param.start - self._place.shard(job.unit) * job.unit.shard_length
         compact = self._compact[job.unit.name]
         return compact.view(buffers[job.unit.name], low + piece.first, low + piece.stop)
 
-    def _orthogonalize(self, pieces: Sequence[tuple[Job, Piece, Tensor]]) -> None:
+    def _orthogonalize(self, pieces: Sequence[tuple[MatrixJob, MatrixPart, Tensor]]) -> None:
         """Orthogonalize the matrices of this process's jobs, in the memory of their pieces."""
-        parts_of: dict[Job, list[tuple[Piece, Tensor]]] = defaultdict(list)
+        parts_of: dict[MatrixJob, list[tuple[MatrixPart, Tensor]]] = defaultdict(list)
         for job, piece, part in pieces:
             parts_of[job].append((piece, part))
         whole = {job: _assembled(job, parts) for job, parts in parts_of.items()}
-        batches: dict[_Batch, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for job, full in whole.items():
-            update = self._updates[job.param.group]
-            assert isinstance(update, MatrixUpdate)
-            matrices = update.matrices(job.param.info.matrices)
-            for view, batch in zip(matrices.views(full), matrices.split(full), strict=True):
-                key = _Batch(update, batch.shape[1:], job.param.name if job.is_alone else "")
-                batches[key].append((view, batch))
-        for key, found in batches.items():
+        for key, found in self._batches(whole).items():
             inputs = [batch for _, batch in found]
             outputs = key.update.orthogonalize(torch.cat(inputs) if inputs[1:] else inputs[0])
             for (view, _), output in zip(found, outputs.split([len(batch) for batch in inputs]), strict=True):
                 view.copy_(output.view(view.shape))
         for job, parts in parts_of.items():
-            for piece, part in parts:
-                for box, values in _boxes(job, whole[job], piece, part):
-                    if values.data_ptr() != box.data_ptr():
-                        values.copy_(box)
+            if parts[1:]:  # else the whole parameter has the memory of its only piece
+                for box, values in _boxes(job, whole[job], parts):
+                    values.copy_(box)
+
+    def _batches(self, whole: Mapping[MatrixJob, Tensor]) -> dict[_Batch, list[tuple[Tensor, Tensor]]]:
+        """Batch -> (elements in the whole parameter, the same as matrices [number, rows, columns])."""
+        found: dict[_Batch, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for job, full in whole.items():
+            update = self._updates[job.param.group]
+            assert isinstance(update, MatrixUpdate)
+            matrices = update.matrices(job.param.info.matrices)
+            for view, batch in zip(matrices.views(full), matrices.split(full), strict=True):
+                found[_Batch(update, batch.shape[1:], job.param.name if job.is_alone else "")].append((view, batch))
+        return found
 
 
 class _Batch(NamedTuple):
@@ -242,8 +244,8 @@ class _Batch(NamedTuple):
     alone: str
 
 
-def _assembled(job: Job, parts: Sequence[tuple[Piece, Tensor]]) -> Tensor:
-    """A whole parameter; it has the memory of its only piece, where there is one."""
+def _assembled(job: MatrixJob, parts: Sequence[tuple[MatrixPart, Tensor]]) -> Tensor:
+    """A whole parameter; it has the memory of its only piece, if there is one."""
     (piece, part), *others = parts
     if not others:
         ((_, values),) = views_of_flat(
@@ -251,14 +253,15 @@ def _assembled(job: Job, parts: Sequence[tuple[Piece, Tensor]]) -> Tensor:
         )
         return values
     full = part.new_empty(job.shape)
-    for piece, part in parts:
-        for box, values in _boxes(job, full, piece, part):
-            box.copy_(values)
+    for box, values in _boxes(job, full, parts):
+        box.copy_(values)
     return full
 
 
-def _boxes(job: Job, full: Tensor, piece: Piece, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _boxes(job: MatrixJob, full: Tensor, parts: Sequence[tuple[MatrixPart, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """(part of the whole parameter, the same elements in a piece's memory)"""
-    info, origin = piece.info, (0,) * len(job.shape)
-    for offsets, values in views_of_flat(info.shape, info.offsets, piece.first, piece.stop, part, info.memory_order):
-        yield box_view(full, (offsets, tuple(values.shape)), origin), values
+    origin = (0,) * len(job.shape)
+    for piece, part in parts:
+        info, ends = piece.info, (piece.first, piece.stop)
+        for offsets, values in views_of_flat(info.shape, info.offsets, *ends, part, info.memory_order):
+            yield box_view(full, (offsets, tuple(values.shape)), origin), values

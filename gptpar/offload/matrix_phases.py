@@ -5,10 +5,10 @@ Phase one updates a bucket's momentum in the updating thread, and sends what is 
 matrices, and submits the directions. Phase two is an ordinary update of the bucket with its direction as gradient.
 
 The two never wait for each other in a circle. In phase one the thread waits for nothing but gradients and the memory
-that the loop gives for a unit's momenta. It takes the buckets that have memory, and finishes them before it waits. The loop
-gives this memory before it waits for the unit's momenta, so what it waits for is always done next. In phase two the
-thread waits for directions. By then all momenta are there, and the loop needs nothing more of the thread to submit the
-rest. Other processes' loops, with which the loop exchanges matrices, wait for their own threads likewise.
+that the loop gives for a unit's momenta. It takes the buckets that have memory, and finishes them before it waits. The
+loop gives this memory before it waits for the unit's momenta, so what it waits for is always done next. In phase two
+the thread waits for directions. By then all momenta are there, and the loop needs nothing more of the thread to submit
+the rest. Other processes' loops, with which the loop exchanges matrices, wait for their own threads likewise.
 
 These buckets do not speculate. The clipping factor is a factor of the gradient's share in the momentum, and what is
 orthogonalized depends on it in all elements of a matrix: a speculation that turns out wrong would cost the assembly and

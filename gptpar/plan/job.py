@@ -54,12 +54,12 @@ class Job:
 
     Args:
         config: resolved, with the padded vocabulary filled.
-        layout: of its processes.
+        mesh: of its processes.
         device_type: ``cuda`` or ``cpu``.
     """
 
     config: Config
-    layout: Mesh
+    mesh: Mesh
     device_type: str = "cuda"
 
     @property
@@ -80,7 +80,7 @@ class Job:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of each data-parallel rank in a step."""
-        return self.config.batch.global_batch_size // (self.micro_batch_size * self.layout.data)
+        return self.config.batch.global_batch_size // (self.micro_batch_size * self.mesh.data)
 
     @property
     def num_virtual_stages(self) -> int:
@@ -90,12 +90,12 @@ class Job:
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage; 0 where a process is alone on the data axis."""
-        return self.config.parallel.zero_stage if self.layout.data > 1 else 0
+        return self.config.parallel.zero_stage if self.mesh.data > 1 else 0
 
     @property
     def shards(self) -> int:
         """Number of shards of the optimizer's state."""
-        return self.layout.data if self.zero_stage else 1
+        return self.mesh.data if self.zero_stage else 1
 
     @property
     def ratio(self) -> float:
@@ -122,7 +122,7 @@ class Job:
         offload, shared = self.config.offload, self.layers.spec.shared
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
         used = used and not self.gradients_leave_at_once
-        if not self.ratio or not used or shared is None or self.layout.world_size > 1:
+        if not self.ratio or not used or shared is None or self.mesh.world_size > 1:
             return 0.0
         table = self.table(self.stages[0])
         (length,) = (unit.length for unit in table.units if unit.name == shared)
@@ -136,7 +136,7 @@ class Job:
     @property
     def token_splits(self) -> int:
         """Number of tensor ranks that divide the tokens between layers; 1 without sequence parallelism."""
-        return self.layout.tensor if self.config.parallel.sequence_parallel else 1
+        return self.mesh.tensor if self.config.parallel.sequence_parallel else 1
 
     @property
     def element_size(self) -> int:
@@ -151,12 +151,12 @@ class Job:
     @property
     def gradient_size(self) -> int:
         """Bytes of an element of the gradient, as the device's optimizer reads it."""
-        return self.wide_size if self.config.batch.adds_gradients(self.layout.world_size) else self.element_size
+        return self.wide_size if self.config.batch.adds_gradients(self.mesh.world_size) else self.element_size
 
     @property
     def offloaded_gradient_size(self) -> int:
         """Bytes of an element of a gradient that is copied to the CPU; sums are copied in their wide format."""
-        return self.element_size if self.num_micro_batches * self.layout.data == 1 else self.wide_size
+        return self.element_size if self.num_micro_batches * self.mesh.data == 1 else self.wide_size
 
     @property
     def masters_are_live(self) -> bool:
@@ -167,7 +167,7 @@ class Job:
     @property
     def graph(self) -> bool:
         """Whether forward and backward are launched as one CUDA graph."""
-        return self.device_type == "cuda" and wants_graph(self.config, self.layout.data)
+        return self.device_type == "cuda" and wants_graph(self.config, self.mesh.data)
 
     @property
     def boundary_bytes(self) -> int:
@@ -187,7 +187,7 @@ class Job:
     @cached_property
     def layers(self) -> Layers:
         """The layers on one tensor rank, of whose units the data axis has ``shards``."""
-        config, tensor = self.config, TensorAxis(self.layout.tensor, sequence_parallel=self.token_splits > 1)
+        config, tensor = self.config, TensorAxis(self.mesh.tensor, sequence_parallel=self.token_splits > 1)
         return layers_of(config.model, config.optimizer, tensor, frozenset(config.recompute.recompute_modules))
 
     @cached_property
@@ -246,12 +246,12 @@ class Job:
     def split(self) -> LayerSplit:
         """The assignment of layers to stages, as in the run itself."""
         method = self.config.parallel.pipeline_partition_method
-        return split_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
+        return split_of_model(self.config.model, self.mesh.pipeline, self.num_virtual_stages, method)
 
     @cached_property
     def stages(self) -> tuple[StagePart, ...]:
         """The layers that each stage runs; equal parts are one, with the numbers of the first."""
-        return stages_of(self.layers, self.split, self.layout.pipeline)
+        return stages_of(self.layers, self.split, self.mesh.pipeline)
 
 
 @lru_cache(maxsize=4096)

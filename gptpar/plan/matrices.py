@@ -40,7 +40,7 @@ def seconds(job: Job, part: StagePart, product: Product, bandwidth: float) -> fl
     Args:
         bandwidth: bytes/s of each process while matrices are assembled and their updates return.
     """
-    sharers, found = job.shards * job.layout.tensor, dict[int, float]()
+    sharers, found = job.shards * job.mesh.tensor, dict[int, float]()
     for kind in {job.layers.kinds[number] for number in part.layers}:
         matrices = matrices_of(job, job.unit(kind))
         costs = [_seconds_of(update, rows, columns, product) for update, rows, columns in matrices.elements()]

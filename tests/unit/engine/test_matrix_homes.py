@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptpar.engine import matrix_homes
-from gptpar.engine.matrix_homes import Chunk, Job, chunks_of
+from gptpar.engine.matrix_homes import MatrixChunk, MatrixJob, chunks_of
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.model.gpt import gpt_model
@@ -29,7 +29,7 @@ LAYOUTS = [
 ]
 
 
-def chunks(mesh: Mesh, stage: int, rank: int) -> list[Chunk]:
+def chunks(mesh: Mesh, stage: int, rank: int) -> list[MatrixChunk]:
     config = tiny_config(WORDS)
     model = gpt_model(config.model, TensorAxis(mesh.tensor, mesh.position(rank, TENSOR)))
     groups = ParameterGroups(config.optimizer, config.model, model)
@@ -61,7 +61,7 @@ def test_each_element_has_one_home(mesh: Mesh, stage: int, small: bool, monkeypa
         assert len(covered) == 4 * len(same[0].units)
 
 
-def told(job: Job) -> tuple[str, str]:
+def told(job: MatrixJob) -> tuple[str, str]:
     return job.unit.name, job.param.name
 
 

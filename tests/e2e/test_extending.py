@@ -16,6 +16,7 @@ PAGE = ROOT / "docs/extending.md"
 EXAMPLES = {
     "Another norm": "combinations compute the same as one process",
     "A preset": "596.05 M parameters",
+    "An optimizer over matrices": "compute the same as one process",
 }
 """What the commands of an example print. Qwen3-0.6B is published with 596,049,920 parameters."""
 
@@ -38,10 +39,10 @@ def applied(heading: str, folder: Path) -> None:
     shutil.copytree(ROOT / "gptpar", folder / "gptpar", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for file, changes in edits(heading).items():
-        text = (folder / file).read_text()
+        text = (folder / file).read_text() if (folder / file).exists() else ""
         for old, new in changes:
-            assert text.count(old) == 1, f"{file} holds {text.count(old)} times: {old}"
-            text = text.replace(old, new)
+            assert not old or text.count(old) == 1, f"{file} holds {text.count(old)} times: {old}"
+            text = text.replace(old, new) if old else new
         (folder / file).write_text(text)
 
 

@@ -295,9 +295,8 @@ class UpdatingThread:
         assert bucket.grad is not None
         if not bucket.grad.begin(urgent=True):
             self._finish_updates()
-        grad = bucket.grad.tensor()
         self._record(What.ARRIVED, bucket)
-        return grad
+        return bucket.grad.tensor()
 
     def _writable_double_buffer(self, bucket: Bucket) -> Buffers:
         """A bucket's double buffer, in other memory if a save needs what it holds and memory has room."""

@@ -18,11 +18,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
+from gptpar.config.sections.optimizer import OptimizerOptions
 from gptpar.optim.elementwise import DeviceKernel, blocks_of
 from gptpar.optim.update import Update
 from gptpar.topology.matrices import Matrices
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MatrixUpdate(Update, ABC):
     """An optimizer over matrices, with the settings of a run. It has one state vector."""
+
+    def with_settings(self, flags: OptimizerOptions) -> Self:
+        """The update with a run's settings."""
+        return self
 
     @abstractmethod
     def momentum(self, g: Tensor, m: Tensor, numbers: Sequence[Any]) -> tuple[Tensor, Tensor]:

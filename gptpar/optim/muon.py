@@ -98,7 +98,6 @@ class Muon(MatrixUpdate):
     qkv: str = "split"
 
     def with_settings(self, flags: OptimizerOptions) -> Self:
-        """The update with a run's settings."""
         return type(self)(
             *(self.name, self.states, self.hyperparameters, self.numbers),
             flags.muon_nesterov,

@@ -7,7 +7,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.lion import LION
 from gptpar.optim.matrix_update import MatrixUpdate
-from gptpar.optim.muon import MUON, Muon
+from gptpar.optim.muon import MUON
 from gptpar.optim.update import Update
 
 OPTIMIZERS: dict[str, Update] = {one.name: one for one in (ADAMW, LION, MUON)}
@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, Update] = {one.name: one for one in (ADAMW, LION, MUON)}
 def updates_of(flags: OptimizerOptions) -> tuple[MatrixUpdate | None, ElementwiseOptimizer]:
     """The update over the blocks' matrices, if a run has one, and that of all other parameters."""
     chosen = OPTIMIZERS[flags.optimizer]
-    if isinstance(chosen, Muon):
+    if isinstance(chosen, MatrixUpdate):
         return chosen.with_settings(flags), ADAMW
     assert isinstance(chosen, ElementwiseOptimizer)
     return None, chosen

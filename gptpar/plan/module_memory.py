@@ -122,9 +122,7 @@ def estimate_memory(
     plan = find_units(model, options.units, dtype=options.dtype)
     data = DataAxes.of(Topology(Mesh(data=world), 0, torch.device("cpu")), options.zero_stage)
     parameters = dict(model.named_parameters())
-    groups: list[dict[str, Any]] = [{"params": [p for p in parameters.values() if p.requires_grad]}]
-    if options.by_matrix is not None:
-        groups, _ = divided(groups, options.by_matrix, {}, model)
+    groups = _groups(parameters, options, model)
     updates = updates_by_group(groups, options.by_matrix, options.update)
     table, frozen = lay_out(plan, parameters, [group["params"] for group in groups], options, data.place)
     settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, world)
@@ -152,6 +150,12 @@ def estimate_memory(
         double_buffers_count=options.offload.speculation == "on",
         on_disk=states - in_memory,
     )
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], options: EngineOptions, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameter groups if everything trainable is trained."""
+    groups = [{"params": [p for p in parameters.values() if p.requires_grad]}]
+    return groups if options.by_matrix is None else divided(groups, options.by_matrix, {}, model)[0]
 
 
 def _masters_are_parameters(

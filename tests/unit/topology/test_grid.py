@@ -71,8 +71,8 @@ def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
     assert mesh.groups(EXPERT_DATA) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert [mesh.position(rank, DATA) for rank in range(0, 8, 2)] == [0, 1, 2, 3]
     assert [copies_over(split) for split in ([], [TENSOR], [EXPERT], [EXPERT, TENSOR])] == [
-        (DATA,),
-        (DATA,),
+        (EXPERT, EXPERT_DATA),
+        (EXPERT, EXPERT_DATA),
         (EXPERT_DATA,),
         (EXPERT_DATA,),
     ]

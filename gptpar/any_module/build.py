@@ -29,7 +29,7 @@ from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.mesh import DATA
+from gptpar.topology.mesh import COPIES
 from gptpar.topology.placement import ParameterInfo
 
 NOT_DRAWN = Constant(0.0)
@@ -84,7 +84,7 @@ def lay_out(
         tied: unit -> the stages that have a copy of it.
     """
     number = {parameter: place for place, group in enumerate(groups) for parameter in group}
-    shards = place.shards((DATA,))
+    shards = place.shards(COPIES)
     units = [unit_of(unit, parameters, shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units]
     trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
     frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]

@@ -166,10 +166,6 @@ class ModuleEngine(TrainingEngine):
         self._is_scaled = True
         return loss * self.loss_scaler.value
 
-    @property
-    def _shows_gradients(self) -> bool:  # type: ignore[override]
-        return self._grads is not None and self._grads.are_shown
-
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
@@ -182,6 +178,13 @@ class ModuleEngine(TrainingEngine):
         self._is_final = last
         if self._grads is not None:
             self._are_means = self._grads.show(final=last)
+        if last and (self._grads is None or not self._grads.are_shown):
+            self.weights.guard.until_step()
+
+    def _forget_step(self) -> None:
+        if self._is_final:
+            self.weights.guard.step_ended()
+        super()._forget_step()
 
     # A backward pass that the user begins.
 

@@ -25,7 +25,6 @@ from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.own_clipping import refuse_clipping
 from gptpar.any_module.step_settings import StepSettings
 from gptpar.any_module.step_work import StepResult, Work
 from gptpar.any_module.whole_tensors import WholeTensors
@@ -279,14 +278,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
-
-    _shows_gradients = False
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's; torch's ``clip_grad_norm_`` of them is refused unless ``.grad`` has their gradients."""
-        if not self._shows_gradients and not self._closed and self.options.has_optimizer:
-            refuse_clipping(sys._getframe(1))
-        yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step, which begins again with its first micro-batch."""

@@ -127,7 +127,7 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
 
 def _processes(job: Job, cluster: Cluster) -> int:
     """Number of the job's processes on one machine."""
-    return min(cluster.gpus_per_node, job.layout.world_size)
+    return min(cluster.gpus_per_node, job.mesh.world_size)
 
 
 def max_lead(job: Job, part: StagePart) -> float:

@@ -31,15 +31,15 @@ class MirrorCost:
 
 def mirror_cost(job: Job, cluster: Cluster) -> MirrorCost | None:
     """The cost of a job's copies in memory; ``None``: it makes none."""
-    interval, layout = job.config.recovery.mirror_interval, job.layout
+    interval, mesh = job.config.recovery.mirror_interval, job.mesh
     if interval is None:
         return None
     element = job.wide_size * (1 + len(job.optimizer.states))
     of_stage = [
-        element * sum(unit.length for unit in job.table(part).units if unit.length) / layout.data for part in job.stages
+        element * sum(unit.length for unit in job.table(part).units if unit.length) / mesh.data for part in job.stages
     ]
-    of_rank = [of_stage[layout.position(rank, PIPELINE)] for rank in range(layout.world_size)]
-    ring = Ring.of([str(rank // cluster.gpus_per_node) for rank in range(layout.world_size)])
+    of_rank = [of_stage[mesh.position(rank, PIPELINE)] for rank in range(mesh.world_size)]
+    ring = Ring.of([str(rank // cluster.gpus_per_node) for rank in range(mesh.world_size)])
     kept = [sum(of_rank[rank] for rank in ring.kept_by(machine)) for machine in range(len(ring.machines))]
     process, speeds = max(of_rank), cluster.sustained
     network = min(speeds.socket, speeds.link * cluster.network_bandwidth)

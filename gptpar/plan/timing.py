@@ -78,13 +78,13 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     """Predict a step."""
     costs = _Costs(job, cluster)
     stages = [costs.stage(part) for part in job.stages]
-    count, layout = job.num_micro_batches, job.layout
+    count, mesh = job.num_micro_batches, job.mesh
     slowest = max(stage.both for stage in stages)
-    others = (sum(stage.both for stage in stages) - slowest) / max(1, layout.pipeline - 1)
+    others = (sum(stage.both for stage in stages) - slowest) / max(1, mesh.pipeline - 1)
     compute = count * slowest
-    fill = rounds_idle(layout.pipeline, count, job.num_virtual_stages) * others
-    transfers = rounds_transferring(layout.pipeline, count, job.num_virtual_stages) * costs.between_stages()
-    if not job.graph and layout.pipeline > 1:
+    fill = rounds_idle(mesh.pipeline, count, job.num_virtual_stages) * others
+    transfers = rounds_transferring(mesh.pipeline, count, job.num_virtual_stages) * costs.between_stages()
+    if not job.graph and mesh.pipeline > 1:
         fill += cluster.sustained.scheduling * compute
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
     heaviest = max(job.table(part).length() * job.shards for part in job.stages)
@@ -140,9 +140,9 @@ class _Costs:
         self._job, self._cluster, self._sustained = job, cluster, cluster.sustained
         self.memory_rate = cluster.memory_bandwidth * self._sustained.memory
         self._product_rate = max(self.memory_rate, cluster.peak * self._sustained.on_chip)
-        layout = job.layout
-        self._tensor_rate = cluster.bandwidth(layout.tensor, 1)
-        self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
+        mesh = job.mesh
+        self._tensor_rate = cluster.bandwidth(mesh.tensor, 1)
+        self._data_rate = cluster.bandwidth(mesh.data, mesh.tensor)
         self._times: dict[tuple[int, bool], StageTime] = {}
 
     def stage(self, part: StagePart) -> StageTime:
@@ -208,7 +208,7 @@ class _Costs:
 
     def _transfer(self, width: int) -> tuple[float, float]:
         """(seconds for gathering all tokens' vectors or summing them, the fraction beside a product fused with it)."""
-        job, size = self._job, self._job.layout.tensor
+        job, size = self._job, self._job.mesh.tensor
         whole = job.tokens * width * job.element_size
         fused = job.token_splits > 1 and job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
         moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
@@ -221,8 +221,8 @@ class _Costs:
         """
         job = self._job
         added = job.element_size + 2 * job.wide_size
-        size = added if job.config.batch.adds_gradients(job.layout.world_size) else 2 * job.element_size
-        alone = job.num_micro_batches == 1 and job.layout.data == 1
+        size = added if job.config.batch.adds_gradients(job.mesh.world_size) else 2 * job.element_size
+        alone = job.num_micro_batches == 1 and job.mesh.data == 1
         size_on_host = 3 * job.element_size if alone else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
@@ -238,7 +238,7 @@ class _Costs:
     def between_stages(self) -> float:
         """Seconds of one transfer between neighbouring stages."""
         job = self._job
-        rate = self._cluster.stage_bandwidth(job.layout.world_size)
+        rate = self._cluster.stage_bandwidth(job.mesh.world_size)
         return job.boundary_bytes / rate + self._sustained.stage_transfer
 
     def data_parallel(self, elements: int, stage: StageTime) -> float:
@@ -248,11 +248,11 @@ class _Costs:
             elements: number of a rank's parameters.
             stage: the stage's time for a micro-batch.
         """
-        job, layout = self._job, self._job.layout
-        if layout.data == 1:
+        job, mesh = self._job, self._job.mesh
+        if mesh.data == 1:
             return 0.0
         size = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
-        seconds_a_byte = (layout.data - 1) / layout.data / self._data_rate
+        seconds_a_byte = (mesh.data - 1) / mesh.data / self._data_rate
         reduced, gathered = elements * size * seconds_a_byte, elements * job.element_size * seconds_a_byte
         if job.zero_stage >= 2:
             gathers = 2 * gathered if job.zero_stage == 3 else 0.0
@@ -321,5 +321,5 @@ class _Costs:
 def utilisation(job: Job, cluster: Cluster, seconds: float) -> float:
     """Model FLOPs utilisation of a step, with attention over its causal half."""
     tokens = job.config.batch.global_batch_size * job.shape.seq_length
-    rate = tokens / seconds / job.layout.world_size
+    rate = tokens / seconds / job.mesh.world_size
     return mfu(rate, job.flops_per_token, cluster.peak) or 0.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR, Mesh
+from gptpar.topology.mesh import COPIES, DATA, PIPELINE, TENSOR, Mesh, rows_of
 from gptpar.topology.world import Facts, open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
@@ -53,7 +54,7 @@ class Topology:
         mesh: of all ranks.
         rank: this process's.
         device: where it computes.
-        groups: axes -> this process's group on them; ``None`` when alone there.
+        groups: rows -> this process's group on them; ``None`` when alone there.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
@@ -70,7 +71,7 @@ class Topology:
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there."""
-        return self.groups.get(axes)
+        return self.groups.get(rows_of(axes))
 
     @property
     def data_rank(self) -> int:
@@ -107,9 +108,9 @@ class Topology:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the data axis, in place."""
-        if (group := self.group(DATA)) is not None:
+    def sum_over_copies(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the processes that hold the same weights and read different tokens, in place."""
+        if (group := self.group(*COPIES)) is not None:
             dist.all_reduce(tensor, group=group)
         return tensor
 
@@ -130,14 +131,15 @@ class Topology:
 
 def make_topology(mesh: Mesh, rank: int, device: torch.device) -> Topology:
     """Create the groups of a mesh; all processes call it together, after ``init_process_group``."""
-    axes = (DATA, TENSOR, *((EXPERT, EXPERT_DATA) if mesh.expert > 1 else ()))
-    groups = {axis: _my_group(mesh.groups(axis), rank) for axis in axes}
-    groups.setdefault(EXPERT_DATA, groups[DATA])
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    for rows in (*(rows for count in range(len(COPIES)) for rows in combinations(COPIES, count + 1)), (TENSOR,)):
+        several = tuple(row for row in rows if mesh.size(row) > 1)
+        groups[rows] = groups[several] if several in groups else _my_group(mesh.groups(*rows), rank)
     return Topology(
         mesh,
         rank,
         device,
-        {(axis,): group for axis, group in groups.items()},
+        groups,
         links=_make_links(mesh, rank, device) if mesh.pipeline > 1 else None,
     )
 

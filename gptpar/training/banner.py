@@ -123,14 +123,14 @@ def _options(m: ModelConfig) -> Iterator[str]:
 
 
 def _layout(config: Config, topology: Topology) -> list[Row]:
-    layout, device = topology.mesh, topology.device
+    mesh, device = topology.mesh, topology.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     peak = device_peak(config.precision.dtype, device)
     reason = (
         "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
     )
     return [
-        Row("processes", f"{layout.world_size}", f"{layout.describe()}, ZeRO-{config.parallel.zero_stage}"),
+        Row("processes", f"{mesh.world_size}", f"{mesh.describe()}, ZeRO-{config.parallel.zero_stage}"),
         Row("device", name, reason),
         Row("number format", config.precision.dtype, "master weights, moments and gradient sums in fp32 or wider"),
     ]
@@ -191,13 +191,13 @@ def _growth(config: Config, plan: BatchPlan) -> list[Row]:
     return []
 
 
-def _pipeline(config: Config, layout: Mesh, plan: BatchPlan, split: LayerSplit) -> list[Row]:
-    if layout.pipeline == 1:
+def _pipeline(config: Config, mesh: Mesh, plan: BatchPlan, split: LayerSplit) -> list[Row]:
+    if mesh.pipeline == 1:
         return []
-    num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
+    num_micro = plan.full // (config.batch.micro_batch_size * mesh.data)
     chunks = config.parallel.num_virtual_stages
-    idle = simulated_bubble(simulate(layout.pipeline, num_micro, chunks))
-    layers = [split.layers_of(stage) for stage in range(layout.pipeline)]
+    idle = simulated_bubble(simulate(mesh.pipeline, num_micro, chunks))
+    layers = [split.layers_of(stage) for stage in range(mesh.pipeline)]
     rows = [
         Row(
             f"stage {stage}",

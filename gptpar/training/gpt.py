@@ -145,9 +145,9 @@ def recomputed_blocks(config: Config, blocks: Collection[str], names: Sequence[s
     return recompute_groups(config.recompute, [name for name in names if name in blocks])
 
 
-def split_of(config: Config, layout: Mesh) -> LayerSplit:
+def split_of(config: Config, mesh: Mesh) -> LayerSplit:
     """Which layers go to which stage."""
     parallel = config.parallel
     return split_model(
-        gpt_model(config.model), layout.pipeline, parallel.num_virtual_stages, parallel.pipeline_partition_method
+        gpt_model(config.model), mesh.pipeline, parallel.num_virtual_stages, parallel.pipeline_partition_method
     )

@@ -85,7 +85,7 @@ def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
         engine.load_checkpoint(run)
 
 
-@pytest.mark.parametrize("name", ["best.pt", "last.ckpt", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["best.pt", "last.ckpt", "pytorch_model.bin", "det_state_dict_rank0.pth"])
 def test_a_file_that_a_program_saves_beside_its_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"theirs")
     engine, loaded = make(mlp(0)), make(mlp(1))

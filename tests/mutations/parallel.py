@@ -23,7 +23,7 @@ PARALLEL = [
     Mutation(
         "row-layers-output-not-summed",
         OPERATORS,
-        "        dist.all_reduce(y, group=_group(group))\n",
+        "    dist.all_reduce(y, group=_group(group))\n",
         "",
         (SPLIT_MODEL,),
     ),

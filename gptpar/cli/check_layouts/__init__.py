@@ -209,9 +209,9 @@ def _check_all(words: Sequence[str], world_size: int, options: argparse.Namespac
             topologies: dict[Mesh, Topology] = {}
             saved: Path | None = None
             for number, (case, config) in enumerate(chosen.cases):
-                if case.layout not in topologies:
-                    topologies[case.layout] = make_topology(case.layout, rank, device)
-                run = CaseRun(config, topologies[case.layout])
+                if case.mesh not in topologies:
+                    topologies[case.mesh] = make_topology(case.mesh, rank, device)
+                run = CaseRun(config, topologies[case.mesh])
                 run.train(0, steps)
                 mine = folder / f"case{number}"
                 run.save(mine, steps)

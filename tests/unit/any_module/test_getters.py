@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_another_batch_size() -> None:
     assert (changed.global_steps, changed.global_samples) == (2, 21)
 
 
-def test_batch_sizes_that_cannot_be() -> None:
+def test_batch_sizes_that_cannot_be(closing: Callable[[Any], Any]) -> None:
     engine = make_engine(2)
     for size in (0, 4):
         with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):

@@ -207,8 +207,8 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
 
 
 def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
-    layout = Mesh(pipeline=2)
-    topology = Topology(layout, 0, torch.device("cpu"))
+    mesh = Mesh(pipeline=2)
+    topology = Topology(mesh, 0, torch.device("cpu"))
     words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
     assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
     assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4

@@ -108,7 +108,7 @@ def engine_of_pipeline(
     for layer, group in pipeline.tied_groups.items():
         _follow_first(layers[layer], group, topology.device)
     move_buffers(pipeline, topology.device, None)
-    engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
+    engine, host, frozen = build_engine(stages, groups, options, topology)
     compile_blocks(stages, options, topology.device)
     weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
     name = name_of_engine(topology)

@@ -17,7 +17,7 @@ class _Adam(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         if isinstance(instance, EngineOptimizer):
-            return instance.described.hyperparameters is AdamHyperparameters
+            return instance.updates[0].hyperparameters is AdamHyperparameters
         return isinstance(instance, torch.optim.Adam)
 
 

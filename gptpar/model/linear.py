@@ -19,6 +19,7 @@ from gptpar.kernels.bias_gradient import SUMMING
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 from gptpar.tensor_parallel.products import PLAIN
+from gptpar.topology.matrices import WHOLE, Matrices
 
 
 class Reader(Enum):
@@ -53,10 +54,17 @@ class Linears:
     output_norm: bool = False
 
     def column(
-        self, in_features: int, out_features: int, *, bias: bool, reader: Reader, parts: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        reader: Reader,
+        parts: int = 1,
+        matrices: Matrices = WHOLE,
     ) -> ColumnParallelLinear:
         """A layer whose output features are split over the tensor axis."""
-        std, how = hidden_std(self.config), self._how(reader)
+        std, how = hidden_std(self.config), self._how(reader) | {"matrices": matrices}
         return ColumnParallelLinear(in_features, out_features, bias=bias, std=std, parts=parts, **how)
 
     def row(self, in_features: int, out_features: int, *, bias: bool, reader: Reader) -> RowParallelLinear:

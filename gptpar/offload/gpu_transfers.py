@@ -125,7 +125,12 @@ class GpuTransfers:
     def reserve_staging(self) -> StagingBuffer | None:
         return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
 
-    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+    def now(self) -> DeviceEvent:
+        point = waitable_event()
+        point.record(current_stream())
+        return point
+
+    def h2d_copy(self, target: torch.Tensor, after: DeviceEvent | None = None) -> H2DCopy:
         if target.device.type == "cpu":  # the model parameters live in host memory, too
             return WrittenInPlace(target)
         slot, left = self._out[self._turn]
@@ -133,7 +138,7 @@ class GpuTransfers:
         self._turn = (self._turn + 1) % len(self._out)
         if key not in self._out_views:  # torch's view() would give Python's lock away
             self._out_views[key] = slot[: target.nbytes].view(target.dtype)
-        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream)
+        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream, cast(torch.cuda.Event | None, after))
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
@@ -172,6 +177,7 @@ class _GpuH2DCopy:
     target: torch.Tensor
     left: torch.cuda.Event
     stream: torch.cuda.Stream
+    after: torch.cuda.Event | None = None
 
     @property
     def values(self) -> torch.Tensor:
@@ -181,6 +187,8 @@ class _GpuH2DCopy:
 
     def send(self) -> Callable[[bool], None]:
         there = torch.cuda.Event()
+        if self.after is not None:
+            let_follow(self.stream, self.after)
         begin_copy(self.target, self.memory, self.stream)
         self.left.record(self.stream)
         there.record(self.stream)

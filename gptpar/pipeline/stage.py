@@ -169,7 +169,9 @@ class Stage(nn.Module):
         for name, layer in zip(self._names, self.layers, strict=True):
             for local, spec in declared_by(layer, name).items():
                 assert spec.init is not None and spec.placement is not None
-                found[f"{name}.{local}"] = ParameterInfo(layer.get_parameter(local).shape, spec.init, spec.placement)
+                shape = layer.get_parameter(local).shape
+                info = ParameterInfo(shape, spec.init, spec.placement, matrices=spec.matrices)
+                found[f"{name}.{local}"] = info
         return found
 
     def buffer_infos(self) -> dict[str, BufferInfo]:

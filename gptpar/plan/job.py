@@ -10,16 +10,18 @@ from itertools import chain, pairwise
 import torch
 
 from gptpar.config import Config, ModelConfig, RecomputeConfig
+from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
-from gptpar.optim.elementwise import ElementwiseOptimizer
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.offload.buckets import StateSize
+from gptpar.optim.update import Update
 from gptpar.pipeline import schedules
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.recompute import recompute_groups
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
+from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.mesh import Mesh
@@ -143,11 +145,6 @@ class Job:
         """Bytes of a weight or an activation."""
         return DTYPES[self.config.precision.dtype].itemsize
 
-    @property
-    def optimizer(self) -> ElementwiseOptimizer:
-        """The optimizer, which says how much state each element has."""
-        return OPTIMIZERS[self.config.optimizer.optimizer]
-
     @cached_property
     def wide_size(self) -> int:
         """Bytes of a master weight, a moment or a gradient that is a sum."""
@@ -201,6 +198,20 @@ class Job:
         dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
         shape = BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
         return costs_of(self.layers, shape)
+
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """The updates of the parameters' groups, which say how much state each element has."""
+        return self.layers.groups.updates
+
+    def device_state_bytes(self, part: StagePart) -> int:
+        """Bytes of the master weights and optimizer states that a stage's process keeps on its device."""
+        table = self.table(part)
+        return state_bytes(table.device_group_ranges(), self.updates, table.length(Home.DEVICE), self.wide_size)
+
+    def host_state(self, part: StagePart) -> StateSize:
+        """The master weights and optimizer states of a stage's process in host memory."""
+        return StateSize.of(self.table(part).offloaded(), self.updates, self.wide_size)
 
     def unit(self, number: int) -> Unit:
         """A layer's unit."""

@@ -166,12 +166,11 @@ def _elements(job: Job, part: StagePart) -> tuple[int, int]:
 def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     """Bytes of parameters, gradients and optimizer state on the device, and of all that is on the host."""
     whole, shard = _elements(job, part)
-    size, wide, offload = job.element_size, job.wide_size, job.config.offload
+    size, offload = job.element_size, job.config.offload
     parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
-    here, there = (job.table(part).length(home) for home in (Home.DEVICE, Home.HOST))
+    there, state = job.table(part).length(Home.HOST), job.host_state(part)
     gradients = float(gradient_bytes(job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches))
-    element_bytes = job.optimizer.state_bytes(wide)
-    host = float(element_bytes * there) * (2 if offload.offload_speculation == "on" else 1)
+    host = float(state.num_bytes + state.elements * state.element_bytes * (offload.offload_speculation == "on"))
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
@@ -180,7 +179,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    return parameters, gradients, float(element_bytes * here), host
+    return parameters, gradients, float(job.device_state_bytes(part)), host
 
 
 def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Moment]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
+from gptpar.plan import matrices
 from gptpar.plan.planner import Plan
 from gptpar.plan.search import Search
 from gptpar.plan.timing import rounds_idle
@@ -17,6 +18,7 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
+TIMES = ("compute", "fill", "transfers", "data", "optimizer", "matrices", "cpu_optimizer", "host")
 MAX_ROWS = 16
 """Longer pipelines show the first, the last and the fullest stages only."""
 MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
@@ -75,8 +77,28 @@ def _facts(plan: Plan) -> list[Row]:
             schedule + bubble if job.mesh.pipeline > 1 else "no pipeline",
             "one CUDA graph a step" if job.graph else "launched kernel by kernel",
         ),
+        *_muon(plan),
         *_offload(plan),
         *_mirror(plan),
+    ]
+
+
+def _muon(plan: Plan) -> list[Row]:
+    """What an optimizer over matrices computes and keeps."""
+    job, flops = plan.job, matrices.flops_of_step(plan.job)
+    if not flops:
+        return []
+    model = job.flops_per_token * job.config.batch.global_batch_size * job.shape.seq_length
+    updated = {group for group, one in enumerate(job.layers.groups.factors) if one.by_matrix}
+    units = (job.unit(number) for number in range(len(job.layers.kinds)))
+    elements = sum(p.info.full_shape.numel() for unit in units for p in unit.params.values() if p.group in updated)
+    return [
+        Row(
+            job.config.optimizer.optimizer,
+            f"{flops / 1e12:.3g} TFLOP a step",
+            f"{100 * flops / model:.1f} % of the model's, which alone count for MFU; {format_count(elements)} elements "
+            f"of matrices, {format_bytes(elements * job.wide_size)} less state than with AdamW",
+        )
     ]
 
 
@@ -109,8 +131,7 @@ def _mirror(plan: Plan) -> list[Row]:
 
 def _times(plan: Plan) -> list[Row]:
     time = plan.time
-    parts = ("compute", "fill", "transfers", "data", "optimizer", "cpu_optimizer", "host")
-    text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in parts if getattr(time, part) >= 5e-5)
+    text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in TIMES if getattr(time, part) >= 5e-5)
     return [
         Row("time", f"{1e3 * time.total:.1f} ms", text),
         Row(
@@ -241,10 +262,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
             for stage, memory in enumerate(plan.memory)
         ],
         "ms_per_step": round(1e3 * time.total, 3),
-        "ms": {
-            part: round(1e3 * getattr(time, part), 3)
-            for part in ("compute", "fill", "transfers", "data", "optimizer", "cpu_optimizer", "host")
-        },
+        "ms": {part: round(1e3 * getattr(time, part), 3) for part in TIMES},
         "idle": round(time.idle, 4),
         "tokens_per_s": round(plan.tokens_per_second, 1),
         "mfu_causal": round(plan.utilisation, 4),

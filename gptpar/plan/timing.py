@@ -6,13 +6,14 @@ A stage's time for a micro-batch is the sum over its layers. Each layer says wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from gptpar.engine.ranges import Home
 from gptpar.pipeline import schedules
-from gptpar.plan import host_updates
+from gptpar.plan import host_updates, matrices
 from gptpar.plan.hardware import Cluster, mfu
 from gptpar.plan.job import Job, StagePart
 from gptpar.tensor_parallel.cost import Cost
@@ -48,6 +49,7 @@ class StepTime:
         transfers: waiting for transfers between stages.
         data: reductions and gathers over the data axis, as far as computation does not hide them.
         optimizer: norm and update on the device.
+        matrices: assembling and orthogonalizing matrices (Muon).
         cpu_optimizer: waiting for the CPU's updates, if no step is clipped, and for weights from the host.
         host: by how much launching the step takes the host longer than running it takes the device.
     """
@@ -58,13 +60,14 @@ class StepTime:
     transfers: float
     data: float
     optimizer: float
+    matrices: float
     cpu_optimizer: float
     host: float
 
     @property
     def total(self) -> float:
         """The whole step."""
-        device = self.compute + self.fill + self.transfers + self.data + self.optimizer
+        device = self.compute + self.fill + self.transfers + self.data + self.optimizer + self.matrices
         return device + self.cpu_optimizer + self.host
 
     @property
@@ -90,11 +93,12 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     heaviest = max(job.table(part).length() * job.shards for part in job.stages)
     data = costs.data_parallel(heaviest, stages[busiest])
     optimizer = max(costs.update(part) for part in job.stages)
+    orthogonal = max(costs.matrices(part) for part in set(job.stages))
     waited = max(costs.host_updates(part) for part in set(job.stages))
     cpu_optimizer = waited + costs.host_parameters(heaviest, stages[busiest])
     device = compute + fill + transfers + data
     host = max(0.0, max(costs.host(part) for part in set(job.stages)) - device)
-    return StepTime(stages, compute, fill, transfers, data, optimizer, cpu_optimizer, host)
+    return StepTime(stages, compute, fill, transfers, data, optimizer, orthogonal, cpu_optimizer, host)
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
@@ -269,8 +273,7 @@ class _Costs:
         if not job.ratio:
             return 0.0
         layers = host_updates.layers_of(job, part, [(layer.forward, layer.backward) for layer in self.layers(part)])
-        elements = sum(layer.elements for layer in layers)
-        room = host_updates.speculated_elements(job, self._cluster, elements, job.num_offloaded_units(part))
+        room = host_updates.speculated_elements(job, self._cluster, part)
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
         return host_updates.waiting(layers, room, self.update(part), speed, lead)
 
@@ -282,8 +285,13 @@ class _Costs:
         """
         job = self._job
         live = 0 if job.masters_are_live else job.element_size
-        size = 2 * job.gradient_size + 2 * job.optimizer.state_bytes(job.wide_size) + live
-        return size * job.table(part).length(Home.DEVICE) / self.memory_rate
+        moved = (2 * job.gradient_size + live) * job.table(part).length(Home.DEVICE) + 2 * job.device_state_bytes(part)
+        return moved / self.memory_rate
+
+    def matrices(self, part: StagePart) -> float:
+        """Seconds of an optimizer over matrices, besides what all optimizers do."""
+        rates = [self._tensor_rate] * (self._job.mesh.tensor > 1) + [self._data_rate] * (self._job.shards > 1)
+        return matrices.seconds(self._job, part, self._product, min(rates, default=math.inf))
 
     def host_parameters(self, elements: int, stage: StageTime) -> float:
         """Seconds for which each micro-batch's forward and backward wait for weights from the host.

@@ -19,6 +19,7 @@ from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
 from gptpar.tensor_parallel.products import PLAIN, product
 from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.matrices import WHOLE, Matrices
 from gptpar.topology.placement import ParameterSpec, Placement
 
 
@@ -39,6 +40,7 @@ class SplitLinear(nn.Module):
         bias_gradient: whether this layer forms the bias's gradient; if not, the function that reads the output does
             (:mod:`gptpar.kernels.bias_gradient`).
         format: number format of the products (:mod:`gptpar.tensor_parallel.products`).
+        matrices: how the weight divides into matrices.
     """
 
     operator: Callable[..., torch.Tensor]
@@ -55,10 +57,11 @@ class SplitLinear(nn.Module):
         axis: TensorAxis,
         bias_gradient: bool = True,
         format: str = PLAIN,
+        matrices: Matrices = WHOLE,
     ):
         super().__init__()
         self.declared = {
-            "weight": ParameterSpec(Normal(std), placement),
+            "weight": ParameterSpec(Normal(std), placement, matrices),
             "bias": ParameterSpec(Constant(0.0), bias_placement),
         }
         self.weight = nn.Parameter(torch.empty(shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -61,7 +61,7 @@ class Topology:
     mesh: Mesh
     rank: int
     device: torch.device
-    groups: Mapping[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     links: Links | None = None
     _stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
 
@@ -87,6 +87,11 @@ class Topology:
     def is_main(self) -> bool:
         """Whether this process writes the console, the logs and the TensorBoard files."""
         return self.rank == 0
+
+    def join(self, *axes: str) -> None:
+        """Make the group of several axes, if there is none; all processes call this together, for the same axes."""
+        if axes not in self.groups:
+            self.groups[axes] = _my_group(self.mesh.groups(*axes), self.rank)
 
     def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of this process's chain of stages that holds the processes at the given stages.

@@ -62,12 +62,11 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
     table = engine.table
     offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
     state, doubled = map(format_bytes, host.state_bytes)
-    on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {offloaded}: "
         f"{state} of master weights and moments, {doubled} of double buffers for speculation; {host.kernel}; "
         "the device the others: "
-        f"{format_bytes(on_device)} of master weights, moments and gradients"
+        f"{format_bytes(engine.optimizer.device_bytes)} of master weights, moments and gradients"
     )
 
 
@@ -149,6 +148,7 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
             + f"; after {MEASURED_STEPS} steps, what fits into {config.batch.train_minutes} minutes" * undecided,
         ),
         Row("learning rate", _rates(o), _last_rate(config, plan)),
+        *muon_rows(o),
         *_growth(config, plan),
     ]
     if config.checkpoint.save:
@@ -165,6 +165,20 @@ def _rates(optimizer: OptimizerConfig) -> str:
         lowest = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
         rates += f" (embedding and output layer {optimizer.decoupled_lr} to {lowest})"
     return f"{rates}, {optimizer.lr_decay_style}"
+
+
+def muon_rows(o: OptimizerConfig) -> list[Row]:
+    """How Muon updates its matrices."""
+    if o.optimizer != "muon":
+        return []
+    nesterov = " with Nesterov's look-ahead" if o.muon_nesterov else ""
+    iterations = f"{o.muon_num_ns_steps} iterations ({o.muon_coefficient_type})"
+    qkv = {"split": "queries, keys and values apart", "heads": "each head apart", "fused": "QKV as one matrix"}
+    of = {"spectral": "max(rows, columns)", "unit_rms_norm": "rows / columns"}
+    scale = f"{o.muon_extra_scale_factor:g} x sqrt({of.get(o.muon_scale_mode, 'max(1, rows / columns)')})"
+    rate = "" if o.muon_lr is None else f"learning rate {o.muon_lr:g}, "
+    why = f"momentum {o.muon_momentum:g}{nesterov}, {iterations}; embedding, LM head, norms and biases: AdamW"
+    return [Row("muon", f"{rate}updates x {scale}, {qkv[o.muon_qkv]}", why)]
 
 
 def _last_rate(config: Config, plan: BatchPlan) -> str:

@@ -13,11 +13,11 @@ from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
 from gptpar.model.dropout import layers_with_dropout, seed_fields
-from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.optim.skip_step import make_skip_step, step_unless_outlier
+from gptpar.optim.update import Hyperparameters
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
@@ -144,17 +144,13 @@ class Trainer:
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
         """A step's, by parameter group."""
         lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
-        groups = self._groups.hyperparameters(
-            self.engine.optimizer.optimizer,
+        return self._groups.hyperparameters(
             self.config.optimizer,
             lr,
             weight_decay,
             self.schedule.decoupled_rate(progress),
+            self.schedule.betas(progress),
         )
-        if (betas := self.schedule.betas(progress)) is None:
-            return groups
-        own = dict(zip(("beta1", "beta2"), betas, strict=True))
-        return tuple(group._replace(**own) for group in groups)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.

@@ -18,6 +18,7 @@ EXAMPLES = {
     "A preset": (1, "596.05 M parameters"),
     "Another layer": (2, "combinations compute the same as one process"),
     "Another axis": (5, "equal losses and norms"),
+    "An optimizer over matrices": (3, "compute the same as one process"),
 }
 """How many files an example changes, and what its commands print.
 

@@ -14,6 +14,8 @@ CASES = {
     "ZeRO-1": (Mesh(data=2), "--zero-stage 1 --bf16"),
     "ZeRO-3": (Mesh(data=2), "--zero-stage 3 --bf16"),
     "tensor and sequence": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "Muon, ZeRO-3": (Mesh(data=2), "--zero-stage 3 --bf16 --optimizer muon"),
+    "Muon, tensor": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --optimizer muon"),
     "tied embedding in two stages": (Mesh(pipeline=2), "--pipeline-model-parallel-size 2 --bf16"),
 }
 

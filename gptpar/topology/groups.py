@@ -53,7 +53,7 @@ class Topology:
         mesh: of all ranks.
         rank: this process's.
         device: where it computes.
-        groups: axes -> this process's group on them; ``None`` when alone there.
+        groups: axes -> this process's group on them; ``None`` when alone there. Empty where nothing is exchanged.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
@@ -69,13 +69,14 @@ class Topology:
         return self.mesh.position(self.rank, axis)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there."""
-        return self.groups.get(axes)
+        """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there.
 
-    @property
-    def data_rank(self) -> int:
-        """Position on the data axis."""
-        return self.position(DATA)
+        Raises:
+            KeyError: no group was made for these axes.
+        """
+        if self.groups and axes not in self.groups and self.mesh.size(*axes) > 1:
+            raise KeyError(f"no group was made of the axes {axes}: make_topology made those of {list(self.groups)}")
+        return self.groups.get(axes)
 
     @property
     def stage(self) -> int:

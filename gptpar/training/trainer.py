@@ -199,7 +199,7 @@ class Trainer:
         tokens, fields = _stage_input(batch, self._scale, self._divisor)
         if not self._layers_with_dropout:
             return tokens, fields
-        place = number * self.topology.mesh.data + self.topology.data_rank
+        place = number * self.topology.mesh.data + self.topology.position(DATA)
         words = self.config.data.seed, self._iteration, place
         return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, self.topology.device)}
 

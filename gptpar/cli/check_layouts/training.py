@@ -16,6 +16,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE
 from gptpar.topology.groups import Topology
+from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
@@ -80,7 +81,7 @@ class CaseRun:
         generator = torch.Generator().manual_seed(step)
         shape = (batch.global_batch_size, model.seq_length + 1)
         tokens = torch.randint(0, self.config.tokenizer.vocab_size or 2, shape, generator=generator)
-        mine = tokens.split(batch.micro_batch_size)[self.topology.data_rank :: dp]
+        mine = tokens.split(batch.micro_batch_size)[self.topology.position(DATA) :: dp]
         return [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine]
 
     def _whole(self, held: Mapping[str, TensorParts]) -> Tensors:

@@ -63,7 +63,7 @@ esac
     --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine \
     --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval 100 --eval-iters 4 --keep-checkpoints 2 \
-    --log-lines short --log-timers-to-tensorboard \
+    --log-timers-to-tensorboard \
     "${data_flags[@]}" "${fitted[@]}" --save "$RUN" --load "$RUN" "$@"
 
 echo

@@ -88,13 +88,7 @@ class ModuleEngine(TrainingEngine):
         return self._is_final or self._is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batches end a step, instead of counting them.
-
-        Raises:
-            GptparError: the CPU optimizer has no memory for sums of gradients.
-        """
-        if not is_boundary:
-            self._require_sums("set_gradient_accumulation_boundary(False)")
+        """Set whether the next micro-batches end a step, instead of counting them."""
         self._boundary = is_boundary
 
     def _is_last(self) -> bool:
@@ -108,7 +102,6 @@ class ModuleEngine(TrainingEngine):
         If a micro-batch has several backward passes, all but the last belong inside. Under ZeRO-2 and 3, gradients are
         still summed over processes inside.
         """
-        self._require_sums("no_sync()")
         before, self._no_sync = self._no_sync, True
         try:
             yield
@@ -173,10 +166,6 @@ class ModuleEngine(TrainingEngine):
         self._is_scaled = True
         return loss * self.loss_scaler.value
 
-    @property
-    def _shows_gradients(self) -> bool:  # type: ignore[override]
-        return self._grads is not None and self._grads.are_shown
-
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
@@ -189,6 +178,13 @@ class ModuleEngine(TrainingEngine):
         self._is_final = last
         if self._grads is not None:
             self._are_means = self._grads.show(final=last)
+        if last and (self._grads is None or not self._grads.are_shown):
+            self.weights.guard.until_step()
+
+    def _forget_step(self) -> None:
+        if self._is_final:
+            self.weights.guard.step_ended()
+        super()._forget_step()
 
     # A backward pass that the user begins.
 

@@ -4,7 +4,8 @@ While a unit is released, its parameters belong to a subclass of their own class
 reads them. A parameter is never copied for that, and remains the same object. When its unit is gathered, it gets its
 own class again, so that forward and backward passes see plain parameters. Where an optimizer works ahead, units are
 guarded from their final gradient to the step, too. The optimizer takes its work back for a reader, such as a hook amid
-a backward pass.
+a backward pass. Where gradients are not in ``.grad``, all units are guarded from the last backward pass to the step, so
+that torch's clipping is noticed.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class ReadGuard:
         self._names = {id(parameter): name for name, parameter in placed.parameters.items()}
         self._away: set[str] = set()
         self._here: set[str] = set()
+        self._lasts = True  # False: the gatherer tells it of units until the step alone
         for unit in self._members:
             if not gatherer.is_present(unit):
                 self.left(unit)
@@ -87,6 +89,20 @@ class ReadGuard:
         """Guard a unit that is here: its parameters do not get their own class until their forward."""
         self.left(unit)
         self._here.add(unit)
+
+    def until_step(self) -> None:
+        """Guard all units until :meth:`step_ended` or their next forward: gradients are final, and not in ``.grad``."""
+        if self._gatherer.watch is None:
+            self._gatherer.watch, self._lasts = self, False
+        for unit in self._members.keys() - self._away:
+            self.may_change(unit)
+
+    def step_ended(self) -> None:
+        """End :meth:`until_step`, unless there are more reasons to guard units."""
+        if not self._lasts:
+            self._gatherer.watch, self._lasts = None, True
+            for unit in self._members:
+                self.arrived(unit)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

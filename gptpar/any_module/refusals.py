@@ -16,6 +16,8 @@ from gptpar.engine.tensors import tensors_in
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+LIBRARIES = {"torch", "apex", "fairscale", "megatron", "torch_xla"}
+"""Whose wrappers sum gradients by themselves; a program's own wrapper, such as GPT-2's of 2019, sums when asked to."""
 
 
 def problems_of(module: nn.Module) -> list[str]:
@@ -57,7 +59,8 @@ def _problem_of(parameter: torch.Tensor) -> str | None:
 
 def _wrappers(module: nn.Module) -> Iterator[str]:
     for path, one in module.named_modules():
-        for name in WRAPPERS & _class_names(one):
+        classes = {cls.__name__ for cls in type(one).__mro__ if cls.__module__.split(".")[0] in LIBRARIES}
+        for name in WRAPPERS & classes:
             yield f"{path or 'the model'} is wrapped in {name}: give the module inside; initialize divides the work"
 
 

@@ -68,7 +68,7 @@ def link_tag(folder: Path, tag: str, checkpoint: Path) -> None:
 
 def place_for(folder: Path, tag: str, step: int) -> tuple[int, list[Path]]:
     """(number of a new checkpoint, paths of the checkpoints that it replaces)"""
-    _require_own(folder, "nothing is written into it; choose another folder.", beside_a_model=True)
+    _require_own(folder, "nothing is written into it; choose another folder.", beside_files=True)
     found = _tagged(folder)
     for _, path, other in found:
         if other is None and _is_run(path):
@@ -84,11 +84,11 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _require_own(folder: Path, remedy: str, *, beside_a_model: bool = False) -> None:
+def _require_own(folder: Path, remedy: str, *, beside_files: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: give the folder of an engine's checkpoints.")
     found = foreign_checkpoint(folder) if folder.is_dir() else None
-    if found and not (beside_a_model and found.reader is ForeignReader.HUGGING_FACE):
+    if found and not (beside_files and (found.is_file or found.reader is ForeignReader.HUGGING_FACE)):
         raise CheckpointError(f"{folder} holds {found}: {remedy}")
     if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):
         raise CheckpointError(f"{folder} is itself a checkpoint: give {folder.parent}, the folder that it is in.")

@@ -25,7 +25,6 @@ from gptpar.any_module.monitor import Monitor, Point, make_monitor
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.own_clipping import refuse_clipping
 from gptpar.any_module.step_settings import StepSettings
 from gptpar.any_module.step_work import StepResult, Work
 from gptpar.any_module.whole_tensors import WholeTensors
@@ -83,10 +82,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
         trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
-        described, of_param = self.engine.optimizer.optimizer, self.weights.local_of(trained)
-        self.optimizer = EngineOptimizer(
-            described, groups, self._update, self._drop_for_user, self.loss_scaler, of_param
-        )
+        updates, of_param = self.engine.optimizer.updates, self.weights.local_of(trained)
+        self.optimizer = EngineOptimizer(updates, groups, self._update, self._drop_for_user, self.loss_scaler, of_param)
         self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
@@ -279,14 +276,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
-
-    _shows_gradients = False
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's; torch's ``clip_grad_norm_`` of them is refused unless ``.grad`` has their gradients."""
-        if not self._shows_gradients and not self._closed and self.options.has_optimizer:
-            refuse_clipping(sys._getframe(1))
-        yield from super().parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step, which begins again with its first micro-batch."""

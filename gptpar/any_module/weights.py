@@ -67,7 +67,7 @@ class Weights(NotCopied):
         self._loading, self._has_ended = 0, False
         self._versions = self._read_versions()
         watch = engine.gatherer.watch
-        self._guard = watch if isinstance(watch, ReadGuard) else ReadGuard(stage, engine.gatherer)
+        self.guard = watch if isinstance(watch, ReadGuard) else ReadGuard(stage, engine.gatherer)
         self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
         for scope in stage.plan.scopes:
             module = stage.scope_module(scope.path)
@@ -133,13 +133,13 @@ class Weights(NotCopied):
         for scope in self._stage.plan.scopes:  # one after the other: together they may not fit twice
             gatherer.bring(scope.path)
             for unit in gatherer.units_of(scope.path):
-                self._guard.arrived(unit)  # the block may be inside gathered()
+                self.guard.arrived(unit)  # the block may be inside gathered()
             for name in (name for unit in gatherer.units_of(scope.path) for name in members[unit]):
                 parameters[name].data = parameters[name].data.clone()
             gatherer.let_go(scope.path)
         gatherer.watch = None
         for name in members:
-            self._guard.arrived(name)
+            self.guard.arrived(name)
 
     def undo(self) -> None:
         """Remove all hooks from the modules."""
@@ -215,7 +215,7 @@ class Weights(NotCopied):
         subscriber = self._engine.subscriber
         unchanged = contextlib.nullcontext() if subscriber is None else subscriber.without_speculation()
         with unchanged, self._engine.gatherer.held():
-            with self._guard.writing():
+            with self.guard.writing():
                 yield
             if self._has_ended:
                 return

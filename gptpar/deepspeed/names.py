@@ -9,9 +9,10 @@ VERSION = "0.19.8"
 
 _HERE = "gptpar.deepspeed"
 _SCHEDULES = "gptpar.any_module.schedulers"
-_ESTIMATES = "gptpar.plan.deepspeed_estimates"
+_ESTIMATES = "gptpar.deepspeed.memory_estimates"
 
 HOMES: Mapping[str, str] = {
+    "CudaRNGStatesTracker": f"{_HERE}.recomputation:CudaRNGStatesTracker",
     "DEEPSPEED_ENVIRONMENT_NAME": f"{_HERE}.start:DEEPSPEED_ENVIRONMENT_NAME",
     "DeepSpeedCPUAdam": f"{_HERE}.optimizers:DeepSpeedCPUAdam",
     "DeepSpeedConfig": f"{_HERE}.settings:DeepSpeedConfig",
@@ -20,6 +21,7 @@ HOMES: Mapping[str, str] = {
     "DeepSpeedEngine": "gptpar.any_module.training_engine:TrainingEngine",
     "DeepSpeedOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
     "DeepSpeedZeroConfig": f"{_HERE}.zero_config:DeepSpeedZeroConfig",
+    "DeepSpeedZeroLeafModuleConfig": f"{_HERE}.zero_config:DeepSpeedZeroLeafModuleConfig",
     "DeepSpeedZeroOffloadOptimizerConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadParamConfig",
     "DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
@@ -62,15 +64,21 @@ HOMES: Mapping[str, str] = {
     "clone_tensors_for_torch_save": f"{_HERE}.whole_tensors:clone_tensors_for_torch_save",
     "configure": f"{_HERE}.recomputation:configure",
     "convert_zero_checkpoint_to_fp32_state_dict": f"{_HERE}.fp32_weights:convert_zero_checkpoint_to_fp32_state_dict",
+    "dict_raise_error_on_duplicate_keys": f"{_HERE}.settings:dict_raise_error_on_duplicate_keys",
     "estimate_zero2_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live": f"{_ESTIMATES}:estimate_zero3_model_states_mem_needs_all_live",
     "get_accelerator": f"{_HERE}.accelerators:get_accelerator",
+    "get_cuda_rng_tracker": f"{_HERE}.recomputation:get_cuda_rng_tracker",
+    "get_dict_param": f"{_HERE}.settings:get_dict_param",
     "get_fp32_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:get_fp32_state_dict_from_zero_checkpoint",
+    "get_list_param": f"{_HERE}.settings:get_list_param",
+    "get_scalar_param": f"{_HERE}.settings:get_scalar_param",
     "get_z3_leaf_modules": f"{_HERE}.leaf_modules:get_z3_leaf_modules",
     "get_zero_config": f"{_HERE}.zero_config:get_zero_config",
-    "init_distributed": f"{_HERE}.start:init_distributed",
+    "inference_all_reduce": "torch.distributed:all_reduce",
+    "init_distributed": f"{_HERE}.processes:init_distributed",
     "initialize": f"{_HERE}.start:initialize",
     "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
     "is_configured": f"{_HERE}.recomputation:is_configured",
@@ -78,8 +86,11 @@ HOMES: Mapping[str, str] = {
     "load_state_dict_from_zero_checkpoint": f"{_HERE}.fp32_weights:load_state_dict_from_zero_checkpoint",
     "log_dist": f"{_HERE}.start:log_dist",
     "logger": f"{_HERE}.start:logger",
+    "model_parallel_cuda_manual_seed": f"{_HERE}.recomputation:model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed": f"{_HERE}.recomputation:model_parallel_reconfigure_tp_seed",
     "move_to_device": f"{_HERE}.start:move_to_device",
     "non_reentrant_checkpoint": f"{_HERE}.recomputation:non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint": f"{_HERE}.recomputation:partition_activations_in_checkpoint",
     "partition_balanced": f"{_HERE}.pipeline:partition_balanced",
     "partition_uniform": f"{_HERE}.pipeline:partition_uniform",
     "prefix_sum_inc": f"{_HERE}.pipeline:prefix_sum_inc",
@@ -100,6 +111,7 @@ HOMES: Mapping[str, str] = {
     "safe_set_local_optimizer_state": f"{_HERE}.whole_tensors:safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized": f"{_HERE}.whole_tensors:safe_update_full_grad_vectorized",
     "see_memory_usage": f"{_HERE}.start:see_memory_usage",
+    "set_num_layers": f"{_HERE}.recomputation:set_num_layers",
     "set_random_seed": f"{_HERE}.start:set_random_seed",
     "set_z3_leaf_modules": f"{_HERE}.leaf_modules:set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name": f"{_HERE}.leaf_modules:set_z3_leaf_modules_by_name",
@@ -132,7 +144,11 @@ _ZERO = (
 )
 _PIPE = "PipelineModule LayerSpec TiedLayerSpec"
 _SCHEDULERS = "VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest"
-_CHECKPOINTING = "checkpoint non_reentrant_checkpoint configure is_configured reset"
+_CHECKPOINTING = (
+    "checkpoint non_reentrant_checkpoint configure is_configured reset CudaRNGStatesTracker get_cuda_rng_tracker "
+    "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed partition_activations_in_checkpoint "
+    "set_num_layers"
+)
 _GRID = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
 _OFFLOAD = "OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
 _ZERO2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
@@ -147,14 +163,15 @@ PLACES: Mapping[str, str] = {
     "DeepSpeedTransformerConfig",
     "accelerator": "get_accelerator is_current_accelerator_supported",
     "checkpoint.utils": "clone_tensors_for_torch_save",
-    "comm": "init_distributed",
-    "comm.comm": "init_distributed",
+    "comm": "init_distributed inference_all_reduce",
+    "comm.comm": "init_distributed inference_all_reduce",
     "git_version_info": "version torch_info",
     "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
     "moe.layer": "MoE",
     "moe.utils": "split_params_into_different_moe_groups_for_optimizer",
     "ops": "__compatible_ops__",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.aio": "",
     "ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "ops.adam.cpu_adam": "DeepSpeedCPUAdam",
     "ops.adam.fused_adam": "FusedAdam",
@@ -166,6 +183,7 @@ PLACES: Mapping[str, str] = {
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": "DeepSpeedOptimizer",
     "runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
+    "runtime.config_utils": "dict_raise_error_on_duplicate_keys get_scalar_param get_list_param get_dict_param",
     "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine",
     "runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
@@ -180,6 +198,7 @@ PLACES: Mapping[str, str] = {
     "set_random_seed prefix_sum_inc PartitionedTensor",
     "runtime.zero": _ZERO,
     "runtime.zero.config": f"DeepSpeedZeroConfig ZeroStageEnum get_zero_config {_OFFLOAD}",
+    "runtime.zero.leaf_module_config": "DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.mics": "MiCS_Init",
     "runtime.zero.offload_config": _OFFLOAD,
     "runtime.zero.partition_parameters": f"{_ZERO} zero_wrapper_for_fp_tensor_constructor get_accelerator",
@@ -203,6 +222,7 @@ PLACES: Mapping[str, str] = {
 EVERYTHING_OF: Mapping[str, str] = {
     "comm": "torch.distributed",
     "comm.comm": "torch.distributed",
+    "ops.aio": f"{_HERE}.builders",
     "ops.op_builder": f"{_HERE}.builders",
     "runtime.config": f"{_HERE}.constants",
     "runtime.lr_schedules": f"{_HERE}.constants",

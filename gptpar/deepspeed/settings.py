@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -59,3 +60,23 @@ def _raw(config: Any) -> dict[str, Any]:
         except ValueError:
             raise ConfigError([f"{config} is neither a file nor a configuration in base 64."]) from None
     return read_file(os.fspath(config))
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.load(file, object_pairs_hook=...)``.
+
+    Raises:
+        ConfigError: a key is there twice.
+    """
+    twice = [key for key, count in Counter(key for key, _ in ordered_pairs).items() if count > 1]
+    if twice:
+        raise ConfigError([f"the configuration has {', '.join(twice)} more than once: leave one of them out."])
+    return dict(ordered_pairs)
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """A key's value, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param

@@ -105,6 +105,13 @@ class ParameterTable:
                 if home in (None, one.home):
                     yield one
 
+    def ranges_on_device(self) -> Iterator[tuple[int, Range]]:
+        """The device's ranges, each with its position among the device's elements of all units in a row."""
+        base = 0
+        for unit, length in self.on_device.items():
+            yield from ((base + one.start, one) for one in self.ranges(unit=unit, home=Home.DEVICE))
+            base += length
+
     @cached_property
     def _ranges(self) -> dict[str, tuple[Range, ...]]:
         return {unit.name: tuple(self._ranges_of(unit)) for unit in self.units}

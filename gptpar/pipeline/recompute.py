@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,17 @@ def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, k
     if not torch.is_grad_enabled():
         return call(x, *args)
     with _input_hooks(x, keep):
-        return checkpoint(call, x, *args, use_reentrant=False, preserve_rng_state=keep.random)
+        return checkpoint(partial(same_again, call), x, *args, use_reentrant=False, preserve_rng_state=keep.random)
+
+
+def same_again(call: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that is computed again later.
+
+    Left to itself, TorchScript saves other tensors for the backward pass in its second call than in its first, and
+    torch's checkpoint takes one for another: gradients were wrong without an error.
+    """
+    with torch.jit.optimized_execution(False):
+        return call(*args)
 
 
 def _input_hooks(x: torch.Tensor, keep: Keep) -> AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
-"""Formats the lines that a run prints, in Megatron-LM's order, so that existing log parsers work unchanged.
+"""Formats the lines that a run prints: short ones for people, or Megatron-LM's, so that existing log parsers work.
 
-Fields that Megatron-LM does not print (tokens/s, MFU, progress, ETA) follow its last field.
+In Megatron's line, fields that it does not print (tokens/s, MFU, progress, ETA) follow its last field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationReco
 
 
 def iteration_line(record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None) -> str:
-    """The line of a training iteration, with a timestamp.
+    """The line of ``--log-lines megatron``, with a timestamp.
 
     Args:
         log_throughput: whether to print TFLOP/s per GPU.
@@ -23,19 +23,32 @@ def iteration_line(record: IterationRecord, *, log_throughput: bool = False, now
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}]" + "".join(f" {field} |" for field in fields)
 
 
-def short_line(record: IterationRecord, *, now: datetime | None = None) -> str:
-    """The line of ``--log-lines short``: what people look at, in a terminal's width."""
+def short_line(record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None) -> str:
+    """The default line: what people look at, the loss first; values that are asked for by flags follow.
+
+    Args:
+        log_throughput: whether to print TFLOP/s per GPU.
+        now: default: the current time.
+    """
     r = record
-    fields = [f"iteration {r.iteration}/{r.train_iters}"]
+    fields = [f"iteration {r.iteration:8d}/{r.train_iters:8d}"]
     fields += [] if r.lm_loss is None else [f"loss {r.lm_loss:.4f}"]
     fields += [f"{name} {loss:.3g}" for name, loss in r.auxiliary_losses.items()]
     fields += [f"lr {r.learning_rate:.2e}"]
     fields += [] if r.grad_norm is None else [f"norm {r.grad_norm:.3g}"]
+    fields += [] if r.params_norm is None else [f"weights' norm {r.params_norm:.4g}"]
+    fields += [] if r.num_zeros is None else [f"zeros {r.num_zeros}"]
+    fields += [] if r.loss_scale == 1 else [f"scale {r.loss_scale:g}"]
     counts = {"skipped": r.num_skipped, "nan": r.num_nan, "outliers": r.num_outliers}
     fields += [f"{name} {count}" for name, count in counts.items() if count]
     fields += [f"{r.tokens_per_s:,.{0 if r.tokens_per_s >= 100 else 1}f} tokens/s"]
+    fields += [f"{_teraflops(r)} TFLOP/s"] if log_throughput else []
     fields += [] if r.mfu is None else [f"MFU {r.mfu:.1%}"]
     return f" {now or datetime.now():%H:%M:%S} " + " | ".join([*fields, f"ETA {format_duration(r.eta_s)}"])
+
+
+def _teraflops(r: IterationRecord) -> str:
+    return f"{r.tflops_per_gpu:.{1 if r.tflops_per_gpu >= 10 else 4}f}"  # a CPU reaches hundredths
 
 
 def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
@@ -45,8 +58,7 @@ def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
         yield f"skipped samples: {r.skipped_samples:12d}"
     yield f"elapsed time per iteration (ms): {r.elapsed_ms:.1f}"
     if log_throughput:
-        digits = 1 if r.tflops_per_gpu >= 10 else 4  # a CPU reaches hundredths
-        yield f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.{digits}f}"
+        yield f"throughput per GPU (TFLOP/s/GPU): {_teraflops(r)}"
     yield f"learning rate: {r.learning_rate:.6E}"
     yield f"global batch size: {r.global_batch_size:5d}"
     if r.lm_loss is not None:

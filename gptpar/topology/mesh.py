@@ -27,6 +27,8 @@ ROWS = (TENSOR, EXPERT, EXPERT_DATA, PIPELINE)
 thus one machine."""
 PARTS = {DATA: (EXPERT, EXPERT_DATA)}
 """Axis -> the rows that it consists of, for axes that are no row."""
+COPIES = (EXPERT, EXPERT_DATA)
+"""The rows whose ranks hold copies of a parameter that no axis splits, and read different tokens."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,11 @@ def rows_of(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def copies_over(split: Iterable[str]) -> tuple[str, ...]:
-    """The axes whose ranks hold copies of a parameter, and read different samples.
+    """The rows whose ranks hold copies of a parameter, and read different tokens.
 
     Over these its gradient is summed, and ZeRO shards it.
 
     Args:
         split: the axes that split the parameter's value.
     """
-    left = [row for row in PARTS[DATA] if row not in rows_of(tuple(split))]
-    return (DATA,) if len(left) == len(PARTS[DATA]) else tuple(left)
+    return tuple(row for row in COPIES if row not in rows_of(tuple(split)))

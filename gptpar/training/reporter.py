@@ -99,8 +99,8 @@ class Reporter:
         if due or self._first or record.iteration == self._num_iterations:
             averaged = self._averaged()
             log = self.config.logging
-            short = log.log_lines == "short"
-            self.say(short_line(averaged) if short else iteration_line(averaged, log_throughput=log.log_throughput))
+            line = short_line if log.log_lines == "short" else iteration_line
+            self.say(line(averaged, log_throughput=log.log_throughput))
             if self.config.logging.timing_log_level:
                 self.say(timing_line(averaged))
             # The first step's time holds compilation and warm-up, so it is not averaged with later ones.

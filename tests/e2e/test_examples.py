@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,32 +69,52 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("nproc", "words"),
-    [
-        (2, "cifar.py"),
-        (2, "train.py --model-name LLAMA"),
-        (2, "gpt_lite.py --zero 3"),
-        (2, "gpt_lite.py --pipeline --checkpoint-activations"),
-        (2, "gpt_lite.py --pipeline --pipeline_spec_layers"),
-        (2, "gpt_lite.py --deepspeed_config twin_flow.json"),
-        (1, "gpt_lite.py --deepspeed_config ds_zero_offload.json --batch-size 10 --checkpoint-activations"),
-    ],
-)
-def test_losses_are_those_of_plain_torch(nproc: int, words: str, llama: Path) -> None:
-    program, *flags = words.replace("LLAMA", str(llama)).split()
-    report = run("compare.py", "--nproc", nproc, program, "--steps", 5, *TINY[program].split(), *flags)
-    difference = float(report.split("largest difference of a loss, by the first loss: ")[1].split()[0])
-    assert difference < 1e-6, report
+CHANGES_ENGINE_ALONE = {"--zero", "3", "--pipeline", "--pipeline_spec_layers", "--checkpoint-activations"}
+"""Flags that plain PyTorch accepts, and that change none of its numbers."""
+
+MORE_COMMANDS = """
+gptpar launch --num_gpus=2 cifar.py --deepspeed_config cifar.json
+gptpar launch --num_gpus=2 gpt_lite.py --deepspeed_config gpt_lite.json --pipeline --checkpoint-activations
+"""
 
 
-def test_commands_of_deepspeeds_tutorials_start_the_programs(llama: Path, tmp_path: Path) -> None:
-    for words in commands(block("examples.md", "Programs of DeepSpeed's tutorials", "bash"), tmp_path):
+def losses(words: list[str]) -> list[float]:
+    """Of five steps of a program of a small size, started by ``gptpar WORDS``."""
+    return [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", start(words))]
+
+
+def start(words: list[str]) -> str:
+    (program,) = TINY.keys() & {*words}
+    return answer([sys.executable, "-m", "gptpar", *words, *TINY[program].split(), "--steps", "5"])
+
+
+@pytest.mark.parametrize("of", ["cifar.py", "train.py", "gpt_lite.json", "twin_flow.json", "ds_zero_offload.json"])
+def test_commands_of_deepspeeds_tutorials_have_plain_torchs_losses(of: str, llama: Path, tmp_path: Path) -> None:
+    """Plain PyTorch runs once for all commands that train the same; beside a pipeline it has one process."""
+    documented = block("examples.md", "Programs of DeepSpeed's tutorials", "bash")
+    plain: dict[tuple[str, ...], list[float]] = {}
+    checked = 0
+    for words in commands(documented + MORE_COMMANDS, tmp_path):
         few = [word.replace("=8", "=2").replace("FOLDER", str(llama)) for word in words[1:]]
-        (program,) = TINY.keys() & {*few}
-        output = answer([sys.executable, "-m", "gptpar", *few, *TINY[program].split(), "--steps", "2"])
-        wanted = "per CPU" if "--run_memory_estimation_only" in few else "step 2: loss "
-        assert wanted in output, words
+        if of not in few:
+            continue
+        checked += 1
+        if "--run_memory_estimation_only" in few:
+            assert "per CPU" in start(few)
+            continue
+        same = [word for word in few if word not in CHANGES_ENGINE_ALONE]
+        if "--pipeline" in few:
+            same = [word.replace("--num_gpus=2", "--num_gpus=1") for word in same]
+        if tuple(same) not in plain:
+            plain[tuple(same)] = losses([*same, "--plain"])
+        assert losses(few) == pytest.approx(plain[tuple(same)], rel=0, abs=1e-6 * plain[tuple(same)][0]), words
+        assert len(plain[tuple(same)]) == 5
+    assert checked == {"cifar.py": 2, "gpt_lite.json": 5}.get(of, 1)
+
+
+def test_compare_reports_the_difference() -> None:
+    report = run("compare.py", "cifar.py", "--steps", 2, *TINY["cifar.py"].split())
+    assert float(report.split("largest difference of a loss, by the first loss: ")[1].split()[0]) < 1e-6
 
 
 def test_cnn_reads_the_binary_version(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ class LoggingOptions:
     timing_log_level: int = flag(0, "from 1 on, log how long the parts of an iteration took", least=0)
     log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")
     log_lines: str = flag(
-        "megatron",
-        "console lines: Megatron-LM's, for programs that read them, or short ones for people",
-        choices=("megatron", "short"),
+        "short",
+        "console lines: short ones for people, or Megatron-LM's, for programs that read them",
+        choices=("short", "megatron"),
     )
     log_params_norm: bool = flag(False, "compute and log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count and log zeros in the gradient")

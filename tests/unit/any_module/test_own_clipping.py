@@ -20,28 +20,65 @@ CONFIG = {
 }
 
 
-def after_backward(zero: dict[str, Any]) -> Any:
+def linear() -> nn.Linear:
     torch.manual_seed(0)
-    engine = gptpar.initialize(model=nn.Linear(4, 1), config={**CONFIG, "zero_optimization": zero})[0]
-    engine.backward(engine(torch.ones(4, 4)).square().sum() * 100)
+    return nn.Linear(4, 1)
+
+
+def after_backward(section: dict[str, Any], model: nn.Module) -> Any:
+    engine = gptpar.initialize(model=model, config=CONFIG | section)[0]
+    backward(engine)
     return engine
 
 
-@pytest.mark.parametrize("zero", [{"stage": 0, "offload_optimizer": OFFLOAD}, {"stage": 1}, {"stage": 3}])
-def test_it_is_refused_where_it_would_change_nothing(zero: dict[str, Any]) -> None:
-    engine = after_backward(zero)
+def backward(engine: Any) -> None:
+    inputs = torch.ones(4, 4, dtype=engine.module.weight.dtype)
+    for number in range(engine.gradient_accumulation_steps()):
+        if number:
+            engine.step()
+        engine.backward(engine(inputs).square().sum() * 100)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"zero_optimization": {"stage": 0, "offload_optimizer": OFFLOAD}},
+        {"zero_optimization": {"stage": 1}},
+        {"zero_optimization": {"stage": 2}},
+        {"zero_optimization": {"stage": 3}},
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
+    ],
+)
+def test_it_is_refused_where_it_would_change_nothing(section: dict[str, Any]) -> None:
+    """Also of a list that was made beforehand, which knows no engine; the engine goes on afterwards."""
+    model, plain = linear(), linear()
+    parameters = list(model.parameters())
+    engine = after_backward(section, model)
     trained = filter(lambda p: p.requires_grad, engine.parameters())
-    for clip in (lambda: clip_grad_norm_(engine.parameters(), 0.1), lambda: clip_grad_value_(trained, 0.1)):
+    for clip in (
+        lambda: clip_grad_norm_(engine.parameters(), 0.1),
+        lambda: clip_grad_norm_(parameters, 0.1),
+        lambda: clip_grad_value_(trained, 0.1),
+    ):
         with pytest.raises(GptparError, match="would change nothing: .* Set gradient_clipping in the configuration"):
             clip()
-    assert len(list(engine.parameters())) == 2
+    model.eval()(torch.ones(4, 4, dtype=model.weight.dtype))  # the step's gradient is not lost
     engine.step()
-    engine.close()
+    untouched = after_backward(section, plain)
+    untouched.step()
+    for one in (engine, untouched):
+        backward(one)
+        one.zero_grad()
+        backward(one)
+        one.step()
+        one.close()
+    assert all(type(p) is nn.Parameter for p in parameters)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain.parameters(), strict=True))
     assert clip_grad_norm_(engine.parameters(), 0.1) == 0
 
 
 def test_it_clips_where_gradients_are_shown() -> None:
-    engine = after_backward({"stage": 0})
+    engine = after_backward({"zero_optimization": {"stage": 0}}, linear())
     assert clip_grad_norm_(engine.parameters(), 0.125) > 100
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(0.125, rel=1e-4)

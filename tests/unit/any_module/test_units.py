@@ -292,6 +292,15 @@ def test_everything_refused_is_told_at_once():
     ]
 
 
+def test_a_programs_own_wrapper_is_a_module_like_others():
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+    assert paths(find_units(DistributedDataParallel(nn.Linear(2, 2)))) == [""]
+
+
 def test_neighbours_in_one_memory_are_no_views_of_one_another():
     memory = torch.zeros(8)
     model = Model()

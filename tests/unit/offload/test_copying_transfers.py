@@ -93,7 +93,7 @@ def make_host(
         parameters or {piece.unit: torch.zeros(128) for piece in UNITS},
         dtype=torch.float32,
         clip_grad=1.0,
-        kernel=adam or CpuAdam(1),
+        kernels=[adam or CpuAdam(1)],
         transfers=transfers,
         speculated_elements=speculated,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest  # noqa: F401
+import torch._dynamo  # noqa: F401
 
 import gptpar.any_module.initialize
 import gptpar.cli.pretrain  # noqa: F401

@@ -46,6 +46,7 @@ from gptpar.checkpoint.saver import Saver
 from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.files import replace_synced
+from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def save(
     held = _named_on_all_stages(ranks, engine, partial(_named, engine, with_extra=True))
     tensors, client = _tensors(engine, with_moments=True), dict[str, torch.Tensor]()
     meta = ranks.lead(lambda: _state_of(engine, tag, held, kept.client, client).to_meta())
-    if engine.topology.data_rank == 0:
+    if engine.topology.position(DATA) == 0:
         tensors |= _buffers(engine)
     if not kept.frozen:
         tensors = {name: one for name, one in tensors.items() if not _is_frozen(engine, name)}

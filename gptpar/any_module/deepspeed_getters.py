@@ -153,7 +153,7 @@ class DeepSpeedGetters:
 
     def get_data_parallel_rank(self) -> int:
         """This process's number among those with other micro-batches."""
-        return cast("TrainingEngine", self).topology.data_rank
+        return cast("TrainingEngine", self).topology.position(DATA)
 
     def get_model_parallel_rank(self) -> int:
         """0: layers are not divided."""
@@ -194,10 +194,10 @@ class DeepSpeedGetters:
         size = batch_size or engine.options.batch.micro_batch_size
         if route == "train" and data_sampler is None and not num_local_io_workers and batch_size is None:
             topology = engine.topology
-            return make_loader(dataset, engine.options, topology.data_rank, topology.mesh.data, collate_fn)
+            return make_loader(dataset, engine.options, topology.position(DATA), topology.mesh.data, collate_fn)
         if data_sampler is None:
             data_sampler = torch.utils.data.distributed.DistributedSampler(
-                dataset, engine.topology.mesh.data, engine.topology.data_rank, shuffle=route == "train"
+                dataset, engine.topology.mesh.data, engine.topology.position(DATA), shuffle=route == "train"
             )
         workers = num_local_io_workers or 0
         return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)

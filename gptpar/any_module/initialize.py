@@ -39,7 +39,7 @@ from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, Mesh
 from gptpar.topology.world import join_world, require_same_start
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -143,7 +143,7 @@ def _loader_of(
     if dataset is None:
         return None
     topology = engine.topology
-    return make_loader(dataset, engine.options, topology.data_rank, topology.mesh.data, collate_fn)
+    return make_loader(dataset, engine.options, topology.position(DATA), topology.mesh.data, collate_fn)
 
 
 def _engine_of(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch.nn.attention.varlen import varlen_attn
 
 from gptpar.model.attention_dropout import attention_with_dropout
 from gptpar.model.dropout import LayerSeeds
@@ -22,8 +21,11 @@ from gptpar.model.dropout import LayerSeeds
 MAX_KERNEL_WIDTH = 256
 """Channels of a head, at most, in flash attention's kernels; their number is a multiple of 8."""
 
-_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Since torch 2.12 an argument allows grouped queries; torch 2.11 always does, and has no such argument."""
+if torch.backends.cuda.is_built():  # it brings torch's compiler, a second that a process on CPUs need not pay
+    from torch.nn.attention.varlen import varlen_attn
+
+    _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    """Since torch 2.12 an argument allows grouped queries; torch 2.11 always does, and has no such argument."""
 
 
 class AttentionDropout(NamedTuple):

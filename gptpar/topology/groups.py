@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.topology.mesh import COPIES, DATA, PIPELINE, TENSOR, Mesh, rows_of
+from gptpar.topology.mesh import COPIES, PIPELINE, TENSOR, Mesh, rows_of
 from gptpar.topology.world import Facts, open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
@@ -54,7 +54,7 @@ class Topology:
         mesh: of all ranks.
         rank: this process's.
         device: where it computes.
-        groups: rows -> this process's group on them; ``None`` when alone there.
+        groups: rows -> this process's group on them; ``None`` when alone there. Empty where nothing is exchanged.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
@@ -70,13 +70,15 @@ class Topology:
         return self.mesh.position(self.rank, axis)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there."""
-        return self.groups.get(rows_of(axes))
+        """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there.
 
-    @property
-    def data_rank(self) -> int:
-        """Position on the data axis."""
-        return self.position(DATA)
+        Raises:
+            KeyError: no group was made for these axes.
+        """
+        rows = rows_of(axes)
+        if self.groups and rows not in self.groups and self.mesh.size(*axes) > 1:
+            raise KeyError(f"no group was made of the axes {axes}: make_topology made those of {list(self.groups)}")
+        return self.groups.get(rows)
 
     @property
     def stage(self) -> int:

@@ -49,8 +49,8 @@ class Mesh:
             raise ValueError(f"{self.expert} expert-parallel processes do not divide {self.data} data-parallel ones")
 
     def size(self, *axes: str) -> int:
-        """Number of ranks that differ by their positions on these axes alone; without axes, of all ranks."""
-        return math.prod([self._sizes[row] for row in (rows_of(axes) if axes else ROWS)])
+        """Number of ranks that differ by their positions on these axes alone; without axes, 1."""
+        return math.prod([self._sizes[row] for row in rows_of(axes)])
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class Mesh:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.size()
+        return self.size(*ROWS)
 
     def position(self, rank: int, *axes: str) -> int:
         """A rank's position on an axis, or among the ranks that differ by their positions on several axes alone."""
@@ -78,7 +78,7 @@ class Mesh:
         """All groups of ranks that differ by their positions on these axes alone, each in ascending order of ranks."""
         others = [row for row in ROWS if row not in rows_of(axes)]
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size()):
+        for rank in range(self.world_size):
             found.setdefault(tuple(self.position(rank, row) for row in others), []).append(rank)
         return list(found.values())
 
@@ -89,7 +89,7 @@ class Mesh:
 
     def _stride(self, row: str) -> int:
         """The difference of the ranks of neighbours on a row."""
-        return math.prod([self._sizes[before] for before in ROWS[: ROWS.index(row)]])
+        return self.size(*ROWS[: ROWS.index(row)])
 
 
 @cache

@@ -16,6 +16,7 @@ from gptpar.data.order import RepeatingOrder, SampleOrder, WholeOrder, make_orde
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.errors import DataError
 from gptpar.topology.groups import Topology
+from gptpar.topology.mesh import DATA
 from gptpar.training.batch_plan import BatchPlan
 
 Loaders = dict[str, BatchLoader | None]
@@ -143,7 +144,7 @@ def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: 
             "once: give weights (WEIGHT PREFIX WEIGHT PREFIX ...), which repeat them, train on fewer samples, or add "
             "--dataloader-type cyclic."
         )
-    order.indices(0, batch.micro_batch_size, topology.data_rank, topology.mesh.data)  # refuses too few samples
+    order.indices(0, batch.micro_batch_size, topology.position(DATA), topology.mesh.data)  # refuses too few samples
     return order
 
 
@@ -205,7 +206,7 @@ def _loader(
         samples,
         order=order,
         micro_batch_size=config.batch.micro_batch_size,
-        dp_rank=topology.data_rank,
+        dp_rank=topology.position(DATA),
         dp_size=topology.mesh.data,
         vocab_size=vocabulary.size,
         pin_memory=topology.device.type == "cuda",

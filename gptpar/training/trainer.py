@@ -23,7 +23,7 @@ from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
-from gptpar.topology.mesh import COPIES, TENSOR
+from gptpar.topology.mesh import COPIES, DATA, TENSOR
 from gptpar.training.gpt import make_engine
 from gptpar.training.health.layer_norms import ACTIVATION, GRADIENT, UPDATE, LayerNorms, Norms, OldWeights
 from gptpar.training.votes import Votes
@@ -194,7 +194,7 @@ class Trainer:
         tokens, fields = _stage_input(batch, self._scale, self._divisor)
         if not self._layers_with_dropout:
             return tokens, fields
-        place = number * self.topology.mesh.data + self.topology.data_rank
+        place = number * self.topology.mesh.data + self.topology.position(DATA)
         words = self.config.data.seed, self._iteration, place
         return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, self.topology.device)}
 

@@ -15,7 +15,7 @@ from torch import nn
 import gptpar
 from gptpar import LayerSpec, PipelineModule, TiedLayerSpec
 from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, Mesh
 
 VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 20
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
@@ -170,7 +170,7 @@ class fp64:
 
 def data_of(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This data-parallel process's micro-batches."""
-    mine, dp = engine.topology.data_rank, engine.topology.mesh.data
+    mine, dp = engine.topology.position(DATA), engine.topology.mesh.data
     return (micro_batch(step, place) for step in itertools.count() for place in range(mine, MICRO_BATCHES, dp))
 
 

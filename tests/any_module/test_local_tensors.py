@@ -23,10 +23,11 @@ from torch import nn
 
 from gptpar.deepspeed.zero_parameters import mark_trained
 from gptpar.errors import GptparError
-from tests.any_module.case import Setup, make_optimizer
+from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.matrix import Bench
+from tests.any_module.plain_changes import assert_follows
 from tests.any_module.reference import copy_of_weights
 
 STEPS = 3
@@ -74,29 +75,18 @@ def by_engine(rank: int, setup: Setup) -> tuple[list[float], dict[str, torch.Ten
         return norms, copy_of_weights(training.model)
 
 
-def in_plain_torch(rank: int, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor]]:
-    case = CASES["mlp"]
-    model, norms = case.make_model(), []
-    optimizer = make_optimizer(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for other in range(setup.world):
-            (case.losses_of(model, case.make_batch(step, 0, other, setup.world))[0] / setup.world).backward()
-        for number, p in enumerate(model.parameters()):
-            assert p.grad is not None
-            p.grad = 3 * p.grad if number % 2 else clamped(p.grad)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), setup.clip).item())
-        optimizer.step()
-        for p in model.parameters():
-            p.data.mul_(0.75)
-            optimizer.state[p]["exp_avg"].mul_(0.5)
-    return norms, copy_of_weights(model)
+def change_gradients(model: nn.Module) -> None:
+    for number, p in enumerate(model.parameters()):
+        assert p.grad is not None
+        p.grad = 3 * p.grad if number % 2 else clamped(p.grad)
+
+
+def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.75)
+        optimizer.state[p]["exp_avg"].mul_(0.5)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
 def test_local_elements_are_the_whole_and_count(bench: Bench, setup: Setup) -> None:
-    ((wanted_norms, wanted),) = bench.on_ranks(1, in_plain_torch, setup)
-    for norms, weights in bench.on_ranks(setup.world, by_engine, setup):
-        assert norms == pytest.approx(wanted_norms, rel=1e-10)
-        for name, value in wanted.items():
-            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+    assert_follows(bench, setup, by_engine, STEPS, change_gradients, change_weights)

@@ -96,7 +96,7 @@ STATE = [
     Mutation(
         "dropout-seed-without-the-data-rank",
         "gptpar/training/trainer.py",
-        "place = number * self.topology.mesh.data + self.topology.data_rank",
+        "place = number * self.topology.mesh.data + self.topology.position(DATA)",
         "place = number * self.topology.mesh.data",
         ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
     ),
@@ -133,8 +133,8 @@ STATE = [
     Mutation(
         "last-process-saves-its-buffers",
         ENGINE,
-        "    if engine.topology.data_rank == 0:\n        tensors |= _buffers",
-        "    if engine.topology.data_rank == engine.topology.mesh.data - 1:\n        tensors |= _buffers",
+        "    if engine.topology.position(DATA) == 0:\n        tensors |= _buffers",
+        "    if engine.topology.position(DATA) == engine.topology.mesh.data - 1:\n        tensors |= _buffers",
         (f"{KEPT}::test_on_several_processes",),
     ),
     Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, Mesh
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, hash_of
@@ -28,7 +28,7 @@ def states(rank: int, mesh: Mesh, words: str) -> list[str]:
         trainer = make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}", 2), rank, mesh)
         for step in range(10):
             trainer.expect_step(4.0 * step)
-            tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
+            tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.position(DATA)).split(1)
             loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in tokens], step)
             trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False).readings.read()
         if trainer.host is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, Mesh
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 
@@ -22,7 +22,7 @@ def one_step(rank: int, flags: str, mesh: Mesh, micro_batch: int) -> tuple[float
     split = f"--pipeline-model-parallel-size {mesh.pipeline} --tensor-model-parallel-size {mesh.tensor}"
     words = f"--fp64 --global-batch-size 8 --clip-grad 0 {split} {flags}"
     trainer = make_trainer(tiny_config(f"--micro-batch-size {micro_batch} {words}", world), rank, mesh)
-    mine = range(trainer.topology.data_rank * micro_batch, 8, micro_batch * mesh.data)
+    mine = range(trainer.topology.position(DATA) * micro_batch, 8, micro_batch * mesh.data)
     rows = [slice(start, start + micro_batch) for start in mine]
     batches = [MicroBatch(TOKENS[at, :-1], TOKENS[at, 1:], None if MASK is None else MASK[at]) for at in rows]
     loss = trainer.forward_backward(batches, 0)

@@ -13,7 +13,7 @@ from gptpar.pipeline.module import PipelineModule
 from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Constant, draw
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, Mesh
 from gptpar.topology.placement import ParameterSpec
 from tests.flat_parts import parts_of_flat
 from tests.spawn import spawn
@@ -57,7 +57,7 @@ def step(rank: int, stages: int, data: int, options: dict) -> Result:
     """One step; the loss and this process's gradients by global name."""
     torch.set_default_dtype(torch.float64)
     module = PipelineModule(layers(), stages, loss_fn=F.mse_loss, **options)
-    mine = batches(MICRO_BATCHES * data)[module.topology.data_rank :: data]
+    mine = batches(MICRO_BATCHES * data)[module.topology.position(DATA) :: data]
     loss = module.train_batch(mine)
     found = {name: p for chunk in module.chunks for name, p in chunk.global_parameters().items()}  # type: ignore[operator]
     assert module.has_loss == (module.stage == stages - 1)
@@ -198,7 +198,7 @@ def tensor_parallel(rank: int, data: int, tensor: int) -> dict[str, tuple[tuple[
         info, flat = infos[name], parameter.data.view(-1)
         held = parts_of_flat(info.full_shape, info.shape, info.offsets, 0, flat.numel(), flat)
         held.fill(draw(info.init, info.full_shape, 3, name))
-    module.train_batch(batches(8)[topology.data_rank :: data])
+    module.train_batch(batches(8)[topology.position(DATA) :: data])
     return {name: (infos[name].offsets, parameter.grad) for name, parameter in parameters.items()}
 
 

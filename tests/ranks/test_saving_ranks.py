@@ -16,7 +16,7 @@ from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import DATA, Mesh
 from gptpar.training import resume
 from gptpar.training.progress import Progress
 from gptpar.training.saving import Saving
@@ -44,7 +44,7 @@ CASES = {
 def train(trainer: Trainer, first: int, last: int) -> None:
     for step in range(first, last):
         trainer.expect_step(4.0 * step)
-        tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
+        tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.position(DATA)).split(1)
         loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in tokens], step)
         trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False).readings.read()
 

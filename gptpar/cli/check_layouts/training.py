@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE
 from gptpar.topology.groups import Topology
+from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
@@ -79,23 +81,24 @@ class CaseRun:
         generator = torch.Generator().manual_seed(step)
         shape = (batch.global_batch_size, model.seq_length + 1)
         tokens = torch.randint(0, self.config.tokenizer.vocab_size or 2, shape, generator=generator)
-        mine = tokens.split(batch.micro_batch_size)[self.topology.data_rank :: dp]
+        mine = tokens.split(batch.micro_batch_size)[self.topology.position(DATA) :: dp]
         return [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine]
 
     def _whole(self, held: Mapping[str, TensorParts]) -> Tensors:
         """Whole tensors of all processes' boxes, on the main process; empty on the others."""
-        mine = {
-            name: (parts.shape, [(offsets, part.cpu().clone()) for offsets, part in parts.parts])
-            for name, parts in held.items()
-        }
-        gathered = [mine]
+        boxes = [(name, whole, offsets, part) for name, whole in held.items() for offsets, part in whole.parts]
+        places = [(name, whole.shape, offsets, part.shape, part.dtype) for name, whole, offsets, part in boxes]
+        # One message: to pickle each tensor takes longer than a step.
+        mine = places, torch.cat([torch.empty(0), *(part.flatten().cpu() for *_, part in boxes)])
+        gathered: list[Any] = [mine]
         if self.topology.mesh.world_size > 1:
-            gathered = [{} for _ in range(self.topology.mesh.world_size)]
+            gathered *= self.topology.mesh.world_size
             dist.gather_object(mine, gathered if self.topology.is_main else None)
-        whole: Tensors = {}
-        for process in gathered if self.topology.is_main else ():
-            for name, (shape, parts) in process.items():
-                for offsets, part in parts:
-                    full = whole.setdefault(name, torch.full(shape, float("nan"), dtype=part.dtype))
-                    full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
-        return whole
+        found: Tensors = {}
+        for places, values in gathered if self.topology.is_main else ():
+            parts = values.split([size.numel() for *_, size, _ in places])
+            for (name, shape, offsets, size, dtype), part in zip(places, parts, strict=True):
+                if name not in found:
+                    found[name] = torch.full(shape, float("nan"), dtype=dtype)
+                found[name][tuple(slice(o, o + n) for o, n in zip(offsets, size, strict=True))] = part.view(size)
+        return found

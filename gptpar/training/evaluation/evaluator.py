@@ -11,6 +11,7 @@ import torch
 from gptpar.pipeline.module import PipelineModule
 from gptpar.reporting.records import TaskScores
 from gptpar.topology.groups import Topology
+from gptpar.topology.mesh import DATA
 from gptpar.training.evaluation.batches import RowBatch, batch_tensors, plan_batches
 from gptpar.training.evaluation.tasks import Task
 
@@ -58,7 +59,7 @@ class Evaluator:
             context=self.context,
             multiple=mesh.tensor,
             ranks=mesh.data,
-            rank=self.topology.data_rank,
+            rank=self.topology.position(DATA),
         )
         sums = torch.zeros(len(task.rows), dtype=torch.float64, device=self.topology.device)
         self.pipeline.eval()

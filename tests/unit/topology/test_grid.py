@@ -6,9 +6,11 @@ import math
 import socket
 
 import pytest
+import torch
 
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
+from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Mesh, copies_over, rows_of
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
 from gptpar.training.batch_plan import BatchPlan
@@ -59,7 +61,7 @@ def test_groups_of_axes_partition_the_ranks(mesh: Mesh, axes: tuple[str, ...]) -
 
 def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
     mesh = Mesh(data=4, tensor=2, expert=2)
-    assert (mesh.size(), mesh.size(DATA), mesh.size(EXPERT), mesh.size(EXPERT_DATA), mesh.size(DATA, TENSOR)) == (
+    assert (mesh.world_size, mesh.size(DATA), mesh.size(EXPERT), mesh.size(EXPERT_DATA), mesh.size(DATA, TENSOR)) == (
         8,
         4,
         2,
@@ -78,6 +80,13 @@ def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
     ]
     with pytest.raises(ValueError, match="2 expert-parallel processes do not divide 3 data-parallel ones"):
         Mesh(data=3, expert=2)
+
+
+def test_axes_without_a_group_are_told() -> None:
+    topology = Topology(Mesh(data=2, tensor=2), 0, torch.device("cpu"), {rows_of((DATA,)): None})
+    assert topology.group(DATA) is topology.group(PIPELINE) is None
+    with pytest.raises(KeyError, match="no group was made of the axes .*data.*tensor"):
+        topology.group(DATA, TENSOR)
 
 
 def test_groups_of_eight() -> None:

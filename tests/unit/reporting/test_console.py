@@ -74,8 +74,8 @@ def test_a_cpu_reaches_more_than_no_teraflops() -> None:
 
 def test_short_lines_for_people() -> None:
     assert short_line(RECORD, now=NOW) == (
-        " 05:06:07 iteration      100/  500000 | loss 6.7890 | lr 1.50e-04 | norm 1.23 | 188,700 tokens/s | MFU 46.2% | "
-        "ETA 0:12:34"
+        " 05:06:07 iteration      100/  500000 | loss 6.7890 | lr 1.50e-04 | norm 1.23 | 188,700 tokens/s | "
+        "MFU 46.2% | ETA 0:12:34"
     )
     skipped = replace(RECORD, lm_loss=None, grad_norm=None, mfu=None, num_skipped=1, num_nan=1, tokens_per_s=61.04)
     assert short_line(skipped, now=NOW) == (
@@ -88,8 +88,8 @@ def test_short_lines_have_at_most_160_columns_unless_flags_ask_for_more() -> Non
     assert len(short_line(record, now=NOW)) <= 160
     line = short_line(replace(record, params_norm=1234.56, num_zeros=1234), log_throughput=True, now=NOW)
     assert line == (
-        " 05:06:07 iteration   123456/  500000 | loss 6.7890 | lr 1.50e-04 | norm 1.23 | weights' norm 1235 | zeros 1234 | "
-        "scale 65536 | skipped 2 | nan 1 | 188,700 tokens/s | 428.8 TFLOP/s | MFU 46.2% | ETA 0:12:34"
+        " 05:06:07 iteration   123456/  500000 | loss 6.7890 | lr 1.50e-04 | norm 1.23 | weights' norm 1235 | "
+        "zeros 1234 | scale 65536 | skipped 2 | nan 1 | 188,700 tokens/s | 428.8 TFLOP/s | MFU 46.2% | ETA 0:12:34"
     )
 
 

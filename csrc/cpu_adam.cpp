@@ -1,4 +1,4 @@
-// AdamW (Loshchilov and Hutter 2019) in one pass over memory, with the best instruction set of the processor.
+// AdamW (Loshchilov and Hutter 2019) and the elementwise parts of Muon in one pass over memory, with the best instruction set of the processor.
 // Plain C ABI, loaded with ctypes.
 //
 // All instruction sets give the same bits, for any number of threads and any division of a vector into calls: the
@@ -24,7 +24,7 @@
 
 extern "C" {
 
-// The vectors and numbers of a step. The outputs of p, m and v are the inputs themselves (in place) or do not overlap
+// The vectors and numbers of a step. Without m, the step is one of `blend`. The outputs of p, m and v are the inputs themselves (in place) or do not overlap
 // them. grad has type grad_type; low gets the parameters in type low_type, unless that is kNone.
 // gptpar.optim.cpu_adam packs the same struct.
 struct GptparAdamStep {
@@ -37,6 +37,7 @@ struct GptparAdamStep {
   float rest1, beta2, rest2;  // 1 - beta1, beta2, 1 - beta2
   float floor, size;          // epsilon and learning rate, corrected for the moments' bias
   float decay;                // 1 - lr * weight_decay
+  int32_t ahead;              // without m and v: see blend in cpu_adam_loop.h
 };
 
 static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparGroupRange) == 24, "gptpar.optim.cpu_adam packs these");
@@ -113,12 +114,14 @@ enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3, kNotAs
 struct Loops {
   const char* name;
   bool (*adam[3])(const Step&, int64_t, int64_t, int64_t);
+  bool (*blend[3])(const Step&, int64_t, int64_t, int64_t);
   double (*square[3])(const void*, int64_t, int64_t);
 };
 
 #define GPTPAR_LOOPS(set)                                                \
   {                                                                      \
     #set, {set::adam<float>, set::adam<Bfloat>, set::adam<Half>},        \
+        {set::blend<float>, set::blend<Bfloat>, set::blend<Half>},       \
         {set::square<float>, set::square<Bfloat>, set::square<Half>}     \
   }
 
@@ -215,7 +218,8 @@ int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int
     const Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
     const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
-    if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
+    const auto& loop = s.m ? loops->adam : loops->blend;
+    if (!loop[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
     return part;
   });
   if (squares) *squares = sum;

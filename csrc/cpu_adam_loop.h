@@ -35,6 +35,19 @@ TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& 
   return p_new;
 }
 
+template <class V, int count>
+TARGET GPTPAR_INLINE void store_low(const Step& s, const typename V::Floats* fresh, int64_t i, bool stream) {
+#pragma GCC unroll 4
+  for (int j = 0; j < count; ++j) {
+    const int64_t at = i + j * V::width;
+    switch (s.low_type) {  // the same for every element, so the processor predicts the branch
+      case kFloat: V::store(static_cast<float*>(s.low) + at, fresh[j], stream); break;
+      case kBfloat: V::store(static_cast<Bfloat*>(s.low) + at, fresh[j], stream); break;
+      case kHalf: V::store(static_cast<Half*>(s.low) + at, fresh[j], stream); break;
+    }
+  }
+}
+
 // Updates `count` vectors from element i on, and stores their 16-bit outputs together. A store that bypasses the caches
 // waits in a buffer until its line is full; half-full lines would take the buffers of the other outputs.
 template <class V, class Grad, int count>
@@ -43,15 +56,24 @@ TARGET GPTPAR_INLINE void advance_run(const Step& s, const Spread<V>& k, int64_t
   typename V::Floats fresh[count];
 #pragma GCC unroll 4
   for (int j = 0; j < count; ++j) fresh[j] = advance<V, Grad>(s, k, i + j * V::width, streams.state, marks);
+  store_low<V, count>(s, fresh, i, streams.low);
+}
+
+template <class V, class Grad, int count>
+TARGET GPTPAR_INLINE void blend_run(const Step& s, const Spread<V>& k, int64_t i, bool stream,
+                                    typename V::Marks& marks) {
+  typename V::Floats fresh[count];
 #pragma GCC unroll 4
   for (int j = 0; j < count; ++j) {
     const int64_t at = i + j * V::width;
-    switch (s.low_type) {  // the same for every element, so the processor predicts the branch
-      case kFloat: V::store(static_cast<float*>(s.low) + at, fresh[j], streams.low); break;
-      case kBfloat: V::store(static_cast<Bfloat*>(s.low) + at, fresh[j], streams.low); break;
-      case kHalf: V::store(static_cast<Half*>(s.low) + at, fresh[j], streams.low); break;
-    }
+    auto g = V::load(static_cast<const Grad*>(s.grad) + at);
+    marks = V::mark(marks, V::sub(g, g));
+    g = V::mul(k.rest1, V::mul(g, k.scale));
+    const auto p_new = V::add(V::mul(k.decay, V::load(s.p + at)), g);
+    V::store(s.p_out + at, p_new, false);
+    fresh[j] = s.ahead ? V::add(g, V::mul(k.decay, p_new)) : p_new;
   }
+  store_low<V, count>(s, fresh, i, stream);
 }
 
 // Updates elements [first, last). The same thread's next elements begin at `next`, for prefetching.
@@ -71,6 +93,28 @@ TARGET bool adam(const Step& s, int64_t first, int64_t last, int64_t next) {
     advance_run<VECTOR, Grad, kRun / VECTOR::width>(s, many, i, streams, marks);
   }
   for (; i < last; ++i) advance_run<Scalar, Grad, 1>(s, one, i, Streams{}, mark);
+  return !Scalar::any(mark) && !VECTOR::any(marks);
+}
+
+// As adam, but p = decay * p + rest1 * g alone, with g = scale * grad. With `ahead` the low outputs are not the new p, but
+// rest1 * g + decay * p (Nesterov). A product with a negative rest1 and a sum round as a product and a difference do.
+template <class Grad>
+TARGET bool blend(const Step& s, int64_t first, int64_t last, int64_t next) {
+  Streams streams;
+  int64_t i = first;
+  const int64_t head = std::min(last, first + elements_to_alignment(s, first, &streams));
+  const auto one = spread<Scalar>(s);
+  const auto many = spread<VECTOR>(s);
+  auto mark = Scalar::no_marks();
+  auto marks = VECTOR::no_marks();
+  for (; i < head; ++i) blend_run<Scalar, Grad, 1>(s, one, i, false, mark);
+  for (; i + kRun <= last; i += kRun) {
+    const int64_t ahead = i + kAhead + (i + kAhead < last ? 0 : next - last);
+    prefetch_lines(s.p + ahead);
+    prefetch_lines(static_cast<const Grad*>(s.grad) + ahead);
+    blend_run<VECTOR, Grad, kRun / VECTOR::width>(s, many, i, streams.low, marks);
+  }
+  for (; i < last; ++i) blend_run<Scalar, Grad, 1>(s, one, i, false, mark);
   return !Scalar::any(mark) && !VECTOR::any(marks);
 }
 

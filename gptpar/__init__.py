@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from gptpar.any_module.arguments import add_config_arguments
     from gptpar.any_module.deferred import deferred_init
     from gptpar.any_module.initialize import initialize
-    from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
-    from gptpar.offload.twin_flow import TwinFlowAdamW
-    from gptpar.pipeline import PipelineModule
-    from gptpar.plan.deepspeed_estimates import (
+    from gptpar.deepspeed.memory_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
+    from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+    from gptpar.offload.twin_flow import TwinFlowAdamW
+    from gptpar.pipeline import PipelineModule
     from gptpar.plan.module_memory import estimate_memory
 
 __version__ = "0.1.0"
@@ -48,10 +48,10 @@ _HOMES = {
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
     "deferred_init": "gptpar.any_module.deferred",
     "estimate_memory": "gptpar.plan.module_memory",
-    "estimate_zero2_model_states_mem_needs_all_cold": "gptpar.plan.deepspeed_estimates",
-    "estimate_zero2_model_states_mem_needs_all_live": "gptpar.plan.deepspeed_estimates",
-    "estimate_zero3_model_states_mem_needs_all_cold": "gptpar.plan.deepspeed_estimates",
-    "estimate_zero3_model_states_mem_needs_all_live": "gptpar.plan.deepspeed_estimates",
+    "estimate_zero2_model_states_mem_needs_all_cold": "gptpar.deepspeed.memory_estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "gptpar.deepspeed.memory_estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "gptpar.deepspeed.memory_estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "gptpar.deepspeed.memory_estimates",
 }
 
 

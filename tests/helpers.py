@@ -30,9 +30,9 @@ def tiny_config(flags: str = "", world_size: int = 1) -> Config:
     return config.update("model", padded_vocab_size=config.model.pad_vocab_size_to or 64)
 
 
-def make_trainer(config: Config, rank: int = 0, layout: Mesh = Mesh()) -> Trainer:  # noqa: B008
+def make_trainer(config: Config, rank: int = 0, mesh: Mesh = Mesh()) -> Trainer:  # noqa: B008
     """A trainer on the CPU with initial weights; with a layout of several processes, every one of them calls it."""
-    topology = make_topology(layout, rank, torch.device("cpu"))
+    topology = make_topology(mesh, rank, torch.device("cpu"))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
     trainer.initialise()
     return trainer

@@ -19,9 +19,9 @@ from gptpar.system.command_line import needed_packages, run
 
 with needed_packages():
     from gptpar.cli.plan import make_planner
+    from gptpar.deepspeed.memory_estimates import Estimate, zero2, zero3
     from gptpar.model.gpt import gpt_model
     from gptpar.model.layer_spec import build_on_meta
-    from gptpar.plan.deepspeed_estimates import Estimate, zero2, zero3
     from gptpar.plan.planner import Plan
     from gptpar.reporting.banner import format_count
 

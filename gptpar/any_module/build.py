@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.deferred import Recording
+from gptpar.any_module.matrix_groups import updates_by_group
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_guard import ReadGuard
@@ -23,13 +24,15 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
+from gptpar.optim.update import Update
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.mesh import DATA
+from gptpar.topology.mesh import COPIES
 from gptpar.topology.placement import ParameterInfo
 
 NOT_DRAWN = Constant(0.0)
@@ -84,7 +87,7 @@ def lay_out(
         tied: unit -> the stages that have a copy of it.
     """
     number = {parameter: place for place, group in enumerate(groups) for parameter in group}
-    shards = place.shards((DATA,))
+    shards = place.shards(COPIES)
     units = [unit_of(unit, parameters, shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units]
     trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
     frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
@@ -93,7 +96,7 @@ def lay_out(
 
 def build_engine(
     stage: PlacedParameters,
-    groups: Sequence[Collection[nn.Parameter]],
+    groups: Sequence[Mapping[str, Any]],
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None = None,
@@ -105,7 +108,7 @@ def build_engine(
 
     Args:
         stage: the module, or the layers that this process has.
-        groups: parameters of each group of the optimizer.
+        groups: of the optimizer.
         options: of the engine.
         topology: this process's place.
         recording: makes the values of parameters without memory.
@@ -116,7 +119,8 @@ def build_engine(
     """
     data, device, plan = DataAxes.of(topology, options.zero_stage, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
-    table, frozen = lay_out(plan, stage.parameters, groups, options, data.place, tied=tied)
+    of_group = [group["params"] for group in groups]
+    table, frozen = lay_out(plan, stage.parameters, of_group, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.mesh.world_size)
     on_host = options.offload.parameters
@@ -127,7 +131,8 @@ def build_engine(
         parameters = ParameterMemory([*table.units, *frozen], data, settings.dtype, device, on_host=on_host)
         tied_weight = tied_unit(stage, table, options, topology.mesh.world_size)
         order = [unit for scope in plan.scopes for unit in scope.units]
-        host = _host_optimizer(table, parameters, settings, options, device, tied_weight, order)
+        updates = updates_by_group(groups, options.by_matrix, options.update)
+        host = _host_optimizer(table, parameters, settings, options, updates, device, tied_weight, order)
     engine = Engine(
         stage.stages,
         table,
@@ -135,7 +140,7 @@ def build_engine(
         ALONE,
         data,
         settings,
-        options.update,
+        updates,
         options.max_norm,
         device,
         host,
@@ -177,6 +182,7 @@ def _host_optimizer(
     parameters: ParameterMemory,
     settings: EngineSettings,
     options: EngineOptions,
+    updates: Sequence[Update],
     device: torch.device,
     tied_weight: Unit | None,
     order: Sequence[str],
@@ -188,14 +194,12 @@ def _host_optimizer(
             is called, wherever the model defines them.
     """
     pieces, offload = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit)), options.offload
-    elements = sum(piece.length for piece in pieces)
-    if not elements:
+    if not any(piece.length for piece in pieces):
         return None
     room, partial_unit = 0, None if tied_weight is None else tied_weight.name
     if offload.folder is None:
         room = room_for_speculation(
-            elements,
-            options.update.state_bytes(settings.wide.itemsize),
+            StateSize.of(pieces, updates, settings.wide.itemsize),
             offload.speculation,
             sum(piece.length * settings.dtype.itemsize for piece in pieces if piece.unit == partial_unit),
             asker="gptpar.initialize",
@@ -203,7 +207,7 @@ def _host_optimizer(
             remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
         )
     return build_host_optimizer(
-        options.update,
+        updates,
         pieces,
         {piece.unit: parameters.shards[piece.unit][table.on_device[piece.unit] :] for piece in pieces},
         device,

@@ -277,7 +277,7 @@ def _tensors(engine: TrainingEngine, *, with_moments: bool) -> Tensors:
 
 def _states(engine: TrainingEngine) -> tuple[str, ...]:
     """Names of the optimizer's state vectors."""
-    return engine.engine.optimizer.optimizer.states
+    return engine.engine.optimizer.states
 
 
 def _buffers(engine: TrainingEngine) -> Tensors:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gptpar.any_module import torch_optimizers
+from gptpar.any_module.matrix_groups import divided
 from gptpar.any_module.options import EngineOptions
 from gptpar.errors import ConfigError
 from gptpar.offload.local_parameters import problems_of_hyperparameters, tensors_of
@@ -65,11 +66,11 @@ def groups_of(
             raise ConfigError([f"optimizer is of type {type(client).__name__}: {_USE_TORCHS}."])
         client = client(given or [{"params": []}])
     if client is None:
-        groups, problems = _grouped(given, options)
+        groups, problems = _grouped(given, options, model)
     elif isinstance(client, torch.optim.Optimizer):
         groups, problems = client.param_groups, list(torch_optimizers.problems(client))
         if not problems:
-            options = replace(options, update=torch_optimizers.update_of(client))
+            options = replace(options, **torch_optimizers.update_options(client))
     else:
         raise ConfigError([f"the function optimizer returns what is of type {type(client).__name__}: {_USE_TORCHS}."])
     problems += [*_parameter_problems(groups, model, may_be_empty), *problems_of_hyperparameters(groups)]
@@ -101,7 +102,7 @@ def _nameless(entries: Sequence[Any]) -> list[Any]:
     return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
 
 
-def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], list[str]]:
+def _grouped(given: list[Any], options: EngineOptions, model: nn.Module) -> tuple[list[Group], list[str]]:
     """(groups with the configuration's hyperparameters as defaults, problems)"""
     groups = [item for item in given if isinstance(item, dict)]
     if groups and len(groups) != len(given):
@@ -109,6 +110,8 @@ def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], lis
     assert options.optimizer is not None
     defaults = options.update.group_of(options.optimizer)
     groups = groups or [{"params": given}]
+    if options.by_matrix is not None:
+        return divided(groups, options.by_matrix, defaults, model)
     for group in groups:
         group |= {**defaults, **group}
     return groups, []

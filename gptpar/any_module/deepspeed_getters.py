@@ -102,6 +102,9 @@ class DeepSpeedGetters:
     def empty_partition_cache(self) -> None:
         """Nothing: a forward pass gives back what it gathered."""
 
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the backward pass sums gradients over processes where DeepSpeed's does."""
+
     # What is where.
 
     def zero_use_cpu_optimizer(self) -> bool:

@@ -88,13 +88,7 @@ class ModuleEngine(TrainingEngine):
         return self._is_final or self._is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batches end a step, instead of counting them.
-
-        Raises:
-            GptparError: the CPU optimizer has no memory for sums of gradients.
-        """
-        if not is_boundary:
-            self._require_sums("set_gradient_accumulation_boundary(False)")
+        """Set whether the next micro-batches end a step, instead of counting them."""
         self._boundary = is_boundary
 
     def _is_last(self) -> bool:
@@ -108,7 +102,6 @@ class ModuleEngine(TrainingEngine):
         If a micro-batch has several backward passes, all but the last belong inside. Under ZeRO-2 and 3, gradients are
         still summed over processes inside.
         """
-        self._require_sums("no_sync()")
         before, self._no_sync = self._no_sync, True
         try:
             yield

@@ -11,7 +11,7 @@ from torch import nn
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
-from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.update import Hyperparameters
 
 MISSED = "missed_steps"
 """Key of a parameter group: the number of steps that it missed while frozen. Bias corrections do not count them."""
@@ -94,9 +94,9 @@ class FrozenGroups:
         found = self._optimizer.hyperparameters()
         if not self._frozen:
             return found
-        unchanging, frozen = self._engine.optimizer.optimizer.unchanging, {id(group) for group in self._frozen}
-        groups = zip(self._optimizer.param_groups, found, strict=True)
-        return tuple(unchanging if id(group) in frozen else how for group, how in groups)
+        frozen = {id(group) for group in self._frozen}
+        groups = zip(self._optimizer.param_groups, found, self._engine.optimizer.updates, strict=True)
+        return tuple(update.unchanging if id(group) in frozen else how for group, how, update in groups)
 
     def count_step(self) -> None:
         """A step has changed the other groups."""

@@ -173,9 +173,7 @@ def _engine_of(
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
-    engine, host, frozen = build_engine(
-        stage, [group["params"] for group in groups], options, topology, recording, watch.wait_for
-    )
+    engine, host, frozen = build_engine(stage, groups, options, topology, recording, watch.wait_for)
     name = name_of_engine(topology)
     watch.start(name, notes_units=engine.gatherer.gathers_in_call_order)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))

@@ -39,17 +39,17 @@ def check_pipeline(pipeline: PipelineModule, loss_fn: LabelLoss | None, world: i
     Raises:
         ModelError: it cannot; names every reason.
     """
-    layout, problems = pipeline.topology.mesh, []
+    mesh, problems = pipeline.topology.mesh, []
     if loss_fn is not None:
         problems.append("loss_fn is passed beside a PipelineModule: pass it to the PipelineModule")
-    if layout.tensor > 1:
+    if mesh.tensor > 1:
         problems.append(
-            f"the PipelineModule's tensor axis has {layout.tensor} processes: gptpar.initialize trains layers that are "
+            f"the PipelineModule's tensor axis has {mesh.tensor} processes: gptpar.initialize trains layers that are "
             "whole on each process (tensor=1)"
         )
-    if layout.world_size != world:
+    if mesh.world_size != world:
         problems.append(
-            f"the PipelineModule was made for {layout.world_size} process(es), and there are {world}: call "
+            f"the PipelineModule was made for {mesh.world_size} process(es), and there are {world}: call "
             "torch.distributed.init_process_group before it is made, or pass the list of layers as the model"
         )
     if problems:
@@ -108,7 +108,7 @@ def engine_of_pipeline(
     for layer, group in pipeline.tied_groups.items():
         _follow_first(layers[layer], group, topology.device)
     move_buffers(pipeline, topology.device, None)
-    engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
+    engine, host, frozen = build_engine(stages, groups, options, topology)
     compile_blocks(stages, options, topology.device)
     weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
     name = name_of_engine(topology)

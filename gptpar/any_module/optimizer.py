@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from gptpar.errors import GptparError, wrong_type
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.update import Hyperparameters, Update
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -19,7 +19,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     engine and in its checkpoints; ``state`` stays empty.
 
     Args:
-        described: the update, which says which hyperparameters each group has.
+        updates: by group; each says which hyperparameters its group has.
         groups: complete ones, as :func:`~gptpar.any_module.client_optimizer.groups_of` makes them. These dictionaries
             become ``param_groups``, so that other holders of them change the hyperparameters, too.
         update: updates all parameters with :meth:`hyperparameters`.
@@ -28,21 +28,21 @@ class EngineOptimizer(torch.optim.Optimizer):
         local_weights: a parameter -> [n] a copy of the master weights of its elements that this process updates.
 
     Attributes:
-        described: see above.
+        updates: see above.
     """
 
     def __init__(
         self,
-        described: ElementwiseOptimizer,
+        updates: Sequence[Update],
         groups: Sequence[dict[str, Any]],
         update: Callable[[], None],
         drop_gradients: Callable[[], None],
         scaler: LossScale,
         local_weights: Callable[[torch.Tensor], torch.Tensor],
     ):
-        self._complete, self.described = False, described
+        self._complete, self.updates = False, updates
         # Schedulers that move a beta, too, look for it among the defaults.
-        values = described.group_of(described.of_group(groups[0]))
+        values = updates[0].group_of(updates[0].of_group(groups[0]))
         super().__init__(list(groups), values | {name: groups[0][name] for name in values.keys() & groups[0].keys()})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
         self._scaler, self._local_weights = scaler, local_weights
@@ -54,6 +54,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     loss_scale = cur_scale
 
+    def needs_scaler(self) -> bool:
+        """Whether a loss has to be scaled (``engine.scale(loss).backward()``), as fp16 needs."""
+        return self._scaler.dynamic or self._scaler.value != 1
+
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """A copy of the master weights that this process updates, [n] of each group; the name is DeepSpeed's."""
@@ -63,7 +67,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """The present hyperparameters of each group."""
-        return tuple(self.described.of_group(group) for group in self.param_groups)
+        groups = zip(self.updates, self.param_groups, strict=True)
+        return tuple(update.of_group(group) for update, group in groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gptpar.any_module import torch_optimizers
+from gptpar.any_module.matrix_groups import MatrixOptions
 from gptpar.any_module.monitor import MonitorOptions, monitor_problems
 from gptpar.any_module.option_problems import precision_problems
 from gptpar.any_module.step_batch import StepBatch, step_batch
@@ -32,15 +33,16 @@ from gptpar.config.deepspeed_reader import (
     schedule_problems,
     without_auto,
 )
-from gptpar.config.deepspeed_table import Door
+from gptpar.config.deepspeed_rules import Door
 from gptpar.config.derive import Derived
 from gptpar.config.jsonc import infinity
 from gptpar.config.ranges import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.optimizers import updates_of
+from gptpar.optim.update import Hyperparameters
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 OTHER_OPTIMIZER = "pass optimizer=torch.optim.AdamW(...) to gptpar.initialize"
@@ -116,7 +118,7 @@ class EngineOptions:
         max_norm: the gradient's global norm is clipped to this (0: never).
         reduce_in_bf16: whether gradients are reduced in bf16; else in the format of the master weights.
         optimizer: default hyperparameters of a group; ``None``: the configuration names no optimizer.
-        update: how elements are updated.
+        update: how elements are updated; of groups with ``use_muon``, ``by_matrix`` says it.
         torch_optimizer: makes the optimizer of torch that the configuration names, of parameters; ``None``: it names
             none, and ``optimizer`` counts.
         has_optimizer: whether there is one, the user's or the configuration's; without it, nothing is trained.
@@ -159,6 +161,7 @@ class EngineOptions:
     ignore_unused: bool = True
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
+    by_matrix: MatrixOptions | None = None
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
     has_optimizer: bool = True
     monitor: MonitorOptions = MonitorOptions()
@@ -252,8 +255,8 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     notes = [*reader.without_effect, *_pipeline_notes(values, model)]
     options = _assembled(values, batch, without_auto(raw), notes)
     if torch_optimizer is not None:
-        update = torch_optimizers.update_of(torch_optimizer([torch.zeros(0)]))
-        options = replace(options, update=update, torch_optimizer=torch_optimizer)
+        updates = torch_optimizers.update_options(torch_optimizer([torch.zeros(0)]))
+        options = replace(options, torch_optimizer=torch_optimizer, **updates)
     return options, []
 
 
@@ -356,10 +359,10 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         notes += [
             f"gptpar.{k}: nothing is offloaded" for k, field in keys.items() if values.get(field, None) is not None
         ]
-    o, named = flags.optimizer, part_of(plain, "optimizer")
+    o, named, rate = flags.optimizer, part_of(plain, "optimizer"), values.get("optimizer.lr", DEFAULT_LR)
     has_optimizer = "type" in named or bool(part_of(named, "params"))
-    update = OPTIMIZERS[o.optimizer]
-    hyperparameters = update.configured(o, values.get("optimizer.lr", DEFAULT_LR), o.weight_decay)
+    _, update = updates_of(o)
+    hyperparameters = update.configured(o, rate, o.weight_decay)
     schedule = values.section("scheduler")
     kind = schedule.pop("type", None)
     return EngineOptions(
@@ -379,6 +382,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         reduce_in_bf16=flags.parallel.grad_reduce_in_bf16,
         optimizer=hyperparameters if has_optimizer else None,
         update=update,
+        by_matrix=MatrixOptions.of(o, values.get("optimizer.muon_lr", rate)),
         scheduler=None if kind is None else SchedulerOptions(kind, schedule),
         steps_per_print=values.get("logging.log_interval", 0),
         compile=values.get("module.compile", "auto"),

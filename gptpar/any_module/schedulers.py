@@ -43,6 +43,16 @@ class StepScheduler(LRScheduler):
         """The parameters, with those that follow from the optimizer."""
         return params
 
+    def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        """Set the learning rates of the next step.
+
+        Args:
+            last_batch_iteration: number of the step that was taken last, from 0; default: the one that is due.
+        """
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        super().step()
+
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The learning rate of each group in the next step."""
         rates = zip(self.base_lrs, self.params_of_groups, strict=True)
@@ -71,6 +81,10 @@ class WarmupCosineLR(StepScheduler):
 
     formula = staticmethod(FORMULAS["WarmupCosineLR"])
 
+    def get_lr_ratio(self) -> float:
+        """The present fraction of each group's own rate; the first group's, if lists give each its own schedule."""
+        return self.formula(self.last_epoch, 1.0, **self.params_of_groups[0])
+
 
 class LRRangeTest(StepScheduler):
     """A rate that grows without end, to find the one at which training diverges."""
@@ -83,9 +97,9 @@ class OneCycle(StepScheduler):
 
     formula = staticmethod(FORMULAS["OneCycle"])
 
-    def step(self, epoch: int | None = None) -> None:
+    def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the learning rates and betas of the next step."""
-        super().step(epoch)
+        super().step(last_batch_iteration)
         for group, params in zip(self.optimizer.param_groups, self.params_of_groups, strict=True):
             if "betas" in group and (betas := one_cycle_betas(self.last_epoch, **params)) is not None:
                 group["betas"] = betas

@@ -34,14 +34,12 @@ class StepSettings:
             train_batch_size: samples of a step, on all processes.
 
         Raises:
-            GptparError: it is no multiple of a micro-batch on each process, a step has begun, or sums of gradients
-                cannot get memory.
+            GptparError: it is no multiple of a micro-batch on each process, or a step has begun.
         """
         self._require_open()
         self._require_no_step()
         batch = self.options.batch.resized(train_batch_size, self.topology.mesh.data)
         if batch.accumulation_steps > 1:
-            self._require_sums("set_train_batch_size()")
             self._add_gradients()
         self.options, self.data.number = replace(self.options, batch=batch), batch.accumulation_steps
 
@@ -64,17 +62,6 @@ class StepSettings:
             raise GptparError(f"set_lr() got {len(rates)} learning rates for {len(groups)} parameter groups.")
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-
-    def _require_sums(self, verb: str) -> None:
-        """Check that steps can add up gradients of several micro-batches.
-
-        The CPU optimizer has pinned memory for gradients of one width.
-        """
-        if self.engine.subscriber is not None and not self.engine.can_add_gradients:
-            raise GptparError(
-                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the CPU optimizer gets memory for the sums."
-            )
 
     def _add_gradients(self) -> None:
         """Between two steps: give sums over several micro-batches memory, if they have none."""

@@ -85,11 +85,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _require_own(folder: Path, remedy: str, *, beside_files: bool = False) -> None:
-    """Refuse another program's checkpoints; ``beside_files``: files are fine, such as a model or a program's state."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: give the folder of an engine's checkpoints.")
     found = foreign_checkpoint(folder) if folder.is_dir() else None
-    if found and not (beside_files and (found.is_loose or found.reader is ForeignReader.HUGGING_FACE)):
+    if found and not (beside_files and (found.is_file or found.reader is ForeignReader.HUGGING_FACE)):
         raise CheckpointError(f"{folder} holds {found}: {remedy}")
     if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):
         raise CheckpointError(f"{folder} is itself a checkpoint: give {folder.parent}, the folder that it is in.")

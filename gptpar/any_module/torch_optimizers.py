@@ -6,19 +6,23 @@ An engine takes over such an optimizer's parameter groups, and has its states in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Muon
 
+from gptpar.any_module.matrix_groups import USE_MUON, MatrixOptions
 from gptpar.config.deepspeed_reader import part_of, without_auto
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import ElementwiseOptimizer
+from gptpar.optim.muon import EPS, MUON
 from gptpar.optim.torch_updates import ADAGRAD, ADAM, AMSGRAD, AMSGRADW, rmsprop, sgd
 
 Groups = Sequence[Mapping[str, Any]]
 
-NAMES = "AdamW, Adam, SGD, Adagrad or RMSprop"
+NAMES = "AdamW, Adam, SGD, Adagrad, RMSprop or Muon"
 _OTHER_UPDATES = ("maximize", "differentiable")
 """Arguments of torch's optimizers that change their update; the engine supports none of them."""
 
@@ -56,13 +60,34 @@ _UPDATES: dict[type, tuple[Callable[[Groups], ElementwiseOptimizer], tuple[str, 
     torch.optim.SGD: (_of_sgd, ()),
     torch.optim.Adagrad: (lambda groups: ADAGRAD, ("initial_accumulator_value",)),
     torch.optim.RMSprop: (_of_rmsprop, ("centered",)),
+    Muon: (lambda groups: ADAMW, ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")),
 }
-"""Class -> (groups -> the update, hyperparameters that all groups share)."""
+"""Class -> (groups -> the elementwise update, hyperparameters that all groups share)."""
+_MUONS_SCALES = {
+    None: ("shape_scaling", 1.0),
+    "original": ("shape_scaling", 1.0),
+    "match_rms_adamw": ("spectral", 0.2),
+}
+"""Torch's ``adjust_lr_fn`` -> the scale of an update, and its further factor."""
 
 
-def update_of(optimizer: torch.optim.Optimizer) -> ElementwiseOptimizer:
-    """The update of a client's optimizer that has no :func:`problems`."""
-    return _UPDATES[type(optimizer)][0](optimizer.param_groups)
+def update_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The options that say the update of a client's optimizer that has no :func:`problems`."""
+    groups = optimizer.param_groups
+    if not isinstance(optimizer, Muon):
+        return {"update": _UPDATES[type(optimizer)][0](groups), "by_matrix": None}
+    first = groups[0]
+    scale, factor = _MUONS_SCALES[first["adjust_lr_fn"]]
+    update = replace(
+        MUON,
+        nesterov=first["nesterov"],
+        iterations=(tuple(first["ns_coefficients"]),) * first["ns_steps"],
+        scale_mode=scale,
+        factor=factor,
+    )
+    for group in groups:
+        group[USE_MUON] = True
+    return {"by_matrix": MatrixOptions(update, update.of_group(first))}
 
 
 def problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -79,6 +104,8 @@ def problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
         for name in _OTHER_UPDATES:
             if group.get(name):
                 yield f"optimizer has {name}=True in group {place}, which gptpar's updates do not have: leave it out."
+        if group.get("eps") != EPS and kind is Muon:
+            yield f"optimizer has eps={group['eps']} in group {place}, and gptpar's Muon has {EPS}: leave it out."
     if optimizer.state and any(_has_stepped(state) for state in optimizer.state.values()):
         yield (
             f"optimizer has taken steps: it has states of {len(optimizer.state)} parameters, which the engine would "

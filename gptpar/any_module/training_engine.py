@@ -82,10 +82,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
         trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
-        described, of_param = self.engine.optimizer.optimizer, self.weights.local_of(trained)
-        self.optimizer = EngineOptimizer(
-            described, groups, self._update, self._drop_for_user, self.loss_scaler, of_param
-        )
+        updates, of_param = self.engine.optimizer.updates, self.weights.local_of(trained)
+        self.optimizer = EngineOptimizer(updates, groups, self._update, self._drop_for_user, self.loss_scaler, of_param)
         self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0

@@ -45,7 +45,7 @@ class Foreign:
         inside: the folder inside that the reader is given; "": the folder itself.
         is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
         their_way: the program of their own that makes a Hugging Face folder of it; "": none is known.
-        is_loose: it is a file in the folder, which may as well be of something else, such as a program's own state.
+        is_file: a file of the folder itself, whose name other things may have, too.
     """
 
     what: str
@@ -53,7 +53,7 @@ class Foreign:
     inside: str = ""
     is_our_hint: bool = False
     their_way: str = ""
-    is_loose: bool = False
+    is_file: bool = False
 
     def __str__(self) -> str:
         return self.what
@@ -233,9 +233,8 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
             inside = title if known.reader is ForeignReader.HUGGING_FACE else ""
-            return Foreign(
-                what, known.reader, inside, their_way=known.their_way, is_loose=not title and not known.certain
-            )
+            is_file = not (title or known.certain)
+            return Foreign(what, known.reader, inside, their_way=known.their_way, is_file=is_file)
     return None
 
 

@@ -71,13 +71,13 @@ def main(argv: list[str]) -> int:
     share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if count > 1 and not worker:
         return start_workers(count, ["evaluate", *argv])
-    layout = Mesh(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    mesh = Mesh(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     activity = Activity.of_worker()
     with (
         StopRequest().listening() as request,
         activity.lost_ranks_explained(),
         open_topology(
-            layout, backend=None, timeout_minutes=10.0, facts=lambda: {"the command line": " ".join(argv)}
+            mesh, backend=None, timeout_minutes=10.0, facts=lambda: {"the command line": " ".join(argv)}
         ) as topology,
     ):
         found = evaluate(args, topology, request, activity)

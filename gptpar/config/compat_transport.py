@@ -76,7 +76,13 @@ TRANSPORT: dict[str, tuple[int, str]] = {
     "--pipeline-model-parallel-comm-backend": (1, BACKENDS),
     **dict.fromkeys(("--use-sharp", "--no-batch-p2p-comm", "--high-priority-stream-groups"), (ANY_NUMBER, BACKENDS)),
     **dict.fromkeys(("--no-align-grad-reduce", "--enable-full-sharding-in-hsdp"), (0, COLLECTIVES)),
-    **dict.fromkeys(("--fsdp-db-use-persist-buf-on-alloc-fail", "--no-use-layer-wise-param-layout"), (0, COLLECTIVES)),
+    **dict.fromkeys(
+        (
+            *("--fsdp-db-use-persist-buf-on-alloc-fail", "--no-use-layer-wise-param-layout"),
+            *("--use-layer-wise-param-layout", "--use-layer-wise-distributed-optimizer"),
+        ),
+        (0, COLLECTIVES),
+    ),
     **dict.fromkeys(("--enable-ft-package", "--calc-ft-timeouts"), (0, WATCHED)),
     "--ft-num-warmup-iters": (1, WATCHED),
     **dict.fromkeys(

@@ -17,8 +17,8 @@ from gptpar.config.deepspeed_reader import (
     read_values,
     schedule_problems,
 )
+from gptpar.config.deepspeed_rules import Door
 from gptpar.config.deepspeed_schedule import schedule_of
-from gptpar.config.deepspeed_table import Door
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 

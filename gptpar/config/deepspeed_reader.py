@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.deepspeed_rules import OFF, Absent, NoEffect, NotRead, Only, Rule, Sets, Tree
-from gptpar.config.deepspeed_table import DEFAULTS_SINCE, IGNORED, OPTIMIZERS, Door, defaults_for, keys_for
+from gptpar.config.deepspeed_optimizers import OPTIMIZERS
+from gptpar.config.deepspeed_rules import OFF, Absent, Door, NoEffect, NotRead, Only, Rule, Sets, Tree
+from gptpar.config.deepspeed_table import DEFAULTS_SINCE, IGNORED, defaults_for, keys_for
 from gptpar.config.jsonc import JsonError, read_object
 
 MAX_LISTED = 12
@@ -268,8 +269,8 @@ def optimizer_problems(
     if optimizer and str(kind).lower() not in ("auto", *OPTIMIZERS, *others):
         more = f" (and torch's {', '.join(others)})" if others else ""
         yield (
-            f"optimizer.type is {json.dumps(kind)}, and gptpar's optimizers are AdamW and Lion{more}: set it to "
-            f'"AdamW" or "Lion", or leave optimizer out and {otherwise}.'
+            f"optimizer.type is {json.dumps(kind)}, and gptpar's optimizers are AdamW, Lion and Muon{more}: set it to "
+            f"one of these, or leave optimizer out and {otherwise}."
         )
     if not others and str(kind).lower() == "adam" and params.get("adam_w_mode") is False and decay not in (0, None):
         yield (
@@ -300,6 +301,8 @@ def schedule_problems(raw: Mapping[str, Any], *, auto_is_known: bool = False) ->
 
 def _leave_out_unused(reader: KeyReader, flags: Flags, door: Door) -> None:
     """Move keys of options that are off, or that another key overrules, to the keys without effect."""
+    of_some = {s.field for s in reader.said if s.key in ("optimizer.params.adam_lr", "optimizer.params.muon_lr")}
+    reader.said = [s for s in reader.said if s.key != "optimizer.params.lr" or s.field not in of_some]
     for start, why in _reasons_without_effect(reader.said, flags, door).items():
         unused = [s for s in reader.said if s.key.startswith(start) and s.key != "fp16.enabled"]
         reader.without_effect += [f"{s.key}: {why}" for s in unused if not s.default]

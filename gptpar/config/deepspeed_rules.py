@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, TypeAlias
 
 OFF = object()
@@ -73,6 +74,36 @@ class NotRead:
 
 Rule: TypeAlias = Sets | NoEffect | Only | Absent | NotRead
 Tree: TypeAlias = "dict[str, Rule | Tree]"
+
+
+class Door(Enum):
+    """The two readers of a configuration."""
+
+    PRETRAIN = auto()
+    ENGINE = auto()
+
+
+@dataclass(frozen=True)
+class Key:
+    """A row of the table.
+
+    Attributes:
+        path: of the key, with dots.
+        pretrain, engine: its rule at each door; ``engine=None``: the same rule.
+        default: DeepSpeed's, if the file has the key's section but not the key; ``None``: gptpar's own default.
+        of: ``type`` of the optimizers or schedules that have it, in small letters; empty: all.
+    """
+
+    path: str
+    pretrain: Rule | None
+    engine: Rule | None = None
+    default: Any = None
+    of: tuple[str, ...] = ()
+
+    def rule(self, door: Door) -> Rule | None:
+        """The rule at a door; ``None``: the key is unknown there."""
+        return self.engine if door is Door.ENGINE and self.engine is not None else self.pretrain
+
 
 # --- readers of values ----------------------------------------------------------------------------------------------
 

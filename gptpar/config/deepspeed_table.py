@@ -8,15 +8,16 @@ table: unknown keys, refused keys with their reasons, and keys that the banner n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from gptpar.config.compat import ALWAYS
 from gptpar.config.compat_transport import BUCKETS, COLLECTIVES
+from gptpar.config.deepspeed_optimizers import FP32_STATE, OPTIMIZER, OPTIMIZERS
 from gptpar.config.deepspeed_rules import (
     OFF,
     Absent,
+    Door,
+    Key,
     NoEffect,
     NotRead,
     Only,
@@ -26,7 +27,6 @@ from gptpar.config.deepspeed_rules import (
     asks_for_parallelism,
     asks_for_routing,
     asks_for_sparsity,
-    betas,
     class_names,
     if_enabled,
     if_true,
@@ -50,38 +50,6 @@ from gptpar.config.deepspeed_rules import (
     word_of,
 )
 
-
-class Door(Enum):
-    """The two readers of a configuration."""
-
-    PRETRAIN = auto()
-    ENGINE = auto()
-
-
-@dataclass(frozen=True)
-class Key:
-    """A row of the table.
-
-    Attributes:
-        path: of the key, with dots.
-        pretrain, engine: its rule at each door; ``engine=None``: the same rule.
-        default: DeepSpeed's, if the file has the key's section but not the key; ``None``: gptpar's own default.
-        of: ``type`` of the optimizers or schedules that have it, in small letters; empty: all.
-    """
-
-    path: str
-    pretrain: Rule | None
-    engine: Rule | None = None
-    default: Any = None
-    of: tuple[str, ...] = ()
-
-    def rule(self, door: Door) -> Rule | None:
-        """The rule at a door; ``None``: the key is unknown there."""
-        return self.engine if door is Door.ENGINE and self.engine is not None else self.pretrain
-
-
-ADAM = ("adam", "adamw")
-OPTIMIZERS = (*ADAM, "lion")
 WARMUPS = ("warmuplr", "warmupdecaylr", "warmupcosinelr")
 SCHEDULE_TYPES = {name.lower(): name for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")}
 SCHEDULE_TYPES |= {"lrrangetest": "LRRangeTest"}
@@ -97,7 +65,6 @@ DEFAULTS_SINCE = {
 }
 """Key whose default has changed between DeepSpeed's versions -> a remark about the version."""
 
-_FP32_STATE = "master weights, moments and gradient sums are always fp32: leave it out"
 _MEASURED = "iteration time and throughput are always measured; see gptpar benchmark --breakdown"
 _TIMES = NoEffect("the engine measures nothing: time your loop")
 _PINNED = NoEffect("host memory that a GPU reads or writes is always pinned")
@@ -148,25 +115,6 @@ _BATCH = (
     Key("data_types.buffer_dtype", Absent("another number format of buffers")),
 )
 
-_DECAY = "optimizer.weight_decay"
-_OPTIMIZER = (
-    Key("optimizer.type", Sets(lambda kind: "lion" if kind.lower() == "lion" else "adam", "optimizer.optimizer")),
-    Key("optimizer.legacy_fusion", NoEffect("there is one fused kernel")),
-    Key("optimizer.params.lr", Sets(number, "optimizer.lr")),
-    Key("optimizer.params.betas", Sets(betas, "optimizer.adam_beta1 optimizer.adam_beta2"), of=ADAM),
-    Key("optimizer.params.betas", Sets(betas, "optimizer.lion_beta1 optimizer.lion_beta2"), of=("lion",)),
-    Key("optimizer.params.eps", Sets(number, "optimizer.adam_eps"), of=ADAM),
-    Key("optimizer.params.weight_decay", Sets(number, _DECAY, "of matrices, not of biases and norms"), Sets(number,
-        _DECAY, "of every parameter whose group says no other"), default=0.0),
-    Key("optimizer.params.max_grad_norm", Sets(number, "optimizer.clip_grad")),
-    Key("optimizer.params.set_grad_none", NoEffect("gradients have one place in memory")),
-    Key("optimizer.params.adam_w_mode", Sets(truth), of=ADAM),
-    Key("optimizer.params.torch_adam", NoEffect("the fused kernels are chosen here"), of=ADAM),
-    Key("optimizer.params.amsgrad", Only(_FALSE, "a GPT has no AMSGrad: leave it out"), Sets(truth), of=ADAM),
-    Key("optimizer.params.bias_correction", Sets(truth, "optimizer.adam_bias_correction"), of=ADAM),
-    Key("optimizer.params.fp32_optimizer_states", Only((True,), _FP32_STATE)),
-)
-
 _CYCLE, _RANGE = ("onecycle",), ("lrrangetest",)
 _SCHEDULER = (
     Key("scheduler.type", Sets(word_of(_SCHEDULE_WORDS, f"{_NO_SCHEDULE}leave scheduler out and give --lr-decay-style, "
@@ -210,7 +158,7 @@ _FORMATS = (
     Key("fp16.min_loss_scale", Sets(number, "precision.min_loss_scale")),
     Key("fp16.consecutive_hysteresis", Only(_FALSE, "the hysteresis is restored when the scale doubles: leave it out")),
     Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(true_in_words, "module.fp16_auto_cast")),
-    Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, _FP32_STATE)),
+    Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, FP32_STATE)),
     Key("fp16.opt_level", NoEffect("it is for Apex (amp), which DeepSpeed does not use with fp16")),
     Key("fp16.dynamic_loss_scale", NoEffect("fp16.loss_scale says it: 0, which is its default, is dynamic")),
     Key("fp16.fp16", NoEffect("GPT-NeoX's second name of fp16.enabled, which decides"), NoEffect("enabled decides")),
@@ -219,7 +167,7 @@ _FORMATS = (
         Key(f"{bf16}immediate_grad_update", NoEffect("gradients are always added to their fp32 sums at once")),
         Key(f"{bf16}check_grad_overflow", NoEffect("a step whose gradient is not finite is always skipped")),
         *_same(NoEffect("fp16 alone has a loss scale"), bf16, _SCALES),
-        *_same(Only(_FALSE, _FP32_STATE), bf16, "bf16_master_weights_and_grads bf16_optimizer_states"),
+        *_same(Only(_FALSE, FP32_STATE), bf16, "bf16_master_weights_and_grads bf16_optimizer_states"),
         Key(f"{bf16}auto_cast", NoEffect("inputs are token ids"), Sets(true_in_words, "module.bf16_auto_cast")),
     )),
     Key("amp", Absent("Apex")),
@@ -251,6 +199,7 @@ _ZERO = (
     *_same(Sets(true_in_words, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
     Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
     *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
+    Key(f"{_ZERO_}save_muon_momentum_buffer_in_memory", NoEffect("the momentum is where its weights are")),
     *_same(_ALL_USED, _ZERO_, "ignore_unused_parameters find_unused_parameters",
         Sets(true_in_words, "module.ignore_unused_parameters", "they are updated with a gradient of zero")),
     Key(f"{_ZERO_}sub_group_size", NoEffect("the optimizer's pieces are chosen here")),
@@ -352,7 +301,7 @@ _GPTPAR = (
 )
 # fmt: on
 
-TABLE = (*_BATCH, *_OPTIMIZER, *_SCHEDULER, *_FORMATS, *_ZERO, *_LOGS, *_REST, *_GPTPAR)
+TABLE = (*_BATCH, *OPTIMIZER, *_SCHEDULER, *_FORMATS, *_ZERO, *_LOGS, *_REST, *_GPTPAR)
 
 
 def keys_for(raw: Mapping[str, Any], door: Door) -> Tree:

@@ -53,6 +53,7 @@ _OTHER_DATA = "another program's data set (see gptpar preprocess)"
 _TOKENS = "a tokenizer with other special tokens than its files'"
 _NO_NORM = "a block without one of its norms (see --norm-placement)"
 _EXPERT = "mixture-of-experts"
+_OPTIMIZERS = "an optimizer other than AdamW, Lion and Muon"
 _ELASTIC = "a model that is cut to several sizes"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(("--fp8-", "--fp4-"), _FP8),
@@ -95,7 +96,6 @@ ABSENT: dict[str, str] = {
     "--fp32-residual-connection": "a residual stream in fp32 beside 16-bit layers",
     "--apply-residual-connection-post-layernorm": "a residual connection from the norm's output (see --norm-placement)",
     "--quick-geglu": "the quick GeGLU",
-    "--muon-": "the Muon optimizer",
     "--sft": _CONVERSATIONS,
     "--mtp-": "multi-token prediction",
     "--fim-": _MIDDLE,
@@ -115,7 +115,7 @@ ABSENT: dict[str, str] = {
     "--mean-noise-span-length": _PREFIX,
     "--dsa-": "sparse attention",
     **dict.fromkeys(("--mhc-", "--enable-mhc-connections"), "hyper-connections"),
-    **dict.fromkeys(("--soap-", "--adan-", "--ademamix-"), "an optimizer other than AdamW and Lion"),
+    **dict.fromkeys(("--soap-", "--adan-", "--ademamix-", "--adaptive-muon-"), _OPTIMIZERS),
     **dict.fromkeys(("--keep-fp8-", "--tp-only-amax-red"), _FP8),
     "--qk-clip": "the clipping of queries and keys",
     "--qk-l2-norm": "the norm of queries and keys without weights (see --qk-layernorm)",
@@ -177,7 +177,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--tokenizer-metadata", "--tokenizer-special-tokens", "--tiktoken-special-tokens"), _TOKENS),
     **dict.fromkeys(("--tokenizer-sentencepiece-legacy", "--null-tokenizer-eod-id"), _TOKENS),
     "--override-ckpt-iteration": "a checkpoint whose iteration is changed (see --finetune)",
-    "--onebitadam": "an optimizer other than AdamW and Lion",
+    "--onebitadam": _OPTIMIZERS,
     "--train-desc-path": _OTHER_DATA,
     **dict.fromkeys(("--xielu", "--xiprelu", "--xiprelup"), "the xIELU activation"),
     **dict.fromkeys(("--no-final-layernorm", "--no-mlp-layernorm", "--no-attn-layernorm"), _NO_NORM),
@@ -191,7 +191,7 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--enable-shared-expert", "--shared-moe-ffn-hidden-size"), _EXPERT),
     "--input-embeddings-multiplier": "a factor of the embeddings",
     **dict.fromkeys(("--train-iters-to-skip", "--train-range-to-skip", "--skip-iters"), _LEFT_OUT),
-    **dict.fromkeys(("--schedulefree-", "--sophiag-"), "an optimizer other than AdamW and Lion"),
+    **dict.fromkeys(("--schedulefree-", "--sophiag-"), _OPTIMIZERS),
     "--lima-dropout": "a dropout that grows with depth",
     "--multiple-valid-sets": "a loss for each of several data sets",
     "--cache-fp8-": _FP8,
@@ -246,10 +246,21 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
     "--transformer-type": (("megatron",), "there is one implementation"),
     "--sparsity": (("none",), "sparse attention is not part of gptpar"),
     "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
+    "--muon-tp-mode": (
+        ("duplicated", "distributed"),
+        "a matrix is orthogonalized whole, however many tensor ranks split it, so that no layout changes a number",
+    ),
+    "--muon-fp32-matmul-prec": (("medium",), "Muon's products are in the model's number format"),
+    "--muon-scalar-optimizer": (("adam",), "AdamW updates what Muon does not"),
 }
 """Flag -> its values that change nothing here, and why no other can be had."""
 
 STANDS_FOR: dict[str, tuple[str, object]] = {
+    **dict.fromkeys(("--muon-nesterov", "--muon-use-nesterov"), ("optimizer.muon_nesterov", True)),
+    **dict.fromkeys(("--muon-no-nesterov", "--muon-no-use-nesterov"), ("optimizer.muon_nesterov", False)),
+    "--muon-split-qkv": ("optimizer.muon_qkv", "split"),
+    "--muon-no-split-qkv": ("optimizer.muon_qkv", "fused"),
+    "--muon-split-qkv-per-head": ("optimizer.muon_qkv", "heads"),
     "--use-z-loss": ("model.z_loss_weight", 1e-4),
     "--attention-head-type multiquery": ("model.num_query_groups", 1),
     "--keep-last-checkpoint-only": ("checkpoint.keep_checkpoints", 1),
@@ -305,6 +316,7 @@ MEANT: dict[str, str] = {
     "--min-scale": "--min-loss-scale",
     "--lr-warmup-percent": "--lr-warmup-fraction",
     "--learning-rate": "--lr",
+    "--muon-ns-steps": "--muon-num-ns-steps",
     "--min-learning-rate": "--min-lr",
     **dict.fromkeys(("--max-steps", "--num-steps", "--steps", "--max-iters"), "--train-iters"),
     **dict.fromkeys(("--warmup-steps", "--num-warmup-steps"), "--lr-warmup-iters"),

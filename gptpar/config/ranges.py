@@ -15,23 +15,36 @@ MAX_WHOLE = 2**63 - 1
 """What torch and numpy keep a whole number in."""
 MAX_FLOAT = 3.4e38
 """What fits 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
+NUMBERS = (int, float, tuple)
+"""Types of a field that is a number, or several."""
 
 
-def out_of_range(flags: Flags) -> dict[str, str]:
-    """``section.field`` of each number that is too small or too large -> a part of a sentence that says so."""
+def out_of_range(flags: Flags, *, checked: Flags | None = None) -> dict[str, str]:
+    """``section.field`` of each number that is too small or too large -> a part of a sentence that says so.
+
+    Args:
+        checked: flags without such numbers; sections that are the same are not looked at.
+    """
     found = {}
-    for section, name, limits in _limits():
-        if problem := _problem(getattr(getattr(flags, section), name), limits):
-            found[f"{section}.{name}"] = problem
+    for section, fields in _limits():
+        values = getattr(flags, section)
+        if checked is not None and values is getattr(checked, section):
+            continue
+        for name, limits in fields:
+            value = getattr(values, name)
+            if type(value) in NUMBERS and (problem := _problem(value, limits)):
+                found[f"{section}.{name}"] = problem
     return found
 
 
 @cache
-def _limits() -> tuple[tuple[str, str, Any], ...]:
-    """(section, field, its limits) of each flag."""
+def _limits() -> list[tuple[str, list[tuple[str, Any]]]]:
+    """(section, (field, its limits) of each flag) of each section."""
     sections = [(section.name, getattr(Flags(), section.name)) for section in dataclasses.fields(Flags)]
-    fields = ((name, field) for name, values in sections for field in dataclasses.fields(values))
-    return tuple((section, field.name, field.metadata) for section, field in fields if field.metadata)
+    return [
+        (name, [(field.name, field.metadata) for field in dataclasses.fields(values) if field.metadata])
+        for name, values in sections
+    ]
 
 
 def _problem(value: Any, limits: Any) -> str:

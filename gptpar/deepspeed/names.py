@@ -9,7 +9,7 @@ VERSION = "0.19.8"
 
 _HERE = "gptpar.deepspeed"
 _SCHEDULES = "gptpar.any_module.schedulers"
-_ESTIMATES = "gptpar.plan.deepspeed_estimates"
+_ESTIMATES = "gptpar.deepspeed.memory_estimates"
 
 HOMES: Mapping[str, str] = {
     "CudaRNGStatesTracker": f"{_HERE}.recomputation:CudaRNGStatesTracker",
@@ -21,6 +21,7 @@ HOMES: Mapping[str, str] = {
     "DeepSpeedEngine": "gptpar.any_module.training_engine:TrainingEngine",
     "DeepSpeedOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
     "DeepSpeedZeroConfig": f"{_HERE}.zero_config:DeepSpeedZeroConfig",
+    "DeepSpeedZeroLeafModuleConfig": f"{_HERE}.zero_config:DeepSpeedZeroLeafModuleConfig",
     "DeepSpeedZeroOffloadOptimizerConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig": f"{_HERE}.zero_config:DeepSpeedZeroOffloadParamConfig",
     "DeepSpeedZeroOptimizer": "gptpar.any_module.optimizer:EngineOptimizer",
@@ -76,7 +77,8 @@ HOMES: Mapping[str, str] = {
     "get_scalar_param": f"{_HERE}.settings:get_scalar_param",
     "get_z3_leaf_modules": f"{_HERE}.leaf_modules:get_z3_leaf_modules",
     "get_zero_config": f"{_HERE}.zero_config:get_zero_config",
-    "init_distributed": f"{_HERE}.start:init_distributed",
+    "inference_all_reduce": "torch.distributed:all_reduce",
+    "init_distributed": f"{_HERE}.processes:init_distributed",
     "initialize": f"{_HERE}.start:initialize",
     "instrument_w_nvtx": f"{_HERE}.start:instrument_w_nvtx",
     "is_configured": f"{_HERE}.recomputation:is_configured",
@@ -161,14 +163,15 @@ PLACES: Mapping[str, str] = {
     "DeepSpeedTransformerConfig",
     "accelerator": "get_accelerator is_current_accelerator_supported",
     "checkpoint.utils": "clone_tensors_for_torch_save",
-    "comm": "init_distributed",
-    "comm.comm": "init_distributed",
+    "comm": "init_distributed inference_all_reduce",
+    "comm.comm": "init_distributed inference_all_reduce",
     "git_version_info": "version torch_info",
     "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
     "moe.layer": "MoE",
     "moe.utils": "split_params_into_different_moe_groups_for_optimizer",
     "ops": "__compatible_ops__",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "ops.aio": "",
     "ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "ops.adam.cpu_adam": "DeepSpeedCPUAdam",
     "ops.adam.fused_adam": "FusedAdam",
@@ -195,6 +198,7 @@ PLACES: Mapping[str, str] = {
     "set_random_seed prefix_sum_inc PartitionedTensor",
     "runtime.zero": _ZERO,
     "runtime.zero.config": f"DeepSpeedZeroConfig ZeroStageEnum get_zero_config {_OFFLOAD}",
+    "runtime.zero.leaf_module_config": "DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.mics": "MiCS_Init",
     "runtime.zero.offload_config": _OFFLOAD,
     "runtime.zero.partition_parameters": f"{_ZERO} zero_wrapper_for_fp_tensor_constructor get_accelerator",
@@ -218,6 +222,7 @@ PLACES: Mapping[str, str] = {
 EVERYTHING_OF: Mapping[str, str] = {
     "comm": "torch.distributed",
     "comm.comm": "torch.distributed",
+    "ops.aio": f"{_HERE}.builders",
     "ops.op_builder": f"{_HERE}.builders",
     "runtime.config": f"{_HERE}.constants",
     "runtime.lr_schedules": f"{_HERE}.constants",

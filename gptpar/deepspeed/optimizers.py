@@ -17,14 +17,16 @@ class _Adam(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         if isinstance(instance, EngineOptimizer):
-            return instance.described.hyperparameters is AdamHyperparameters
+            return instance.updates[0].hyperparameters is AdamHyperparameters
         return isinstance(instance, torch.optim.Adam)
 
 
 class DeepSpeedCPUAdam(metaclass=_Adam):
-    """torch's AdamW, or its Adam without ``adamw_mode``; moments are always fp32.
+    """torch's AdamW, or its Adam without ``adamw_mode``.
 
-    Whether the CPU updates its parameters is said by the configuration's ``offload_optimizer``.
+    The configuration's ``offload_optimizer`` says whether the CPU updates its parameters. The engine's moments are
+    fp32, whatever ``fp32_optimizer_states`` says. An optimizer that the program steps itself has torch's moments, in
+    the parameters' number format.
 
     Raises:
         ConfigError: there is no ``bias_correction``.

@@ -1,10 +1,8 @@
-"""DeepSpeed's first calls: ``init_distributed`` and ``initialize``; and its small helpers."""
+"""DeepSpeed's ``initialize``, and its small helpers."""
 
 from __future__ import annotations
 
-import datetime
 import logging
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,10 +16,9 @@ from torch.utils._pytree import tree_map_only
 from gptpar.any_module.initialize import Initialized
 from gptpar.any_module.initialize import initialize as initialize_engine
 from gptpar.any_module.schedulers import SCHEDULERS
+from gptpar.deepspeed.processes import PORT, init_distributed
 from gptpar.deepspeed.zero_parameters import mark_trained, take_recording
-from gptpar.errors import ConfigError
 from gptpar.system.host import peak_process_memory
-from gptpar.topology.world import join_world
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 
@@ -31,69 +28,18 @@ HAS_TRITON = False
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """DeepSpeed's file of variables for all machines, which accelerate writes."""
 
-torch_info = {"version": torch.__version__, "cuda_version": torch.version.cuda or "0.0", "bf16_support": True}
+torch_info = {
+    "version": torch.__version__,
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "hip_version": torch.version.hip or "0.0",
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.cuda.is_available() else "0.0",
+}
 """What DeepSpeed was built with; gptpar is not built for a version of torch."""
-
-PORT = 29500
-"""DeepSpeed's default port of the first process."""
 
 VALID_LR_SCHEDULES = [*SCHEDULERS]
 
 logger = logging.getLogger("DeepSpeed")
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = PORT,
-    verbose: bool = True,
-    timeout: datetime.timedelta = dist.default_pg_timeout,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Let ``torch.distributed`` meet the other processes, unless it has; a process alone makes a group of one.
-
-    A process that no launcher has started is a group of one, and gets a launcher's variables (RANK, LOCAL_RANK,
-    WORLD_SIZE), which programs read.
-
-    Args:
-        dist_backend: default: NCCL for tensors on GPUs, gloo for others.
-        auto_mpi_discovery, verbose, config: without effect: mpirun's ranks need RANK and WORLD_SIZE.
-        distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
-        timeout: how long collectives wait for other processes.
-        init_method, rank, world_size: as ``torch.distributed.init_process_group`` has them.
-        dist_init_required: ``False``: the program has initialised it already.
-
-    Raises:
-        ConfigError: it has not.
-        GptparError: the environment is wrong, or the processes did not meet.
-    """
-    if dist.is_initialized():
-        return
-    if dist_init_required is False:
-        raise ConfigError(
-            [
-                "dist_init_required is False, and torch.distributed is not initialised: call "
-                "torch.distributed.init_process_group first, or leave dist_init_required out."
-            ]
-        )
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    if init_method is not None:
-        dist.init_process_group(backend, init_method, timeout, world_size, rank)
-        return
-    if rank >= 0 and world_size > 0:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    if os.environ["WORLD_SIZE"] == "1":
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        join_world(timeout.total_seconds() / 60)
 
 
 def initialize(

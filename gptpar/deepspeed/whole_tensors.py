@@ -22,7 +22,9 @@ def _of(parameter: torch.Tensor, state: str | None = None) -> tuple[TrainingEngi
             f"this parameter of shape {tuple(parameter.shape)} is in no engine: pass one of the module that "
             "deepspeed.initialize has, before engine.destroy()."
         )
-    states = owner.engine.engine.optimizer.optimizer.states
+    engine = owner.engine.engine
+    param = engine.table.params.get(owner.name)
+    states = engine.optimizer.states if param is None else engine.optimizer.updates[param.group].states
     if state is not None and state not in states:
         known = ", ".join(states) or "no state"
         raise GptparError(f"the optimizer has no state {state!r}: it has {known}.")

@@ -9,6 +9,12 @@ from typing import Any, ClassVar
 
 from gptpar.errors import ConfigError
 
+_EXPERT_BLOCKS = tuple(
+    f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
+    for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+)
+"""The classes that DeepSpeed marks unless it is told others."""
+
 
 class ZeroStageEnum(int, enum.Enum):
     """The ZeRO stages."""
@@ -91,6 +97,18 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
         return bool(vars(self)["pipeline_read"] or vars(self)["pipeline_write"])
 
 
+class DeepSpeedZeroLeafModuleConfig(_Section):
+    """The section ``leaf_module``: modules to mark (:mod:`gptpar.deepspeed.leaf_modules`); one name may be a text."""
+
+    _title = "zero_optimization.leaf_module"
+    _defaults = {"classes": _EXPERT_BLOCKS, "names": (), "name_suffixes": ()}
+
+    def __init__(self, **given: Any):
+        super().__init__(**given)
+        for key, value in self:
+            setattr(self, key, list(dict.fromkeys([value] if isinstance(value, str) else map(str, value))))
+
+
 _STAGE3 = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
     "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
@@ -144,7 +162,7 @@ class DeepSpeedZeroConfig(_Section):
         "log_trace_cache_warnings": False,
         "enable_sanity_checks": False,
         "save_muon_momentum_buffer_in_memory": False,
-        "leaf_module": None,
+        "leaf_module": {},
     }
 
     def __init__(self, **given: Any):
@@ -162,6 +180,7 @@ class DeepSpeedZeroConfig(_Section):
         for key, kind in (
             ("offload_param", DeepSpeedZeroOffloadParamConfig),
             ("offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
+            ("leaf_module", DeepSpeedZeroLeafModuleConfig),
         ):
             if isinstance(own[key], Mapping):
                 own[key] = kind(**own[key])

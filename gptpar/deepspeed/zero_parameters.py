@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptpar.any_module.deferred import Recording, _OnMeta, deferred_init
 from gptpar.any_module.training_engine import TrainingEngine
+from gptpar.deepspeed.processes import init_distributed
 from gptpar.errors import GptparError
 from gptpar.pipeline.stage import place_parameter
 
@@ -73,7 +74,7 @@ def _mark(parameter: Any, owner: ValueOwner, *, divided: bool) -> None:
 
 
 class Init:
-    """A context in which models are built without memory for their parameters.
+    """A context in which models are built without memory for their parameters; the processes meet at its beginning.
 
     Args:
         module: a model that exists already: its parameters get DeepSpeed's attributes and keep their values.
@@ -94,6 +95,7 @@ class Init:
     def __enter__(self) -> Init:
         is_inner = any(isinstance(mode, _OnMeta) for mode in _get_current_dispatch_mode_stack())
         if self._enabled and not is_inner:
+            init_distributed()
             self._recording = self._stack.enter_context(deferred_init(seed=None))
             for register in (
                 torch_module.register_module_parameter_registration_hook,

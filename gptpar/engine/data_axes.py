@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gptpar.engine.ranges import Place
 from gptpar.engine.units import Unit
 from gptpar.topology.groups import Topology
+from gptpar.topology.mesh import COPIES
 
 
 def wait_without_limit(work: Any) -> None:
@@ -27,7 +28,7 @@ class DataAxes:
 
     Attributes:
         place: this process's; it says what ZeRO shards.
-        groups: axes -> this process's group on them; without a group for a unit's axes, it alone holds the unit.
+        groups: rows -> this process's group on them; without a group for a unit's axes, it alone holds the unit.
         wait_for: waits for an asynchronous collective. On a GPU it makes the current stream wait, not the host.
     """
 
@@ -38,13 +39,13 @@ class DataAxes:
     @staticmethod
     def of(topology: Topology, zero_stage: int, wait_for: Callable[[Any], None] = wait_without_limit) -> DataAxes:
         """Those of a topology; where one process reads all samples, nothing is sharded."""
-        stage = zero_stage if topology.mesh.data > 1 else 0
+        stage = zero_stage if topology.mesh.size(*COPIES) > 1 else 0
         return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups, wait_for)
 
     @property
     def is_alone(self) -> bool:
         """Whether this process holds the only copy of every unit: it exchanges no gradients."""
-        return self.place.mesh.data == 1
+        return self.place.mesh.size(*COPIES) == 1
 
     @property
     def zero_stage(self) -> int:

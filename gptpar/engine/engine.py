@@ -16,6 +16,7 @@ from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
 from gptpar.engine.master_optimizer import MasterOptimizer
+from gptpar.engine.matrix_step import MatrixExchange
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
@@ -24,8 +25,8 @@ from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit, group_by_decay
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
+from gptpar.optim.update import Hyperparameters, Update
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis
@@ -98,6 +99,10 @@ class EngineSettings:
         """The number format of master weights, optimizer state and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    def matrix_dtype(self, device: torch.device) -> torch.dtype:
+        """The number format in which matrices are exchanged and orthogonalized: GPUs do it in 16 bits."""
+        return torch.bfloat16 if self.dtype.itemsize == 2 and device.type == "cuda" else self.wide
+
     @property
     def gradient_dtype(self) -> torch.dtype:
         """The number format of the gradients that the optimizer reads."""
@@ -114,7 +119,7 @@ class Engine:
         stages: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
-        optimizer: which update; the subscriber's is the same.
+        updates: by parameter group; the subscriber's are the same.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
@@ -140,7 +145,7 @@ class Engine:
         tensor: TensorAxis,
         data: DataAxes,
         settings: EngineSettings,
-        optimizer: ElementwiseOptimizer,
+        updates: Sequence[Update],
         clip_grad: float,
         device: torch.device,
         subscriber: Subscriber | None = None,
@@ -167,7 +172,7 @@ class Engine:
         self._copies_each_step = parameters.on_host
         written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self.optimizer = MasterOptimizer(
-            optimizer,
+            updates,
             table,
             memory.shard,
             clip_grad,
@@ -175,6 +180,7 @@ class Engine:
             families=families,
             master=parameters.everything if self.masters_are_parameters else None,
             parameters=None if self.masters_are_parameters or parameters.on_host else written,
+            exchange=MatrixExchange(data.groups, settings.matrix_dtype(device)),
         )
 
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
@@ -243,7 +249,8 @@ class Engine:
         return self.settings.adds_gradients or self.settings.dtype == self.settings.wide
 
     def add_gradients(self) -> None:
-        """Between two steps, without a subscriber: give such sums memory."""
+        """Between two steps: give such sums memory."""
+        self.finish()
         self.settings = replace(self.settings, adds_gradients=True)
         self.gradients.memory.widen(self.settings.gradient_dtype)
         self.optimizer.read_gradients(self.gradients.shard)

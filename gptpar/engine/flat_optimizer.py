@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, UpdateVectors
+from gptpar.optim.elementwise import DeviceStep, ElementwiseOptimizer, UpdateVectors
 from gptpar.optim.group_ranges import ALIGNMENT, GPT_FAMILIES, Family, GroupRange, group_ranges_between
+from gptpar.optim.state_layout import StateLayout
 from gptpar.optim.torch_kernels import make_device_kernel
+from gptpar.optim.update import Hyperparameters, Update
 from gptpar.system.state_guard import StateGuard
 
 ContiguousRange = tuple[int, int, torch.Tensor | None]
@@ -19,15 +21,16 @@ ContiguousRange = tuple[int, int, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class FlatState:
-    """The vectors [n] that one process's update reads and writes.
+    """What one process's update reads and writes.
 
     Attributes:
-        vectors: master weights and the optimizer's state vectors.
-        grad: the gradient, in a number format not wider than that of ``vectors``.
+        vectors: ``weights`` -> [n] the master weights; each state of the updates -> its vector, laid out by
+            :class:`~gptpar.optim.state_layout.StateLayout`.
+        grad: [n] the gradient, in a number format not wider than that of ``vectors``.
         steps: updates made, those of skipped steps not counted (fp64 scalar on the device).
     """
 
-    vectors: tuple[torch.Tensor, ...]
+    vectors: Mapping[str, torch.Tensor]
     grad: torch.Tensor
     steps: torch.Tensor
 
@@ -36,18 +39,18 @@ class FlatOptimizer:
     """Updates flat vectors without ever waiting for the GPU, even to learn whether a step is skipped.
 
     Args:
-        optimizer: defines the update.
-        group_ranges: which elements are updated, and the group of each.
+        updates: by group.
+        group_ranges: the group of each element.
         families: of the groups. One launch updates adjacent elements of one family.
         guard: is asked before ``state`` is overwritten.
 
     Raises:
-        ValueError: a group is not in one family.
+        ValueError: a group is not in one family, or a family has groups of different updates.
     """
 
     def __init__(
         self,
-        optimizer: ElementwiseOptimizer,
+        updates: Sequence[Update],
         state: FlatState,
         group_ranges: Sequence[GroupRange],
         families: Sequence[Family] = GPT_FAMILIES,
@@ -56,10 +59,10 @@ class FlatOptimizer:
         self._state, self._group_ranges, self._families = state, group_ranges, tuple(families)
         self._guard = guard or StateGuard()
         self._family_of = {group: number for number, family in enumerate(families) for group in family}
-        known, wanted = sorted(group for family in families for group in family), {one.group for one in group_ranges}
-        if len(known) > len(self._family_of) or not wanted <= self._family_of.keys():
-            raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
-        self._kernels = [make_device_kernel(optimizer, state.vectors[0]) for _ in families]
+        _check_families(families, {one.group for one in group_ranges}, updates)
+        self._updates = [updates[family[0]] for family in families]
+        self._layout = StateLayout(group_ranges, updates, len(state.grad))
+        self._kernels = [make_device_kernel(update, state.vectors["weights"]) for update in self._updates]
         self._calls: list[list[UpdateVectors]] = [[] for _ in families]
         self._missed: tuple[int, ...] = ()
 
@@ -69,8 +72,9 @@ class FlatOptimizer:
         self._calls = [[] for _ in self._families]
         for start, stop, parameters in _joined(ranges):
             for number, low, high in self._parts(start, stop):
-                part = None if parameters is None else parameters[low - start : high - start]
-                self._calls[number].append(self._call(self._families[number], low, high, part))
+                if isinstance(self._updates[number], ElementwiseOptimizer):
+                    part = None if parameters is None else parameters[low - start : high - start]
+                    self._calls[number].append(self._call(number, low, high, part))
 
     def read_gradients(self, grad: torch.Tensor) -> None:
         """Read the coming steps' gradients from other memory, maybe in another number format."""
@@ -88,10 +92,11 @@ class FlatOptimizer:
             ends = [(one.start, one.stop) for one in neighbours]
             yield number, start + ends[0][0], start + ends[-1][1]
 
-    def _call(self, family: Family, start: int, stop: int, parameters: torch.Tensor | None) -> UpdateVectors:
+    def _call(self, number: int, start: int, stop: int, parameters: torch.Tensor | None) -> UpdateVectors:
         s, inside = self._state, group_ranges_between(self._group_ranges, start, stop)
-        ranges = [(one.start, one.stop, one.group == family[0]) for one in inside]
-        vectors = tuple(vector[start:stop] for vector in (*s.vectors, s.grad))
+        ranges = [(one.start, one.stop, one.group == self._families[number][0]) for one in inside]
+        states = [self._layout.view(name, s.vectors[name], start, stop) for name in self._updates[number].states]
+        vectors = (s.vectors["weights"][start:stop], *states, s.grad[start:stop])
         return UpdateVectors(vectors, parameters, ranges, _decaying_blocks(ranges, stop - start, s.grad.device))
 
     def check(self, hyperparameters: Sequence[Hyperparameters]) -> None:
@@ -112,16 +117,15 @@ class FlatOptimizer:
     @torch.no_grad()
     def step(
         self, hyperparameters: Sequence[Hyperparameters], norm: torch.Tensor, loss_scale: float, max_norm: float
-    ) -> torch.Tensor:
-        """Update weights and model parameters.
+    ) -> list[DeviceStep]:
+        """Update the elements of elementwise groups: their weights and model parameters.
 
         Args:
             hyperparameters: this step's, by group, as :meth:`check` wants them.
             norm, loss_scale, max_norm: see :class:`~gptpar.optim.elementwise.DeviceKernel`.
 
         Returns:
-            1.0 where the norm is not finite and nothing was changed, else 0.0 (fp32 scalar on the device, valid until
-            the next step).
+            The step of each family, for those whose update is not elementwise; valid until the next step.
         """
         # Families count together: each but the first raises a copy of the counter, or all of them do.
         counters = [self._state.steps, *(self._state.steps.clone() for _ in self._families[1:])]
@@ -138,7 +142,15 @@ class FlatOptimizer:
                 *state, _ = call.vectors
                 self._guard.before_write(state)
                 step.update(call)
-        return steps[0].skipped
+        return steps
+
+
+def _check_families(families: Sequence[Family], wanted: set[int], updates: Sequence[Update]) -> None:
+    known = sorted(group for family in families for group in family)
+    if len(known) > len(set(known)) or not wanted <= set(known):
+        raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
+    if any(updates[group] != updates[family[0]] for family in families for group in family):
+        raise ValueError(f"the groups of each of the families {list(families)} have to have one update")
 
 
 def _decaying_blocks(ranges: Sequence[tuple[int, int, bool]], length: int, device: torch.device) -> torch.Tensor | None:

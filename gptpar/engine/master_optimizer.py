@@ -10,12 +10,14 @@ from typing import Any, Literal
 import torch
 
 from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
+from gptpar.engine.matrix_step import MatrixExchange, MatrixStep
 from gptpar.engine.ranges import Home, Range
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
+from gptpar.optim.state_layout import StateLayout
+from gptpar.optim.update import Hyperparameters, Update
 from gptpar.system.state_guard import StateGuard
 from gptpar.topology.tensor_parts import TensorParts
 
@@ -27,14 +29,14 @@ Only = Literal[Home.DEVICE] | HostViews
 
 
 class MasterOptimizer:
-    """An elementwise optimizer over this process's shard of the master weights.
+    """The optimizer of this process's shard of the master weights; each parameter group has its own update.
 
     The device's elements are updated in one pass (:class:`~gptpar.engine.flat_optimizer.FlatOptimizer`): clipping, loss
     scale, the skipping of non-finite gradients and the rounding to model parameters happen inside it. The subscriber
     updates the others.
 
     Args:
-        optimizer: defines the update.
+        updates: by group.
         table: of this process's parameters.
         grad: the gradient sum of the device's elements of all units in a row.
         clip_grad: the largest gradient norm that is not clipped (0: any).
@@ -43,17 +45,18 @@ class MasterOptimizer:
         master: memory for the master weights; ``None``: new memory. An fp32 model passes its own parameters.
         parameters: unit -> the model parameters that :meth:`step` writes in the same pass; equally long as the unit's
             master weights on the device.
+        exchange: how processes exchange the elements of matrices.
 
     Attributes:
-        optimizer: see above.
-        vectors: ``weights`` and each of the optimizer's states -> all of the device's elements in a row.
+        updates: by group.
+        vectors: ``weights`` and each of the updates' states -> the device's elements that have it, in a row.
         master_weights: unit -> its master weights on the device.
         guard: is asked before a step overwrites any of it, on the device or at ``host``.
     """
 
     def __init__(
         self,
-        optimizer: ElementwiseOptimizer,
+        updates: Sequence[Update],
         table: ParameterTable,
         grad: torch.Tensor,
         clip_grad: float,
@@ -62,21 +65,29 @@ class MasterOptimizer:
         families: Sequence[Family] = GPT_FAMILIES,
         master: torch.Tensor | None = None,
         parameters: Mapping[str, torch.Tensor] | None = None,
+        exchange: MatrixExchange | None = None,
     ):
-        self.optimizer, self.clip_grad, self.grad, self.host = optimizer, clip_grad, grad, host
+        self.updates, self.clip_grad, self.grad, self.host = tuple(updates), clip_grad, grad, host
         self._table = table
         self.guard = StateGuard() if host is None else host.guard
         wide = torch.promote_types(grad.dtype, torch.float32)
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
-        states = {name: torch.zeros_like(grad, dtype=wide) for name in optimizer.states}
+        group_ranges = table.device_group_ranges()
+        self._layout = StateLayout(group_ranges, updates, len(grad))
+        states = {name: grad.new_zeros(length, dtype=wide) for name, length in self._layout.lengths.items()}
         self.vectors = {"weights": self.master, **states}
         self.master_weights = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
-        state = FlatState(tuple(self.vectors.values()), grad, self._steps)
-        self._flat = FlatOptimizer(optimizer, state, table.device_group_ranges(), families, self.guard)
+        state = FlatState(self.vectors, grad, self._steps)
+        self._flat = FlatOptimizer(updates, state, group_ranges, families, self.guard)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
         written = ((parameters or {}).get(unit) for unit in table.on_device)
         self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
+
+        self._matrices = MatrixStep(
+            *(updates, families, table, self.vectors, self._layout, exchange or MatrixExchange({}), self.guard),
+            *(host, parameters),
+        )
 
     def read_gradients(self, grad: torch.Tensor) -> None:
         """Read the coming steps' gradients from other memory, maybe in another number format."""
@@ -89,10 +100,14 @@ class MasterOptimizer:
         if self.host is not None:
             self.host.miss(steps)
 
+    def bytes_of(self, group: int) -> int:
+        """Bytes of device memory that an element of a group takes: master weight, state and gradient."""
+        return self.updates[group].state_bytes(self.master.element_size()) + self.grad.element_size()
+
     @property
-    def bytes_an_element(self) -> int:
-        """Bytes of device memory that one element takes: master weight, state and gradient."""
-        return self.optimizer.state_bytes(self.master.element_size()) + self.grad.element_size()
+    def device_bytes(self) -> int:
+        """Bytes of the device's master weights, states and gradients, without padding."""
+        return sum(one.length * self.bytes_of(one.group) for one in self._table.ranges(home=Home.DEVICE))
 
     def square_of_weights(self) -> torch.Tensor:
         """Sum of squares (fp64) of the master weights that this process counts, on device and host."""
@@ -124,7 +139,9 @@ class MasterOptimizer:
         self.guard.wait_until_held()
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, hyperparameters, loss_scale)
-        return self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
+        steps = self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
+        self._matrices.step(steps, self.grad)
+        return steps[0].skipped
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """Announce the probable arguments of :meth:`step`: the host may begin during the backward pass."""
@@ -165,18 +182,23 @@ class MasterOptimizer:
         """
         params, dtype, found = self._table.params, self.master.dtype, defaultdict[str, list[Any]](list)
         for name, param in params.items():
-            if not param.info.full_shape.numel():
+            if not param.info.full_shape.numel() and self._has(param.group, kind):
                 found[name] = []  # it has no range, but a checkpoint lists it all the same
         for one, values in self.ranges_of(kind, only):
             found[one.param] += self._table.views(one, values.to(dtype))
         return {name: TensorParts(params[name].info.full_shape, tuple(held), dtype) for name, held in found.items()}
 
     def ranges_of(self, kind: str, only: Only | None = None) -> Iterator[tuple[Range, torch.Tensor]]:
-        """Each range with its values as in :meth:`parts`; one that the host keeps in several buckets comes in parts."""
+        """Each range that has this kind of values, with them as in :meth:`parts`.
+
+        A range that the host keeps in several buckets comes in parts.
+        """
         if only is None or only is Home.DEVICE:
-            device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
-            for one in self._table.ranges(home=Home.DEVICE):
-                yield one, device[one.unit][one.start : one.stop]
+            for at, one in self._table.ranges_on_device():
+                if kind == "grad":
+                    yield one, self.grad[at : at + one.length]
+                elif self._has(one.group, kind):
+                    yield one, self._layout.view(kind, self.vectors[kind], at, at + one.length)
         if self.host is None or only is Home.DEVICE:
             return
         for unit, at, values in self.host.parts(kind) if only is None else only[kind]:
@@ -184,6 +206,14 @@ class MasterOptimizer:
             for one in self._table.ranges(unit=unit, home=Home.HOST):
                 if part := one.between(low, low + values.numel()):
                     yield part, values[part.start - low : part.stop - low]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the states that any group has."""
+        return tuple(name for name in self.vectors if name != "weights")
+
+    def _has(self, group: int, kind: str) -> bool:
+        return kind == "grad" or kind in self.updates[group].vectors
 
     @property
     def steps_taken(self) -> int:

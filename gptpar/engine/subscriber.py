@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
-from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.update import Hyperparameters
 from gptpar.system.state_guard import StateGuard
 
 
@@ -44,6 +44,25 @@ class Subscriber(Protocol):
 
         Args:
             without: units that this step leaves as they are.
+        """
+
+    def expect_momenta(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
+        """The requested step may write a unit's momenta, which are to be orthogonalized, to this device memory.
+
+        Work that was launched before has to be done with the memory.
+
+        Args:
+            memory: (start, stop) of elements in the unit's offloaded range whose update is one of matrices -> [n].
+        """
+
+    def wait_for_momenta(self, unit: str) -> None:
+        """Return when kernels launched afterwards read a unit's momenta; a skipped step writes none."""
+
+    def submit_directions(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
+        """The orthogonalized momenta, which a unit's master weights follow; like :meth:`submit_gradient`.
+
+        Args:
+            memory: as in :meth:`expect_momenta`; it does not change any more.
         """
 
     def wait(self, unit: str, *, block: bool = False) -> None:

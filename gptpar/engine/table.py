@@ -69,7 +69,6 @@ class ParameterTable:
         self._unit_of = {unit.name: unit for unit in units}
         self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}
         self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
-        self._counted = {name for unit in units for name, param in unit.params.items() if self._counts(unit, param)}
         self.on_device, total, offloaded = device_lengths(units, place, ratio, self.ties)
         self._elements = {None: total, Home.DEVICE: total - offloaded, Home.HOST: offloaded}
         whole, here = sum(unit.shard_length for unit in units), sum(self.on_device.values())
@@ -105,6 +104,13 @@ class ParameterTable:
             for one in self._ranges[name]:
                 if home in (None, one.home):
                     yield one
+
+    def ranges_on_device(self) -> Iterator[tuple[int, Range]]:
+        """The device's ranges, each with its position among the device's elements of all units in a row."""
+        base = 0
+        for unit, length in self.on_device.items():
+            yield from ((base + one.start, one) for one in self.ranges(unit=unit, home=Home.DEVICE))
+            base += length
 
     @cached_property
     def _ranges(self) -> dict[str, tuple[Range, ...]]:
@@ -185,8 +191,12 @@ class ParameterTable:
                     yield base + start, base + min(stop, length), param
             base += length
 
+    @cached_property
+    def _counted(self) -> set[str]:
+        """Names of the parameters whose elements this process counts in sums over the model."""
+        return {name for unit in self.units for name, param in unit.params.items() if self._counts(unit, param)}
+
     def _counts(self, unit: Unit, param: Param) -> bool:
-        """Whether this process counts a parameter's elements in sums over the model."""
         tie = self.ties.get(unit.name)
         first_stage = tie is None or self.place.position(PIPELINE) == tie.stages[0]
         return first_stage and self.place.is_first(unit) and (self.place.position(TENSOR) == 0 or not param.replicated)

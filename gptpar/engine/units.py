@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT, is_matrix
-from gptpar.topology.mesh import DATA, TENSOR
+from gptpar.topology.mesh import COPIES, TENSOR
 from gptpar.topology.placement import ParameterInfo
 
 GroupOf = Callable[[str, ParameterInfo], int]
@@ -81,7 +81,7 @@ class Unit:
     params: dict[str, Param]
     length: int
     shards: int
-    copies_over: tuple[str, ...] = (DATA,)
+    copies_over: tuple[str, ...] = COPIES
     dtype: torch.dtype | None = None
 
     @staticmethod
@@ -165,7 +165,7 @@ def common_copies(parameters: Mapping[str, ParameterInfo]) -> tuple[str, ...]:
     Raises:
         ValueError: the parameters have copies on different axes, and so cannot be one unit.
     """
-    over = {info.placement.copies_over for info in parameters.values()} or {(DATA,)}
+    over = {info.placement.copies_over for info in parameters.values()} or {COPIES}
     if len(over) > 1:
         raise ValueError(f"{list(parameters)} have copies over the axes {sorted(over)}: make a unit of each kind")
     return over.pop()

@@ -26,6 +26,7 @@ from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, nor
 from gptpar.model.rotary import rotate
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
+from gptpar.topology.matrices import Interleaved
 
 DISTANCE_CHANNELS = 8
 """Channels that ALiBi adds to a head: kernels take multiples of eight."""
@@ -132,8 +133,10 @@ class Attention(nn.Module):
         self.attend: Attend = core_attention
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         heads = config.num_attention_heads * config.kv_channels
-        outputs = heads * (1 + self.gated) + 2 * config.num_query_groups * config.kv_channels
-        self.qkv = linears.column(config.hidden_size, outputs, bias=qkv_bias, reader=Reader.HEADS)
+        queries, one = self.queries_per_group * self.head_width, self.head_width
+        of_group = Interleaved((queries, one, one, *[queries] * self.gated), one)
+        outputs = config.num_query_groups * sum(of_group.lengths)
+        self.qkv = linears.column(config.hidden_size, outputs, bias=qkv_bias, reader=Reader.HEADS, matrices=of_group)
         self.query_norm, self.key_norm = _norms(config, axis)
         self.out = linears.row(heads, config.hidden_size, bias=config.add_bias_linear, reader=Reader.STREAM)
 

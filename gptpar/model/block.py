@@ -74,6 +74,11 @@ class MLP(nn.Module):
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.END)
 
+    @property
+    def unsummed_bias(self) -> nn.Parameter | None:
+        """The bias of the output, if the function that reads the output forms its gradient."""
+        return self.down.unsummed_bias
+
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns y_ND."""
         up = self.up(x_ND)
@@ -116,6 +121,7 @@ class Block(nn.Module):
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
         self.recompute_modules, self.token_splits = recompute_modules, axis.token_splits
+        self.width = config.hidden_size
         self.parallel, before, after = config.use_parallel_residual, *PLACEMENTS[config.norm_placement]
         fuses = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
         of_stream = ResidualLayerNorm if fuses and not self.parallel else None
@@ -156,21 +162,21 @@ class Block(nn.Module):
             x_ND = x_ND + attended_ND
         else:
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
-        y_ND = self._norm_output(self.mlp_post_norm, self._run("mlp", self.mlp, normed_ND), self.mlp.down)
+        y_ND = self._norm_output(self.mlp_post_norm, self._run("mlp", self.mlp, normed_ND), self.mlp)
         return x_ND + self.mlp_output_dropout(y_ND, seeds)
 
     def cost(self, batch: BatchShape) -> Cost:
         """Attention, MLP, and the norms and sums of the residual stream, which are those of this rank's tokens."""
         mlp = self.mlp.cost(batch)
         if "mlp" in self.recompute_modules:
-            mlp = mlp.computed_again(self.mlp.up.cost(batch).kept)
+            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits)
         kernels = Cost(forward_kernels=KERNELS[0], backward_kernels=KERNELS[1])
         return self.attention.cost(batch) + mlp + self._stream_cost(batch) + kernels
 
     def _stream_cost(self, batch: BatchShape) -> Cost:
         before, after = (self.attention_norm, self.mlp_norm), (self.attention_post_norm, self.mlp_post_norm)
         norms = [norm.cost(batch) for norm in (*before, *after) if norm is not None]
-        width, further = self.mlp.down.weight.shape[0], len(norms) - 2
+        width, further = self.width, len(norms) - 2
         hidden = width * batch.dtype.itemsize
         masks = [dropout.p > 0 for dropout in (self.attention_output_dropout, self.mlp_output_dropout)]
         kept = sum(norm.kept for norm in norms) - self.parallel * hidden + sum(masks) * width
@@ -195,7 +201,7 @@ class Block(nn.Module):
         x_ND = x_ND if added_ND is None else x_ND + added_ND
         return x_ND, self._run("layernorm", norm, x_ND)
 
-    def _norm_output(self, norm: nn.Module | None, x_ND: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
+    def _norm_output(self, norm: nn.Module | None, x_ND: torch.Tensor, layer: RowParallelLinear | MLP) -> torch.Tensor:
         """A layer's output, normalised if a norm follows it."""
         if isinstance(norm, OutputLayerNorm):
             return norm(x_ND, layer.unsummed_bias)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from gptpar.config import ModelConfig
@@ -21,6 +20,7 @@ from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens, num_chunks
+from gptpar.tensor_parallel.products import product
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.placement import ParameterSpec
 
@@ -124,7 +124,7 @@ def output_and_loss(
         x_ND = x_ND * logits.multiplier
     if labels_BS is None:
         assert vocabulary.axis.size == 1, "logits of a split vocabulary are never gathered"
-        return capped(F.linear(x_ND, vocabulary.weight)[:, : logits.num_ids], logits.terms.softcap)
+        return capped(product(x_ND, vocabulary.weight.t())[:, : logits.num_ids], logits.terms.softcap)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     labels_N = labels_BS.flatten()
     axis, vocab_size = vocabulary.axis, vocabulary.num_embeddings

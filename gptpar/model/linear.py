@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import SUMMING
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
+from gptpar.tensor_parallel.products import PLAIN
+from gptpar.topology.matrices import WHOLE, Matrices
 
 
 class Reader(Enum):
@@ -51,18 +54,18 @@ class Linears:
     output_norm: bool = False
 
     def column(
-        self, in_features: int, out_features: int, *, bias: bool, reader: Reader, parts: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        reader: Reader,
+        parts: int = 1,
+        matrices: Matrices = WHOLE,
     ) -> ColumnParallelLinear:
         """A layer whose output features are split over the tensor axis."""
-        return ColumnParallelLinear(
-            in_features,
-            out_features,
-            bias=bias,
-            std=hidden_std(self.config),
-            parts=parts,
-            axis=self.axis,
-            bias_gradient=not self._is_summed_by(reader),
-        )
+        std, how = hidden_std(self.config), self._how(reader) | {"matrices": matrices}
+        return ColumnParallelLinear(in_features, out_features, bias=bias, std=std, parts=parts, **how)
 
     def row(self, in_features: int, out_features: int, *, bias: bool, reader: Reader) -> RowParallelLinear:
         """A layer that writes to the residual stream, whose input features are split over the tensor axis.
@@ -70,14 +73,11 @@ class Linears:
         The standard deviation of its initial weights is std / sqrt(2 x layers), as in GPT-2 and Megatron.
         """
         assert self.config.num_layers
-        return RowParallelLinear(
-            in_features,
-            out_features,
-            bias=bias,
-            std=hidden_std(self.config) / (2 * self.config.num_layers) ** 0.5,
-            axis=self.axis,
-            bias_gradient=not self._is_summed_by(reader),
-        )
+        std = hidden_std(self.config) / (2 * self.config.num_layers) ** 0.5
+        return RowParallelLinear(in_features, out_features, bias=bias, std=std, **self._how(reader))
+
+    def _how(self, reader: Reader) -> dict[str, Any]:
+        return {"axis": self.axis, "bias_gradient": not self._is_summed_by(reader), "format": PLAIN}
 
     def _is_summed_by(self, reader: Reader) -> bool:
         config = self.config

@@ -9,6 +9,9 @@ change the base model (m = 1):
 | matrices of the blocks | divided by sqrt(m) | 1 / m | 1 |
 | LM head | as without | 1 | its input: 1 / m |
 
+For Muon the blocks' matrices have the learning rate 1 / sqrt(m) where the update is scaled to AdamW's size, and 1 where
+it follows rows / columns: a layer's output then changes by as much at every width (Bernstein and Newhouse 2024).
+
 Attention divides scores by the heads' width K in place of its root: the scale is sqrt(base K) / K, which is 1 / sqrt(K)
 for the base model. The paper has three equivalent tables; table 8 is the one that allows a tied embedding. The MLP's
 width has to grow with the hidden size.
@@ -40,11 +43,12 @@ def attention_scale(config: ModelConfig) -> float | None:
     return base**0.5 / config.kv_channels if config.mup and base else None
 
 
-def learning_rate_multiplier(config: ModelConfig, in_block: bool, is_matrix: bool) -> float:
+def learning_rate_multiplier(config: ModelConfig, in_block: bool, is_matrix: bool, growth: float = 1.0) -> float:
     """The factor of a parameter's learning rate.
 
     Args:
         in_block: whether it is in one of the blocks.
         is_matrix: whether it is a matrix, not a bias or the weight of a norm.
+        growth: with this power of the width, an update's largest singular value grows; Adam's grows with the width.
     """
-    return 1 / width_ratio(config) if in_block and is_matrix else 1.0
+    return 1 / width_ratio(config) ** growth if in_block and is_matrix else 1.0

@@ -11,10 +11,11 @@ The training loop submits gradients and requests the step. The updating thread c
     FINAL -> REPLACED -> UPDATING                                     a second gradient: it may be replaced again
     SPECULATED -> STALE -> UPDATING                                   a second gradient, after a speculation
     SPECULATED -> FINAL -> UPDATING                                   taken back: somebody reads before the step
+    FINAL -> AVERAGING -> AVERAGED -> DIRECTED -> UPDATING -> IDLE    an update of matrices, in two phases
 
-A skipped step leads to IDLE from every state but COMPLETING and UPDATING. Parameters speculated with a final gradient
-are sent to the device at once. Parameters speculated with a partial gradient wait in the bucket's own host memory
-(``own_copy``) until the commit, because the training loop still computes with the old ones.
+A skipped step leads to IDLE from every state that the training loop can cause before the step. Parameters speculated
+with a final gradient are sent to the device at once. Parameters speculated with a partial gradient wait in the bucket's
+own host memory (``own_copy``) until the commit, because the training loop still computes with the old ones.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class BucketState(StrEnum):
     SPECULATED = "speculated"
     STALE = "speculated with a gradient that was replaced"
     COMPLETING = "open ranges being computed in the double buffer"
+    AVERAGING = "the momentum being updated"
+    AVERAGED = "the momentum updated, no direction yet"
+    DIRECTED = "the momentum updated, and a direction"
     UPDATING = "being updated in place"
 
 
@@ -77,6 +81,11 @@ TRANSITIONS: dict[tuple[BucketState, What], BucketState] = {
     (_S.SPECULATED_AND_FINAL, _W.TAKEN_BACK): _S.FINAL,
     (_S.STALE, _W.TAKEN_BACK): _S.REPLACED,
     **{(state, _W.UPDATE_BEGUN): _S.UPDATING for state in HAS_FINAL},
+    (_S.FINAL, _W.AVERAGE_BEGUN): _S.AVERAGING,
+    (_S.REPLACED, _W.AVERAGE_BEGUN): _S.AVERAGING,
+    (_S.AVERAGING, _W.AVERAGED): _S.AVERAGED,
+    (_S.AVERAGED, _W.DIRECTED): _S.DIRECTED,
+    (_S.DIRECTED, _W.UPDATE_BEGUN): _S.UPDATING,
     (_S.UPDATING, _W.UPDATED): _S.IDLE,
     (_S.SPECULATED_AND_FINAL, _W.COMPLETION_BEGUN): _S.COMPLETING,
     (_S.COMPLETING, _W.COMMITTED): _S.IDLE,

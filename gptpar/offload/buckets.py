@@ -6,7 +6,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +17,15 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
 from gptpar.offload.index_ranges import between, outside
 from gptpar.offload.step_request import StepHyperparameters
-from gptpar.offload.transfers import D2HCopy, H2DCopy, StagingBuffer
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, StagingBuffer
+from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from gptpar.optim.matrix_update import MatrixUpdate
+from gptpar.optim.torch_kernels import MatrixHostKernel
+from gptpar.optim.update import Update
 from gptpar.system import pages
+
+Key = TypeVar("Key")
 
 BUCKET_ELEMENTS = 1 << 23
 """Maximum length of a bucket. The next forward pass waits until the bucket in the kernel is done, which favours small
@@ -43,6 +51,11 @@ class Buffers:
     def all(self) -> tuple[torch.Tensor, ...]:
         """The vectors in the order of the kernel's arguments."""
         return tuple(self.vectors.values())
+
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """All but the master weights."""
+        return self.all()[1:]
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +97,7 @@ class Bucket:
         start, stop: position of its elements in the unit's offloaded range.
         group_ranges, counted: see :class:`~gptpar.optim.group_ranges.OffloadedPartition`; positions count from the
             bucket's start.
+        kernel: updates it.
         buffers: the valid state.
         double_buffer: the memory of a speculated state; ``None``: this bucket does not speculate.
         parameters: the model parameters on the device.
@@ -97,6 +111,7 @@ class Bucket:
         partial: the open and closed ranges if ``grad`` is partial.
         speculated_with: the hyperparameters of the state in the double buffer.
         steps: updates made so far.
+        momenta: where on the device what is to be orthogonalized belongs, and the end of former work with that memory.
         sent: makes later work on the device wait for the new parameters; called with ``True``, it returns when they are
             on the device. ``None``: there is nothing to wait for.
     """
@@ -106,6 +121,7 @@ class Bucket:
     stop: int
     group_ranges: tuple[GroupRange, ...]
     counted: tuple[tuple[int, int], ...]
+    kernel: HostKernel
     buffers: Buffers
     parameters: torch.Tensor
     double_buffer: Buffers | None = None
@@ -118,7 +134,17 @@ class Bucket:
     partial: PartialRanges | None = None
     speculated_with: StepHyperparameters | None = None
     steps: int = 0
+    momenta: tuple[torch.Tensor, DeviceEvent] | None = None
     sent: Callable[[bool], None] | None = None
+
+    @property
+    def matrix_kernel(self) -> MatrixHostKernel | None:
+        """The kernel, if the update is one of matrices."""
+        return self.kernel if isinstance(self.kernel, MatrixHostKernel) else None
+
+    def updated(self, buffers: Buffers) -> tuple[torch.Tensor, ...]:
+        """The vectors that an update changes; that of matrices has changed the momentum before."""
+        return buffers.all() if self.matrix_kernel is None else (buffers.weights,)
 
     def advance(self, what: What) -> None:
         """Change the state as the event ``what`` says.
@@ -164,35 +190,91 @@ class Bucket:
         """The step is done: release the gradient, and forget the speculation."""
         if self.grad is not None:
             self.grad.release()
-        self.grad = self.partial = self.speculated_with = None
+        self.grad = self.partial = self.speculated_with = self.momenta = None
 
 
 def buckets_of(
     partition: OffloadedPartition,
     parameters: torch.Tensor,
-    names: Sequence[str],
+    kernels: Sequence[HostKernel],
     dtype: torch.dtype,
     folder: Path | None,
 ) -> Iterator[Bucket]:
-    """Yields a partition's buckets, with state that is zero.
+    """Yields a partition's buckets, with state that is zero; the elements of a bucket have one kernel.
 
     Buckets are equally long, because each costs a fixed time at its beginning and end.
 
     Args:
-        names: of the vectors that the optimizer updates.
+        kernels: by group.
         folder: for files that hold the state; ``None``: the state is in memory.
     """
-    size = -(-partition.length // -(-partition.length // BUCKET_ELEMENTS))
-    for start in range(0, partition.length, size):
-        stop = min(start + size, partition.length)
-        part = partition.between(start, stop)
-        state = new_buffers(names, stop - start, dtype, folder)
-        yield Bucket(partition.unit, start, stop, part.group_ranges, part.counted, state, parameters[start:stop])
+    for low, high, kernel in alike(partition, kernels):
+        size = -(-(high - low) // -(-(high - low) // BUCKET_ELEMENTS))
+        for start in range(low, high, size):
+            stop = min(start + size, high)
+            part = partition.between(start, stop)
+            state = new_buffers(("weights", *kernel.states), stop - start, dtype, folder)
+            ranges = part.group_ranges, part.counted
+            yield Bucket(partition.unit, start, stop, *ranges, kernel, state, parameters[start:stop])
+
+
+def alike(partition: OffloadedPartition, of_group: Sequence[Key]) -> Iterator[tuple[int, int, Key]]:
+    """(start, stop, value) of neighbouring elements whose groups have the same value; they cover the partition.
+
+    Args:
+        of_group: by group.
+    """
+    parts = [(value, next(run).start) for value, run in groupby(partition.group_ranges, lambda r: of_group[r.group])]
+    starts = [0, *(start for _, start in parts[1:])]
+    for (value, _), start, stop in zip(parts, starts, [*starts[1:], partition.length], strict=True):
+        yield start, stop, value
+
+
+class StateSize(NamedTuple):
+    """The master weights and states of some partitions.
+
+    Attributes:
+        elements: number of elements that may be speculated.
+        element_bytes: bytes of one of them.
+        later: number of the others, whose updates need the norm (:class:`~gptpar.optim.matrix_update.MatrixUpdate`).
+        later_bytes: bytes of all of these.
+    """
+
+    elements: int
+    element_bytes: int
+    later: int = 0
+    later_bytes: int = 0
+
+    @staticmethod
+    def of(partitions: Sequence[OffloadedPartition], updates: Sequence[Update], itemsize: int) -> StateSize:
+        """That of partitions.
+
+        Args:
+            updates: by group.
+            itemsize: bytes of one number.
+        """
+        found = StateSize(0, 0)
+        for start, stop, update in (run for partition in partitions for run in alike(partition, updates)):
+            length, num_bytes = stop - start, update.state_bytes(itemsize)
+            if isinstance(update, MatrixUpdate):
+                found = found._replace(later=found.later + length, later_bytes=found.later_bytes + length * num_bytes)
+            else:
+                element_bytes = max(found.element_bytes, num_bytes)
+                found = found._replace(elements=found.elements + length, element_bytes=element_bytes)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states."""
+        return self.elements * self.element_bytes + self.later_bytes
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
-    """Allow speculation for the model's last ``elements`` elements: their gradients are the first to come."""
-    for bucket in reversed(buckets):
+    """Allow speculation for the model's last ``elements`` elements: their gradients are the first to come.
+
+    Updates of matrices do not speculate (:mod:`gptpar.offload.matrix_phases`).
+    """
+    for bucket in reversed([one for one in buckets if one.matrix_kernel is None]):
         elements -= bucket.stop - bucket.start
         if elements < 0:
             break
@@ -203,14 +285,15 @@ def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(unit, first element within its offloaded range, values) of ``weights``, one of the states, or ``grad``.
 
-    Gradients may have come in 16 bits; they are given in the dtype of the master weights.
+    Buckets that do not have the state are left out. Gradients may have come in 16 bits; they are given in the dtype of
+    the master weights.
     """
     for bucket in buckets:
         if kind == "grad":
             grad = bucket.newer or bucket.grad
             assert grad is not None
             yield bucket.unit, bucket.start, grad.tensor().to(bucket.buffers.weights.dtype)
-        else:
+        elif kind in bucket.buffers.vectors:
             yield bucket.unit, bucket.start, bucket.buffers.vectors[kind]
 
 

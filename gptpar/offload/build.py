@@ -11,18 +11,20 @@ import torch
 from gptpar.config import Config
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.group_ranges import OffloadedPartition
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.update import Update
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
 
 
 def make_host_optimizer(
     config: Config,
+    updates: Sequence[Update],
     partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -35,6 +37,7 @@ def make_host_optimizer(
     """The CPU optimizer, or ``None`` if nothing is offloaded.
 
     Args:
+        updates: by parameter group.
         partitions: in forward order.
         parameters: unit -> the model's parameters on the device, of the same length as the unit's partition.
         dtype: of the model's parameters.
@@ -53,11 +56,10 @@ def make_host_optimizer(
     )
     if not elements:
         return None
-    optimizer = OPTIMIZERS[config.optimizer.optimizer]
-    itemsize, element_bytes = (wide if sums else dtype).itemsize, optimizer.state_bytes(wide.itemsize)
+    itemsize = (wide if sums else dtype).itemsize
     at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(
-        optimizer,
+        updates,
         partitions,
         parameters,
         device,
@@ -68,8 +70,7 @@ def make_host_optimizer(
         threads=config.offload.cpu_optimizer_threads,
         speculated_elements=_speculated_elements(
             config,
-            elements,
-            element_bytes,
+            StateSize.of(partitions, updates, wide.itemsize),
             kept,
             copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES,
         ),
@@ -78,17 +79,14 @@ def make_host_optimizer(
     )
 
 
-def _speculated_elements(
-    config: Config, elements: int, element_bytes: int, kept: int = 0, transfer_bytes: int = RING_BYTES
-) -> int:
+def _speculated_elements(config: Config, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES) -> int:
     """The number of elements whose double buffers fit in memory; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
-        _require_disk(Path(config.offload.optimizer_nvme_path), element_bytes * elements * place_on_machine()[1])
+        _require_disk(Path(config.offload.optimizer_nvme_path), size.num_bytes * place_on_machine()[1])
         return 0
     ratio = config.offload.least_ratio
     return room_for_speculation(
-        elements,
-        element_bytes,
+        size,
         config.offload.offload_speculation,
         kept,
         transfer_bytes=transfer_bytes,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gptpar.optim.elementwise import DeviceKernel, ElementwiseOptimizer, Hyperparameters, UpdateVectors
+from gptpar.optim.elementwise import DeviceKernel, ElementwiseOptimizer, UpdateVectors
 from gptpar.optim.torch_kernels import make_device_kernel
+from gptpar.optim.update import Hyperparameters
 
 
 @dataclass

@@ -72,11 +72,14 @@ class GpuTransfers:
     Args:
         num_buckets: number of buckets whose gradients share the ring.
         bucket_bytes: size of the largest bucket, in the widest dtype in which gradients or parameters are copied.
+
+    Attributes:
+        slot_bytes: size of a slot for gradients; it doubles when wider gradients come.
     """
 
     def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int):
-        self._device = device
-        slot_bytes = _slot_bytes(bucket_bytes)
+        self._device, self._num_buckets = device, num_buckets
+        slot_bytes = self.slot_bytes = _slot_bytes(bucket_bytes)
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
         self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
         # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
@@ -95,7 +98,18 @@ class GpuTransfers:
         torch.cuda.set_device(self._device)
         self._h2d_stream.query()  # the driver knows the device of a thread from its first call
 
+    def _widen(self) -> None:
+        """Make slots of twice the size for gradients; a former one is given up when its copy has been read."""
+        self.slot_bytes *= 2
+        incoming, _ = ring_slots(self._num_buckets, self.slot_bytes)
+        self._pinned.append(PinnedMemory(incoming * self.slot_bytes))
+        self.free = [(slot, torch.cuda.Event()) for slot in self._pinned[-1].data.split(self.slot_bytes)]
+
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+        if grad.nbytes > self.slot_bytes:  # a sum in fp32, where 16-bit gradients were not to be added up
+            self._widen()
+        if slot is not None and grad.nbytes > len(slot[0]):
+            slot = None
         coming = _GpuD2HCopy(self, grad, slot)
         if slot is not None:
             coming.start(self._reserved)
@@ -111,7 +125,12 @@ class GpuTransfers:
     def reserve_staging(self) -> StagingBuffer | None:
         return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
 
-    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+    def now(self) -> DeviceEvent:
+        point = waitable_event()
+        point.record(current_stream())
+        return point
+
+    def h2d_copy(self, target: torch.Tensor, after: DeviceEvent | None = None) -> H2DCopy:
         if target.device.type == "cpu":  # the model parameters live in host memory, too
             return WrittenInPlace(target)
         slot, left = self._out[self._turn]
@@ -119,7 +138,7 @@ class GpuTransfers:
         self._turn = (self._turn + 1) % len(self._out)
         if key not in self._out_views:  # torch's view() would give Python's lock away
             self._out_views[key] = slot[: target.nbytes].view(target.dtype)
-        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream)
+        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream, cast(torch.cuda.Event | None, after))
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
@@ -158,6 +177,7 @@ class _GpuH2DCopy:
     target: torch.Tensor
     left: torch.cuda.Event
     stream: torch.cuda.Stream
+    after: torch.cuda.Event | None = None
 
     @property
     def values(self) -> torch.Tensor:
@@ -167,6 +187,8 @@ class _GpuH2DCopy:
 
     def send(self) -> Callable[[bool], None]:
         there = torch.cuda.Event()
+        if self.after is not None:
+            let_follow(self.stream, self.after)
         begin_copy(self.target, self.memory, self.stream)
         self.left.record(self.stream)
         there.record(self.stream)
@@ -237,5 +259,6 @@ class _GpuD2HCopy:
 
     def release(self) -> None:
         if self._slot is not None and self._own is None:
-            self._transfers.free.append((self._slot[0], self._there))
+            if len(self._slot[0]) == self._transfers.slot_bytes:
+                self._transfers.free.append((self._slot[0], self._there))
             self._slot = None

@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +30,13 @@ from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
 from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import NOTHING, between
+from gptpar.offload.matrix_phases import MatrixPhases
 from gptpar.offload.row_comparison import RowComparison
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
-from gptpar.offload.updating_thread import UpdatingThread
-from gptpar.optim.elementwise import HostKernel, Hyperparameters
+from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import OffloadedPartition
+from gptpar.optim.update import Hyperparameters
 from gptpar.system.switch_interval import SWITCH_INTERVAL
 
 SWITCH_SECONDS = 1e-3
@@ -46,7 +47,7 @@ CLOSE_SECONDS = 60.0
 EXIT_SECONDS = 10.0
 
 
-class HostOptimizer(UpdatingThread):
+class HostOptimizer(MatrixPhases):
     """The CPU optimizer: the engine's :class:`~gptpar.engine.subscriber.Subscriber`, which the training loop calls.
 
     Args:
@@ -54,7 +55,7 @@ class HostOptimizer(UpdatingThread):
         parameters: unit -> the model's parameters on the device, of the same length as the unit's offloaded range.
         dtype: of master weights and optimizer state.
         clip_grad: the largest gradient norm that is not clipped (0: any).
-        kernel: updates buckets; its states are the optimizer's.
+        kernels: by parameter group; each updates buckets of its own.
         transfers: copies between host and device.
         folder: for files that hold the state; ``None``: the state is in memory.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
@@ -74,7 +75,7 @@ class HostOptimizer(UpdatingThread):
         *,
         dtype: torch.dtype,
         clip_grad: float,
-        kernel: HostKernel,
+        kernels: Sequence[HostKernel],
         transfers: Transfers,
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
@@ -84,12 +85,9 @@ class HostOptimizer(UpdatingThread):
     ):
         # Buckets come first: the base class works on them. Double buffers come before the partial gradients' memory,
         # which only buckets with a double buffer get. The thread starts last, when all it reads is there.
-        names = ("weights", *kernel.states)
-        buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], names, dtype, folder)]
-        super().__init__(buckets, kernel=kernel, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
-        self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
+        buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
+        super().__init__(buckets, kernels=kernels, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
         for bucket in buckets:
-            self._of_unit[bucket.unit].append(bucket)
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s, self._has_gradients = 0.0, False
         self.partial_unit: str | None = None
@@ -267,14 +265,6 @@ class HostOptimizer(UpdatingThread):
             if sent is not None:
                 sent(block)
 
-    def _until(self, done: Callable[[], bool]) -> None:
-        """Wait, with the lock, until something is done, or the thread has failed."""
-        self._changed.wait_for(lambda: self._failure is not None or done())
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def updates(self) -> tuple[int, int]:
         """``num_updated`` and ``num_ahead`` of one moment, at any time."""
         with self._changed:
@@ -374,7 +364,7 @@ class HostOptimizer(UpdatingThread):
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self._kernel.square(bucket.buffers.weights[start:stop])
+            bucket.kernel.square(bucket.buffers.weights[start:stop])
             for bucket in self._buckets
             for start, stop in bucket.counted
         )
@@ -384,10 +374,14 @@ class HostOptimizer(UpdatingThread):
         """Bytes of master weights and optimizer state, and bytes of their double buffers."""
         return bytes_of(self._buckets)
 
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of ``weights`` or one of the states."""
+        return sum(values.nbytes for _, _, values in parts_of(self._buckets, kind))
+
     @property
     def kernel(self) -> str:
         """The kernel's instruction set and number of threads, for the banner."""
-        return f"{self._kernel.isa}, {self._kernel.threads} thread(s)"
+        return f"{self._kernels[0].isa}, {self._kernels[0].threads} thread(s)"
 
 
 def _close_at_exit(optimizer: weakref.ref[HostOptimizer], process: int) -> None:

@@ -16,7 +16,7 @@ MAX_QUEUED = MAX_UNSENT - 1
 time, it took Python's lock from the backward pass after each bucket, and each layer took more than twice as long."""
 
 
-class Update(NamedTuple):
+class QueuedUpdate(NamedTuple):
     """An update that the kernel works on, or will.
 
     Attributes:
@@ -41,16 +41,16 @@ class KernelQueue:
     """The updates, in the order in which the kernel works on them."""
 
     def __init__(self) -> None:
-        self._updates: deque[Update] = deque()
+        self._updates: deque[QueuedUpdate] = deque()
 
     def __len__(self) -> int:
         return len(self._updates)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: QueuedUpdate) -> None:
         """Note an update that the kernel has been given."""
         self._updates.append(update)
 
-    def take_done(self, but: int = 0) -> Iterator[tuple[Update, Done]]:
+    def take_done(self, but: int = 0) -> Iterator[tuple[QueuedUpdate, Done]]:
         """Wait for all updates but the latest ``but``; yields them, oldest first, with their times."""
         updates = [self._updates.popleft() for _ in range(len(self._updates) - but)]
         ends = [update.wait() for update in reversed(updates)]  # once the latest is done, nothing waits for the others

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from gptpar.errors import GptparError
-from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.buckets import BUCKET_ELEMENTS, StateSize
 from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMemory, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES, GpuTransfers
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory, Transfers
 from gptpar.optim.cpu_adam import default_threads
-from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.torch_kernels import make_host_kernel
+from gptpar.optim.update import Update
 from gptpar.system.host import available_memory, cores_of_process, place_on_machine
 
 KEPT_FREE = 0.1
@@ -24,7 +24,7 @@ KEPT_FREE = 0.1
 
 
 def build_host_optimizer(
-    optimizer: ElementwiseOptimizer,
+    updates: Sequence[Update],
     partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -41,7 +41,7 @@ def build_host_optimizer(
     """The CPU optimizer on this process's cores, with copies to and from the device.
 
     Args:
-        optimizer: defines the update.
+        updates: by parameter group.
         partitions: in forward order, at least one.
         parameters, partial_unit: see :class:`HostOptimizer`.
         itemsize: bytes of the widest element that is copied, in a gradient or in new parameters.
@@ -52,12 +52,13 @@ def build_host_optimizer(
     """
     place, count = place_on_machine()
     cores = cores_of_process(place, count)
+    kernels = {update: make_host_kernel(update, threads or default_threads(cores)) for update in updates}
     return HostOptimizer(
         partitions,
         parameters,
         dtype=wide,
         clip_grad=clip_grad,
-        kernel=make_host_kernel(optimizer, threads or default_threads(cores)),
+        kernels=[kernels[update] for update in updates],
         transfers=_make_transfers(
             [partition.length for partition in partitions], device, itemsize, gradients_leave_at_once
         ),
@@ -80,8 +81,7 @@ def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_
 
 
 def room_for_speculation(
-    elements: int,
-    element_bytes: int,
+    size: StateSize,
     wish: str,
     kept: int = 0,
     *,
@@ -93,8 +93,7 @@ def room_for_speculation(
     """The number of offloaded elements whose double buffers fit in host memory.
 
     Args:
-        elements: number of offloaded elements.
-        element_bytes: bytes of one element's master weight and state.
+        size: of the offloaded elements' state.
         wish: ``off``, ``on`` or ``auto`` (as many as fit).
         kept: bytes of host memory for speculated parameters that wait for the commit.
         transfer_bytes: pinned memory for gradients and parameters.
@@ -105,19 +104,19 @@ def room_for_speculation(
     """
     _, processes = place_on_machine()
     free = int(available_memory() * (1 - KEPT_FREE)) // processes
-    state = element_bytes * elements
+    state, elements = size.num_bytes, size.elements
     room = free - state - transfer_bytes
-    needed = 2 * state + kept if wish == "on" else state
+    needed = state + elements * size.element_bytes + kept if wish == "on" else state
     if free and room < needed - state:
         what = "master weights and optimizer state" + (f", twice for {option}" if wish == "on" else "")
+        what += f" of {elements + size.later:,} elements"
         raise GptparError(
             f"{asker} needs {_gib(needed + transfer_bytes)} of host memory in each of {processes} process(es) on this "
-            f"machine ({what} of {elements:,} elements, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} "
-            f"are free for each: {remedy}."
+            f"machine ({what}, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} are free for each: {remedy}."
         )
     if wish == "off":
         return 0
-    return elements if wish == "on" or not free else min(elements, max(0, room - kept) // element_bytes)
+    return elements if wish == "on" or not free else min(elements, max(0, room - kept) // max(1, size.element_bytes))
 
 
 def _gib(count: int) -> str:

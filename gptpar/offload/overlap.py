@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.local_parameters import LocalParameter, version_of
 from gptpar.offload.module_hooks import watch_gradient, watch_readers
-from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.update import Hyperparameters
 
 
 class Overlap:

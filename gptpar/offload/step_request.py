@@ -1,11 +1,14 @@
-"""The training loop's request for a step, while the device may still be computing the gradient norm."""
+"""The training loop's request for a step, maybe before the norm is known, and the numbers of its update."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gptpar.offload.transfers import PendingScalar
-from gptpar.optim.elementwise import Hyperparameters, clipped_divisor
+from gptpar.optim.elementwise import HostKernel, clipped_divisor
+from gptpar.optim.update import Hyperparameters
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,30 @@ class StepRequest:
         if self.unclipped is None or not norm < float("inf"):
             return None
         return replace(self.unclipped, divisor=clipped_divisor(norm, self.unclipped.divisor, clip_grad))
+
+
+class KernelNumbers:
+    """The kernels' arguments for each group, kept from the last call: most buckets of a step have the same ones.
+
+    Args:
+        kernels: by group.
+    """
+
+    def __init__(self, kernels: Sequence[HostKernel]):
+        self._kernels = kernels
+        self._found: Sequence[Any] = ()
+        self._are_of: tuple[StepHyperparameters | None, int] = (None, 0)
+
+    def of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
+        """By group.
+
+        Args:
+            step: number of the step, from 1.
+        """
+        if self._are_of != (hyperparameters, step):
+            self._are_of = (hyperparameters, step)
+            divisor, groups = hyperparameters.divisor, hyperparameters.groups
+            numbers = [step - missed for missed in hyperparameters.missed or [0] * len(groups)]
+            of_groups = zip(self._kernels, groups, numbers, strict=True)
+            self._found = [kernel.step_of(how, number, divisor) for kernel, how, number in of_groups]
+        return self._found

@@ -110,8 +110,15 @@ class Transfers(Protocol):
     def reserve_staging(self) -> StagingBuffer | None:
         """Take a slot out of the ring for one bucket's partial gradients; ``None``: none is needed, or none is free."""
 
-    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
-        """Prepare an H2D copy to ``target``. At most ``MAX_UNSENT`` may be unsent at a time."""
+    def now(self) -> DeviceEvent:
+        """The end of the device's work that was launched so far."""
+
+    def h2d_copy(self, target: torch.Tensor, after: DeviceEvent | None = None) -> H2DCopy:
+        """Prepare an H2D copy to ``target``. At most ``MAX_UNSENT`` may be unsent at a time.
+
+        Args:
+            after: the device does not write to ``target`` before this point.
+        """
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         """Prepare an H2D copy to ``target`` with its own host memory, which keeps the values until they are sent."""
@@ -146,7 +153,10 @@ class SameMemory:
     def reserve_staging(self) -> StagingBuffer | None:
         return None
 
-    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+    def now(self) -> DeviceEvent:
+        return Passed()
+
+    def h2d_copy(self, target: torch.Tensor, after: DeviceEvent | None = None) -> H2DCopy:
         return WrittenInPlace(target)
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.device_optimizer import DeviceOptimizer
 from gptpar.offload.local_parameters import (
     LocalParameter,
@@ -29,9 +30,9 @@ from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.overlap import Overlap
 from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from gptpar.optim.update import Hyperparameters
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):
@@ -119,15 +120,14 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         offloaded = {local.unit: local for local in self._parameters if local.offloaded}
         wide = torch.promote_types(self._parameters[0].flat.dtype, torch.float32)
         room = room_for_speculation(
-            self.offloaded,
-            ADAMW.state_bytes(wide.itemsize),
+            StateSize(self.offloaded, ADAMW.state_bytes(wide.itemsize)),
             speculation,
             asker="TwinFlowAdamW",
             option="speculation='on'",
             remedy="lower offload_ratio, or divide the parameters over more processes",
         )
         host = build_host_optimizer(
-            ADAMW,
+            (ADAMW,) * len(self.param_groups),
             [
                 OffloadedPartition(p.unit, n := p.offloaded, (GroupRange(0, n, p.group),), ((0, n),))
                 for p in offloaded.values()

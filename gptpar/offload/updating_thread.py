@@ -19,9 +19,9 @@ from gptpar.offload.back_off import BackOff
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, SPECULATED_WITH_FINAL, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.kernel_queue import MAX_QUEUED, KernelQueue, Update
+from gptpar.offload.kernel_queue import MAX_QUEUED, KernelQueue, QueuedUpdate
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, next_arrival, speculable
-from gptpar.offload.step_request import StepHyperparameters, StepRequest
+from gptpar.offload.step_request import KernelNumbers, StepHyperparameters, StepRequest
 from gptpar.offload.transfers import DeviceEvent, H2DCopy, Transfers
 from gptpar.optim.elementwise import Done, HostKernel
 from gptpar.system.state_guard import StateGuard
@@ -53,7 +53,7 @@ class UpdatingThread:
 
     Args:
         buckets: in forward order.
-        kernel: updates buckets.
+        kernels: by parameter group.
         transfers: copies between host and device.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
@@ -74,13 +74,13 @@ class UpdatingThread:
         self,
         buckets: Sequence[Bucket],
         *,
-        kernel: HostKernel,
+        kernels: Sequence[HostKernel],
         transfers: Transfers,
         clip_grad: float,
         cores: Sequence[int] | None,
         log: EventLog | None,
     ):
-        self._buckets, self._kernel, self._transfers, self._clip_grad = buckets, kernel, transfers, clip_grad
+        self._buckets, self._kernels, self._transfers, self._clip_grad = buckets, kernels, transfers, clip_grad
         self._cores, self.log = cores, log
         self.busy_s, self.num_redone, self.num_updated, self.num_ahead = 0.0, 0, 0, 0
         self.guard = StateGuard()
@@ -91,8 +91,7 @@ class UpdatingThread:
         self._back_off, self._holds = BackOff(), 0
         self._keeps = self._taking_back = False  # the last step's parameters until the next step
         self._at_work = KernelQueue()
-        self._groups: Sequence[Any] = ()
-        self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
+        self._numbers = KernelNumbers(kernels)
         self._missed: tuple[int, ...] = ()
         self._failure: BaseException | None = None
         self._closing = False
@@ -171,7 +170,8 @@ class UpdatingThread:
         self._changed.release()
         try:
             if wakes:
-                self._kernel.wake()
+                for kernel in dict.fromkeys(self._kernels):
+                    kernel.wake()
             if point is not None:
                 point.synchronize()
         finally:
@@ -208,6 +208,8 @@ class UpdatingThread:
         self._finish_updates()
         for bucket in self._buckets:
             bucket.use_newer()
+        if hyperparameters is not None:
+            self._average(hyperparameters, request.without)
         events = ((bucket, self._event_of_step(bucket, hyperparameters, request.without)) for bucket in self._buckets)
         for this, following in pairwise(chain(events, [None])):
             assert this is not None
@@ -247,6 +249,7 @@ class UpdatingThread:
             self._end_step(bucket, event, swaps=event is What.COMMITTED)
             return False
         assert hyperparameters is not None
+        self._await_direction(bucket)
         self._advance(bucket, event)
         if event is What.COMPLETION_BEGUN:
             assert bucket.partial is not None
@@ -270,24 +273,30 @@ class UpdatingThread:
         """Give the kernel an update, and finish previous updates while the kernel works.
 
         Args:
-            ends_with: see :class:`~gptpar.offload.kernel_queue.Update`.
+            ends_with: see :class:`~gptpar.offload.kernel_queue.QueuedUpdate`.
             aside: whether the new state goes to the double buffer; else it takes the place of the old one.
             only: the ranges to update; ``None``: all elements.
-            sends: see :class:`~gptpar.offload.kernel_queue.Update`.
+            sends: see :class:`~gptpar.offload.kernel_queue.QueuedUpdate`.
         """
         assert bucket.grad is not None
-        grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
-        self._record(What.ARRIVED, bucket)
-        groups = self._groups_of(hyperparameters, bucket.steps + 1)
-        ranges = [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
+        grad, copy = self._gradient(bucket), self._parameter_copy(bucket)
+        ranges = self._ranges_of(bucket, hyperparameters)
         into = self._writable_double_buffer(bucket) if aside else None
-        new = None if into is None else into.all()
-        self.guard.before_write(new or bucket.buffers.all())
-        wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
-        self._at_work.add(Update(bucket, copy, wait, bucket.grad, into, ends_with, sends))
+        old, new = bucket.updated(bucket.buffers), None if into is None else bucket.updated(into)
+        self.guard.before_write(new or old)
+        wait = bucket.kernel.order(old, grad, ranges, into=new, low=copy.values, only=only)
+        self._at_work.add(QueuedUpdate(bucket, copy, wait, bucket.grad, into, ends_with, sends))
         # After the request, the norm is known soon, and then the loop waits for each bucket.
         if len(self._at_work) > (MAX_QUEUED if ends_with is None and self._request is None else 1):
             self._finish_updates(but=1)
+
+    def _gradient(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's gradient in host memory; what the kernel still reads may have to leave the ring first."""
+        assert bucket.grad is not None
+        if not bucket.grad.begin(urgent=True):
+            self._finish_updates()
+        self._record(What.ARRIVED, bucket)
+        return bucket.grad.tensor()
 
     def _writable_double_buffer(self, bucket: Bucket) -> Buffers:
         """A bucket's double buffer, in other memory if a save needs what it holds and memory has room."""
@@ -308,21 +317,25 @@ class UpdatingThread:
         """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
         self._missed = steps
 
-    def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
-        """The kernel's arguments for each group, kept from the last call: most buckets of a step have the same ones."""
-        if self._groups_are_of != (hyperparameters, step):
-            self._groups_are_of = (hyperparameters, step)
-            divisor, groups = hyperparameters.divisor, hyperparameters.groups
-            numbers = [step - missed for missed in hyperparameters.missed or [0] * len(groups)]
-            self._groups = [self._kernel.step_of(*one, divisor) for one in zip(groups, numbers, strict=True)]
-        return self._groups
+    # The first phase of updates of matrices, and the wait for the second one: see gptpar.offload.matrix_phases.
+
+    def _average(self, hyperparameters: StepHyperparameters, without: frozenset[str]) -> None: ...
+
+    def _end_average(self, bucket: Bucket) -> None: ...
+
+    def _await_direction(self, bucket: Bucket) -> None: ...
+
+    def _ranges_of(self, bucket: Bucket, hyperparameters: StepHyperparameters) -> list[tuple[int, int, Any]]:
+        """The kernel's argument: (start, stop, numbers of the group)."""
+        groups = self._numbers.of(hyperparameters, bucket.steps + 1)
+        return [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
 
     def _finish_updates(self, but: int = 0) -> None:
         """Wait for the kernel's updates, but for the latest ``but`` ones, and send their results."""
         for work, done in self._at_work.take_done(but):
             self._finish(work, done)
 
-    def _finish(self, work: Update, done: Done) -> None:
+    def _finish(self, work: QueuedUpdate, done: Done) -> None:
         bucket = work.bucket
         self.latest_updates.append((bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin
@@ -331,6 +344,8 @@ class UpdatingThread:
             self._send(bucket, work.copy)
         if work.ends_with is None:
             work.read.release()
+        elif work.ends_with is What.AVERAGED:
+            self._end_average(bucket)
         else:
             self._end_step(bucket, work.ends_with, swaps=work.into is not None)
 

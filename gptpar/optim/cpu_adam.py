@@ -1,4 +1,4 @@
-"""AdamW on the CPU in one pass (csrc/cpu_adam.cpp, or torch without a compiler), and its number of threads."""
+"""AdamW and Muon's elementwise parts on the CPU in one pass (csrc/cpu_adam.cpp), and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
 from gptpar.optim.adam_update import STATES, AdamHyperparameters, change
 from gptpar.optim.elementwise import Done, update
-from gptpar.optim.torch_kernels import square_by_blocks, timed
+from gptpar.optim.matrix_update import MatrixUpdate
+from gptpar.optim.torch_kernels import GroupNumbers, MatrixHostKernel, clear_between, square_by_blocks, timed
 from gptpar.system import native
 from gptpar.system.host import cores
 
@@ -24,6 +25,7 @@ _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam
 
 # struct packs twice as fast as ctypes' structures. That matters, because each bucket's call comes with cold caches.
 _STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
+_BLEND = struct.Struct("8P2i7fi")  # the same without m and v
 _RANGE = struct.Struct("3q")  # GptparGroupRange in csrc/blocks.h
 
 
@@ -209,6 +211,85 @@ class CpuAdam:
             )
         )
         return total.value
+
+
+class CpuMuon(MatrixHostKernel):
+    """The elementwise parts of a matrix update whose first one is Muon's average, over flat CPU tensors.
+
+    Both are a product and a sum with the new value of one vector, which the compiled kernel does in one pass::
+
+        p = decay * p + share * (scale * grad)            the average: the momentum with 1 - momentum as share
+                                                          the weights: with minus the learning rate, and directions
+
+    The result is that of torch's operators, bit for bit, which do the work in fp64 and without the compiled kernel.
+
+    Args:
+        nesterov: whether ``share * (scale * grad) + decay * p`` with the new p is to be orthogonalized, and not p.
+    """
+
+    _isa = -1
+
+    def __init__(self, optimizer: MatrixUpdate, threads: int, *, nesterov: bool):
+        super().__init__(optimizer, threads)
+        self._nesterov, self._kernels = nesterov, _library()
+
+    def order_average(
+        self, momentum: Tensor, grad: Tensor, ranges: Sequence[tuple[int, int, GroupNumbers]], out: Tensor
+    ) -> Callable[[], Done]:
+        if not self._takes(momentum, grad, out):
+            return super().order_average(momentum, grad, ranges, out)
+        clear_between(ranges, out)
+        return self._order(momentum, momentum, grad, out, [(*one[:2], _average_numbers(one[2])) for one in ranges])
+
+    def order(
+        self,
+        state: Sequence[Tensor],
+        grad: Tensor,
+        ranges: Sequence[tuple[int, int, GroupNumbers]],
+        *,
+        into: Sequence[Tensor] | None = None,
+        low: Tensor | None = None,
+        only: np.ndarray | None = None,
+    ) -> Callable[[], Done]:
+        ((weights,), (new,)) = state, into or state
+        if low is None or only is not None or not self._takes(weights, grad, low):
+            return super().order(state, grad, ranges, into=into, low=low, only=only)
+        return self._order(weights, new, grad, low, [(*one[:2], _follow_numbers(one[2])) for one in ranges])
+
+    def _takes(self, vector: Tensor, grad: Tensor, low: Tensor) -> bool:
+        known = grad.dtype in _TYPES and low.dtype in _TYPES
+        return self._kernels is not None and vector.dtype == torch.float32 and known
+
+    def _order(
+        self, old: Tensor, new: Tensor, grad: Tensor, low: Tensor, ranges: Sequence[tuple[int, int, _BlendNumbers]]
+    ) -> Callable[[], Done]:
+        """Put a pass into the queue; the numbers are (scale, share, decay)."""
+        assert self._kernels is not None
+        addresses = (old.data_ptr(), 0, 0, new.data_ptr(), 0, 0, grad.data_ptr(), low.data_ptr())
+        types, steps = (_TYPES[grad.dtype], _TYPES[low.dtype]), []
+        for _, _, (scale, share, decay, ahead) in ranges:
+            steps.append(_BLEND.pack(*addresses, *types, scale, share, 0, 0, 0, 0, decay, ahead and self._nesterov))
+        where = b"".join(_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges))
+        call = b"".join(steps), len(ranges), where, len(ranges), None, 0
+        ticket = _checked(self._kernels.brief.cpu_adam_order(*call, self.threads, self._isa))
+        return functools.partial(_wait_for, self._kernels, ticket, (old, new, grad, low))
+
+    def wake(self) -> None:
+        if self._kernels is not None:
+            self._kernels.lasting.cpu_adam_wake()
+
+
+_BlendNumbers = tuple[float, float, float, bool]
+"""(scale, share, decay, whether the pass is the average)"""
+
+
+def _average_numbers(numbers: GroupNumbers) -> _BlendNumbers:
+    _, momentum, rest = numbers.own
+    return float(numbers.scale), float(rest), float(momentum), True
+
+
+def _follow_numbers(numbers: GroupNumbers) -> _BlendNumbers:
+    return 1.0, -float(numbers.own[0]), float(numbers.decay), False
 
 
 def _wait_for(kernels: _Kernels, ticket: int, _in_use: tuple[object, ...]) -> Done:

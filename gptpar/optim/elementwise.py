@@ -21,21 +21,21 @@ An optimizer may couple the weight decay (L2 regularisation), which is then a pa
 gets the same bits wherever it is updated. Torch's operators round like this if each does a single operation;
 ``lerp``, ``addcmul`` and ``alpha`` would fuse a product with a sum.
 
-An optimizer over whole matrices (Muon) is not elementwise: a shard of a unit may begin in the middle of a matrix. It
-would need two things from the parameter table (``gptpar.engine.table.ParameterTable``): each parameter's placement and
-full shape, to gather its tensor splits and data shards; and ranges that give all elements of a matrix the same home.
+An optimizer over whole matrices (Muon) is not elementwise (:mod:`gptpar.optim.matrix_update`): a shard of a unit may
+begin in the middle of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gptpar.optim.update import Update
 
 CLIP_EPS = 1e-6
 """Added to the norm before it is compared with the largest, as torch's ``clip_grad_norm_`` does."""
@@ -43,28 +43,8 @@ CLIP_EPS = 1e-6
 MAX_STEP_BITS = 31
 """Binary digits of the largest step's number."""
 
-_AVERAGES_AND_EPS = ("beta1", "beta2", "alpha", "momentum", "eps")
-"""Hyperparameters that are 1 where a state stays what it is."""
-
 _BLOCK = 1 << 20
-"""Elements that :func:`update` updates at a time, which bounds the memory of its intermediate results."""
-
-
-class Hyperparameters(Protocol):
-    """One parameter group's hyperparameters in one step: a ``NamedTuple`` of floats, these two among them.
-
-    On a device the same class holds fp64 scalar tensors.
-    """
-
-    @property
-    def lr(self) -> float: ...
-
-    @property
-    def weight_decay(self) -> float: ...
-
-    def _replace(self, *, weight_decay: float = ...) -> Self: ...
-
-    def __iter__(self) -> Iterator[float]: ...
+"""Elements that are computed at a time on a CPU."""
 
 
 Change = Callable[[Tensor, Sequence[Tensor], Sequence[Any]], tuple[Tensor, list[Tensor]]]
@@ -73,16 +53,10 @@ the scalar numbers have the dtype of the master weights."""
 
 
 @dataclass(frozen=True)
-class ElementwiseOptimizer:
-    """An optimizer's description.
+class ElementwiseOptimizer(Update):
+    """An elementwise optimizer's description.
 
     Attributes:
-        name: of ``--optimizer``, and the prefix of its own flags: ``--NAME-FIELD`` for each hyperparameter besides
-            the learning rate and the weight decay.
-        states: names of its state vectors, which checkpoints keep beside the master weights.
-        hyperparameters: a ``NamedTuple`` class, see :class:`Hyperparameters`.
-        numbers: (hyperparameters, number of the step, from 1) -> the numbers that all elements of a step share. It uses
-            operators that give fp64 scalar tensors the same bits on the CPU and on the device.
         change: the update of the elements.
         device_kernel: makes a fused kernel for vectors like the given one, or returns ``None`` if it has none.
         host_kernel: makes a compiled kernel with the given number of threads. Without a kernel, torch's operators
@@ -90,70 +64,10 @@ class ElementwiseOptimizer:
         couples_decay: whether the weight decay is added to the gradient, and not taken off the weights.
     """
 
-    name: str
-    states: tuple[str, ...]
-    hyperparameters: type[Any]
-    numbers: Callable[[Any, Tensor], Sequence[Tensor]]
     change: Change
     device_kernel: Callable[[Tensor], DeviceKernel | None] | None = None
     host_kernel: Callable[[int], HostKernel] | None = None
     couples_decay: bool = False
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """Names of the vectors that an update changes: ``weights`` (the master weights) and the states."""
-        return ("weights", *self.states)
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Names of the configuration's fields that belong to this optimizer alone."""
-        return tuple(self._own.values())
-
-    @cached_property
-    def _own(self) -> dict[str, str]:
-        fields = [field for field in self.hyperparameters._fields if field not in ("lr", "weight_decay")]
-        return {field: f"{self.name}_{field}" for field in fields}
-
-    def state_bytes(self, itemsize: int) -> int:
-        """Bytes of one element's master weight and state.
-
-        Args:
-            itemsize: bytes of one number.
-        """
-        return len(self.vectors) * itemsize
-
-    @cached_property
-    def unchanging(self) -> Hyperparameters:
-        """Hyperparameters with which a gradient of zero changes neither the weight nor a state, in any bit."""
-        values = {name: 1.0 for name in _AVERAGES_AND_EPS if name in self.hyperparameters._fields}
-        found: Hyperparameters = self.hyperparameters(**dict.fromkeys(self.hyperparameters._fields, 0.0) | values)
-        return found
-
-    def configured(self, flags: Any, lr: float, weight_decay: float) -> Hyperparameters:
-        """A step's hyperparameters.
-
-        Args:
-            flags: the configuration's section, with the fields that :attr:`flags` names.
-        """
-        values = {field: float(getattr(flags, flag)) for field, flag in self._own.items()}
-        found: Hyperparameters = self.hyperparameters(lr=lr, weight_decay=weight_decay, **values)
-        return found
-
-    def of_group(self, group: Mapping[str, Any]) -> Hyperparameters:
-        """The hyperparameters of a torch parameter group: its ``betas`` is a pair, and any value may be a tensor.
-
-        A group need not have a hyperparameter with a default.
-        """
-        pair = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-        values = self.hyperparameters._field_defaults | pair | dict(group)
-        found: Hyperparameters = self.hyperparameters(*(float(values[name]) for name in self.hyperparameters._fields))
-        return found
-
-    def group_of(self, how: Hyperparameters) -> dict[str, Any]:
-        """The hyperparameters in the format of a torch parameter group."""
-        values = dict(zip(self.hyperparameters._fields, how, strict=True))
-        pair = [values.pop(name) for name in ("beta1", "beta2") if name in values]
-        return values | ({"betas": tuple(pair)} if pair else {})
 
 
 @dataclass(frozen=True)
@@ -312,6 +226,15 @@ def square_root(x: Tensor) -> Tensor:
         return torch.from_numpy(np.sqrt(x.reshape(-1).numpy())).view(x.shape)
 
 
+def blocks_of(vector: Tensor) -> Iterator[slice]:
+    """The parts of a vector that are computed at a time, which bounds the memory of intermediate results.
+
+    On a GPU each operator costs the host a launch, so that the parts are longer.
+    """
+    size = _BLOCK if vector.device.type == "cpu" else _BLOCK << 4
+    yield from (slice(start, start + size) for start in range(0, len(vector), size))
+
+
 @torch.no_grad()
 def update(
     change: Change,
@@ -341,8 +264,7 @@ def update(
     scale, decay, *numbers = (
         torch.as_tensor(number, dtype=weights.dtype, device=weights.device) for number in (scale, decay, *numbers)
     )
-    for start in range(0, len(weights), _BLOCK):
-        block = slice(start, start + _BLOCK)
+    for block in blocks_of(weights):
         p, *states = old = [t[block] for t in state]
         g = grad[block].to(p.dtype) * scale
         step, states = change(g + decay * p if couples_decay else g, states, numbers)

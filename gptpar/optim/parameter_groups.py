@@ -1,8 +1,10 @@
-"""A GPT's parameter groups: what each parameter's learning rate and weight decay are multiplied by.
+"""A GPT's parameter groups: each one's update, and what its learning rate and weight decay are multiplied by.
 
-Matrices decay (:func:`~gptpar.optim.group_ranges.is_matrix`). ``--lr-override`` and ``--weight-decay-override`` give
-other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`). ``--decoupled-lr`` is the rate of the
-token embedding and the output layer. The parameters of a group have the same rate and factors.
+An optimizer over matrices (Muon) updates the matrices of the blocks, and AdamW everything else: embedding, LM head,
+biases and norms. Matrices decay (:func:`~gptpar.optim.group_ranges.is_matrix`). ``--lr-override`` and
+``--weight-decay-override`` give other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`).
+``--decoupled-lr`` is the rate of the token embedding and the output layer, ``--muon-lr`` that of Muon's matrices. The
+parameters of a group have the same update, rate and factors.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from gptpar.errors import ConfigError
 from gptpar.model import mup
 from gptpar.model.layer_spec import LayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
-from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.group_ranges import Family, is_matrix
+from gptpar.optim.optimizers import updates_of
+from gptpar.optim.update import Hyperparameters
 from gptpar.topology.placement import ParameterInfo
 
 
@@ -31,11 +34,13 @@ class GroupFactors(NamedTuple):
     weight_decay: float = 1.0
     is_decoupled: bool = False
     """Whether the learning rate is that of the token embedding and the output layer."""
+    by_matrix: bool = False
+    """Whether the update is one over matrices."""
 
     @property
-    def rate(self) -> tuple[float, bool]:
-        """What the learning rate follows from."""
-        return self.lr, self.is_decoupled
+    def launch(self) -> tuple[float, bool, bool]:
+        """What the groups that one launch updates have in common: their update and learning rate."""
+        return self.lr, self.is_decoupled, self.by_matrix
 
 
 class ParameterGroups:
@@ -48,25 +53,27 @@ class ParameterGroups:
 
     Attributes:
         factors: by group. The first two are those of a run without overrides: with the decay, and without.
+        updates: by group, with the run's settings.
 
     Raises:
         ConfigError: a pattern matches no parameter.
     """
 
     def __init__(self, optimizer: OptimizerConfig, config: ModelConfig, model: ModelSpec):
-        self._model = config
+        self._model, self._optimizer = config, optimizer
+        self._of_matrices, of_others = updates_of(optimizer)
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
         ends = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
         self._decoupled = frozenset(ends if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
-        if not (self._lr_overrides or self._decay_overrides or config.mup or self._decoupled):
-            return
-        names = dict(_parameters(model.specs))
-        self._require_matches(list(names))
-        found = sorted({self._factors(name, num_dims) for name, num_dims in names.items()})
-        self.factors += [one for one in found if one not in self.factors]
+        if any((self._lr_overrides, self._decay_overrides, config.mup, self._decoupled, self._of_matrices)):
+            names = dict(_parameters(model.specs))
+            self._require_matches(list(names))
+            found = sorted({self._factors(name, num_dims) for name, num_dims in names.items()})
+            self.factors += [one for one in found if one not in self.factors]
+        self.updates = tuple((one.by_matrix and self._of_matrices) or of_others for one in self.factors)
 
     def group_of(self, name: str, info: ParameterInfo) -> int:
         """Number of a parameter's group."""
@@ -74,41 +81,49 @@ class ParameterGroups:
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        """The groups that one launch updates: those of one learning rate, with a decay and without."""
+        """The groups that one launch updates: those of one update and learning rate, with a decay and without."""
         groups: list[list[int]] = [[number] for number, one in enumerate(self.factors) if one.weight_decay]
         for number, one in enumerate(self.factors):
             if not one.weight_decay:
-                family = next((family for family in groups if self.factors[family[0]].rate == one.rate), None)
+                family = next((family for family in groups if self.factors[family[0]].launch == one.launch), None)
                 groups.append([number]) if family is None else family.append(number)
         return tuple(tuple(family) for family in groups)
 
     def hyperparameters(
         self,
-        optimizer: ElementwiseOptimizer,
         flags: OptimizerConfig,
         lr: float,
         weight_decay: float,
         decoupled_lr: float | None = None,
+        betas: tuple[float, float] | None = None,
     ) -> tuple[Hyperparameters, ...]:
         """A step's hyperparameters, by group.
 
         Args:
             lr, weight_decay: as the schedules say.
             decoupled_lr: of the token embedding and the output layer; ``None``: as ``lr``.
+            betas: of the elementwise groups; ``None``: as the flags say.
         """
         rates = {False: lr, True: lr if decoupled_lr is None else decoupled_lr}
-        return tuple(
-            optimizer.configured(flags, rates[one.is_decoupled] * one.lr, weight_decay * one.weight_decay)
-            for one in self.factors
-        )
+        own = {} if betas is None else dict(zip(("beta1", "beta2"), betas, strict=True))
+        found = []
+        for update, one in zip(self.updates, self.factors, strict=True):
+            how = update.configured(flags, rates[one.is_decoupled] * one.lr, weight_decay * one.weight_decay)
+            found.append(how if one.by_matrix else how._replace(**own))
+        return tuple(found)
 
     def _factors(self, name: str, num_dims: int) -> GroupFactors:
         decays = is_matrix(name, num_dims)
-        in_block = any(name.startswith(f"{block}.") for block in self._blocks) if self._model.mup else False
+        asks = self._model.mup or self._of_matrices
+        in_block = any(name.startswith(f"{block}.") for block in self._blocks) if asks else False
         lr = _last_match(self._lr_overrides, name, 1.0)
         decay = _last_match(self._decay_overrides, name, 1.0 if decays else 0.0)
         is_end = any(name.startswith(f"{layer}.") for layer in self._decoupled)
-        return GroupFactors(lr * mup.learning_rate_multiplier(self._model, in_block, decays), decay, is_end)
+        by_matrix = self._of_matrices if in_block and decays else None
+        lr *= mup.learning_rate_multiplier(self._model, in_block, decays, by_matrix.growth if by_matrix else 1.0)
+        if by_matrix and self._optimizer.muon_lr is not None and self._optimizer.lr:
+            lr *= self._optimizer.muon_lr / self._optimizer.lr
+        return GroupFactors(lr, decay, is_end, by_matrix is not None)
 
     def _require_matches(self, names: Sequence[str]) -> None:
         flags = {"--lr-override": self._lr_overrides, "--weight-decay-override": self._decay_overrides}

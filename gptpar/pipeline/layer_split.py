@@ -44,18 +44,6 @@ class LayerSplit:
         return {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
 
 
-def split_layers(
-    specs: Sequence[LayerSpec], num_stages: int, num_virtual_stages: int, method: str, flops: Sequence[float]
-) -> LayerSplit:
-    """Divide a list of layers; see :class:`~gptpar.pipeline.module.PipelineModule` for the methods.
-
-    Raises:
-        ConfigError: the method cannot divide these layers.
-    """
-    parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
-    return _split(specs, parameters, flops, num_stages, num_virtual_stages, method)
-
-
 def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
     """Divide a model into stages by its layers' costs.
 
@@ -66,19 +54,26 @@ def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, meth
     Raises:
         ConfigError: the method cannot divide this model.
     """
-    return _split(model.specs, model.parameters, model.flops, num_stages, num_virtual_stages, method)
+    return split_layers(model.specs, num_stages, num_virtual_stages, method, model.flops, model.parameters)
 
 
-def _split(
+def split_layers(
     specs: Sequence[LayerSpec],
-    parameters: Sequence[int],
-    flops: Sequence[float],
     num_stages: int,
     num_virtual_stages: int,
     method: str,
+    flops: Sequence[float],
+    parameters: Sequence[int] | None = None,
 ) -> LayerSplit:
-    kinds = [spec.cls.__name__ for spec in specs]
-    num_parts = num_stages * num_virtual_stages
+    """Divide a list of layers; see :func:`split_model`.
+
+    Args:
+        flops: of each layer; none: layers are as costly as their parameters are many.
+        parameters: of each layer; ``None``: they are counted.
+    """
+    if parameters is None:
+        parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
+    kinds, num_parts = [spec.cls.__name__ for spec in specs], num_stages * num_virtual_stages
     bounds = partition(method, num_parts, parameters=parameters, flops=flops, kinds=kinds, num_stages=num_stages)
     costs = balance(flops or parameters, bounds, num_stages)
     return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 from gptpar.errors import ConfigError
 
@@ -57,21 +58,17 @@ def balanced_interleaved(weights: Sequence[float], num_parts: int, num_stages: i
         return start
     prefix = _exact_prefix(weights)
 
-    def stage_sums(bounds: list[int]) -> list[int]:
-        parts = [prefix[b] - prefix[a] for a, b in pairwise(bounds)]
-        return [sum(parts[stage::num_stages]) for stage in range(num_stages)]
+    def even_stages(dealt: _Dealt) -> tuple[float, ...]:
+        return max(dealt.stages), _squares(dealt.stages)
 
-    def even_stages(bounds: list[int]) -> tuple[int, int]:
-        sums = stage_sums(bounds)
-        return max(sums), sum(x * x for x in sums)
+    def even_parts(dealt: _Dealt) -> tuple[float, ...]:
+        parts = [prefix[b] - prefix[a] for a, b in pairwise(dealt.bounds)]
+        sizes = _squares(b - a for a, b in pairwise(dealt.bounds))
+        return max(dealt.stages), max(parts), _squares(dealt.stages), _squares(parts), sizes
 
-    def even_parts(bounds: list[int]) -> tuple[int, ...]:
-        parts = [prefix[b] - prefix[a] for a, b in pairwise(bounds)]
-        heaviest, squares = even_stages(bounds)
-        return heaviest, max(parts), squares, sum(x * x for x in parts), sum((b - a) ** 2 for a, b in pairwise(bounds))
-
-    starts = (start, uniform(len(weights), num_parts))
-    return min((_descend(_descend(bounds, even_stages), even_parts) for bounds in starts), key=even_parts)
+    exact = [b - a for a, b in pairwise(prefix)]
+    starts = (_Dealt(b, balance(exact, b, num_stages)) for b in (start, uniform(len(weights), num_parts)))
+    return min((_descend(prefix, _descend(prefix, s, even_stages), even_parts) for s in starts), key=even_parts).bounds
 
 
 def uniform(num_layers: int, num_parts: int) -> list[int]:
@@ -233,26 +230,53 @@ def _add_part(
     return totals, cuts
 
 
-def _descend(bounds: list[int], cost: Callable[[list[int]], tuple[int, ...]]) -> list[int]:
-    """Move to the best neighbour as long as it is better."""
-    least = cost(bounds)
+class _Dealt(NamedTuple):
+    """A partition whose parts are dealt to stages in turn, and the weight of each stage."""
+
+    bounds: list[int]
+    stages: list[float]
+
+
+def _squares(numbers: Iterable[float]) -> float:
+    return sum(number * number for number in numbers)
+
+
+def _descend(prefix: list[int], at: _Dealt, cost: Callable[[_Dealt], tuple[float, ...]]) -> _Dealt:
+    """Move to the best neighbour as long as it is better.
+
+    Args:
+        cost: its first number is the weight of the heaviest stage.
+    """
+    least = cost(at)
     while True:
-        found, neighbour = min(((cost(b), b) for b in _neighbours(bounds)), default=(least, bounds))
+        neighbours = ((cost(neighbour), neighbour) for neighbour in _neighbours(prefix, at, least[0]))
+        found, neighbour = min(neighbours, default=(least, at))
         if found >= least:
-            return bounds
-        bounds, least = neighbour, found
+            return at
+        at, least = neighbour, found
 
 
-def _neighbours(bounds: list[int]) -> Iterator[list[int]]:
-    """Partitions in which some consecutive boundaries are shifted by the same number of layers.
+def _neighbours(prefix: list[int], at: _Dealt, limit: float) -> Iterator[_Dealt]:
+    """Partitions without a stage above ``limit`` in which some consecutive boundaries are shifted by as many layers.
 
     The parts between shifted boundaries keep their sizes, so layers move from any part to any other. Shifts by more
     than one layer cross layers without weight.
     """
+    bounds, num_stages = at.bounds, len(at.stages)
+    longest = max(b - a for a, b in pairwise(bounds))
     for first in range(1, len(bounds) - 1):
-        for stop in range(first + 1, len(bounds)):
-            for step in range(bounds[first - 1] - bounds[first] + 1, bounds[stop] - bounds[stop - 1]):
-                yield [*bounds[:first], *(b + step for b in bounds[first:stop]), *bounds[stop:]]
+        for step in chain(range(bounds[first - 1] - bounds[first] + 1, 0), range(1, longest)):
+            stages = list(at.stages)
+            for last in range(first, len(bounds) - 1):
+                shifted = bounds[last] + step
+                if shifted >= bounds[-1]:
+                    break
+                weight = prefix[shifted] - prefix[bounds[last]]  # from one part to the part before it
+                stages[(last - 1) % num_stages] += weight
+                stages[last % num_stages] -= weight
+                if shifted < bounds[last + 1] and max(stages) <= limit:
+                    moved = [*bounds[:first], *(b + step for b in bounds[first : last + 1]), *bounds[last + 1 :]]
+                    yield _Dealt(moved, list(stages))
 
 
 def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:

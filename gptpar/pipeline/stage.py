@@ -15,7 +15,7 @@ from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.system.compile_cache import refuse_others_compile_cache
-from gptpar.topology.mesh import DATA
+from gptpar.topology.mesh import COPIES
 from gptpar.topology.placement import ParameterInfo, declared_by
 
 Fields = Mapping[str, Any]
@@ -155,7 +155,7 @@ class Stage(nn.Module):
             units = found[layer] = {}
             for name in parameters:
                 axes = infos[name].placement.copies_over
-                unit = layer if axes == (DATA,) else ".".join((layer, *axes))
+                unit = layer if axes == COPIES else ".".join((layer, *axes))
                 units.setdefault(unit, {})[name] = infos[name]
         return found
 
@@ -169,7 +169,9 @@ class Stage(nn.Module):
         for name, layer in zip(self._names, self.layers, strict=True):
             for local, spec in declared_by(layer, name).items():
                 assert spec.init is not None and spec.placement is not None
-                found[f"{name}.{local}"] = ParameterInfo(layer.get_parameter(local).shape, spec.init, spec.placement)
+                shape = layer.get_parameter(local).shape
+                info = ParameterInfo(shape, spec.init, spec.placement, matrices=spec.matrices)
+                found[f"{name}.{local}"] = info
         return found
 
     def buffer_infos(self) -> dict[str, BufferInfo]:

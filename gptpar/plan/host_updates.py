@@ -95,25 +95,22 @@ def layers_of(job: Job, part: StagePart, times: Sequence[tuple[float, float]]) -
     return layers
 
 
-def speculated_elements(job: Job, cluster: Cluster, elements: float, num_units: int = 1) -> float:
-    """Number of offloaded elements for which a process makes double buffers; a run decides it the same way.
+def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
+    """Number of a stage's offloaded elements for which a process makes double buffers; a run decides it the same way.
 
     A machine's memory that is not given counts as large enough.
-
-    Args:
-        elements: number of elements that the process's CPU optimizer updates.
-        num_units: number of units that these elements are in.
     """
-    offload = job.config.offload
-    if offload.offload_speculation == "off" or offload.optimizer_nvme_path:
+    offload, state = job.config.offload, job.host_state(part)
+    if offload.offload_speculation == "off" or offload.optimizer_nvme_path or not state.elements:
         return 0.0
     if offload.offload_speculation == "on" or cluster.host_memory is None:
-        return elements
+        return state.elements
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
-    state, transfers = job.optimizer.state_bytes(job.wide_size), RING_BYTES
+    transfers = RING_BYTES
     if job.gradients_leave_at_once:
-        transfers = copying_bytes(elements, job.offloaded_gradient_size, num_units)
-    return min(elements, max(0.0, free - state * elements - transfers) / state)
+        there = state.elements + state.later
+        transfers = copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
+    return min(state.elements, max(0.0, free - state.num_bytes - transfers) / state.element_bytes)
 
 
 def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
@@ -127,7 +124,7 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
 
 def _processes(job: Job, cluster: Cluster) -> int:
     """Number of the job's processes on one machine."""
-    return min(cluster.gpus_per_node, job.layout.world_size)
+    return min(cluster.gpus_per_node, job.mesh.world_size)
 
 
 def max_lead(job: Job, part: StagePart) -> float:

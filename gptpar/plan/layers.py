@@ -17,6 +17,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.mesh import Mesh
 
 
@@ -28,13 +29,14 @@ class Layers:
         groups: the parameters' groups.
 
     Attributes:
+        groups: as given.
         kinds: for every layer, the number of the first one that is equal but for its name: its cost is the same, and so
             are the groups of its parameters.
         blocks: numbers of the blocks, which can be recomputed.
     """
 
     def __init__(self, spec: ModelSpec, groups: ParameterGroups):
-        self.spec, self._groups = spec, groups
+        self.spec, self.groups = spec, groups
         self._infos = {kind: Stage([spec.specs[kind]]).infos() for kind in dict.fromkeys(spec.kinds)}
         self.blocks = frozenset(n for n, layer in enumerate(spec.layers) if layer.role is Role.BLOCK)
         self._units: dict[tuple[int, int], Unit] = {}
@@ -53,7 +55,7 @@ class Layers:
         if (number, shards) not in self._units:
             kind, name = self.spec.kinds[number], self.name(number)
             infos = {name + key.removeprefix(self.name(kind)): info for key, info in self._infos[kind].items()}
-            self._units[number, shards] = Unit.of(name, infos, shards, group_of=self._groups.group_of)
+            self._units[number, shards] = Unit.of(name, infos, shards, group_of=self.groups.group_of)
         return self._units[number, shards]
 
 
@@ -79,6 +81,12 @@ def layers_of(
     """
     spec = gpt_model(model, tensor, recompute_modules=recomputed)
     return Layers(spec, ParameterGroups(optimizer, model, spec))
+
+
+@lru_cache(maxsize=512)
+def costs_of(layers: Layers, batch: BatchShape) -> list[Cost]:
+    """Every layer's cost on one tensor rank."""
+    return layers.spec.costs(batch)
 
 
 @lru_cache(maxsize=512)

@@ -118,7 +118,7 @@ def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
 def _input_bytes(job: Job) -> float:
     """Bytes that a process keeps of the input of a group of recomputed blocks."""
     splits = job.config.recompute.distribute_saved_activations and job.token_splits == 1
-    return job.boundary_bytes / (job.layout.tensor if splits else 1)
+    return job.boundary_bytes / (job.mesh.tensor if splits else 1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Moment:
 
 
 def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemory:
-    counts = alive(stage, job.layout.pipeline, job.num_micro_batches, job.num_virtual_stages)
+    counts = alive(stage, job.mesh.pipeline, job.num_micro_batches, job.num_virtual_stages)
     most = max(sum(map(mul, count, part.kept)) for count in counts)
     host = max(sum(map(mul, count, part.kept_by_host)) for count in counts)
     moments = ((one.leaving, most if one.activations is None else one.activations, one.buffers) for one in part.moments)
@@ -166,12 +166,11 @@ def _elements(job: Job, part: StagePart) -> tuple[int, int]:
 def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     """Bytes of parameters, gradients and optimizer state on the device, and of all that is on the host."""
     whole, shard = _elements(job, part)
-    size, wide, offload = job.element_size, job.wide_size, job.config.offload
+    size, offload = job.element_size, job.config.offload
     parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
-    here, there = (job.table(part).length(home) for home in (Home.DEVICE, Home.HOST))
+    there, state = job.table(part).length(Home.HOST), job.host_state(part)
     gradients = float(gradient_bytes(job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches))
-    element_bytes = job.optimizer.state_bytes(wide)
-    host = float(element_bytes * there) * (2 if offload.offload_speculation == "on" else 1)
+    host = float(state.num_bytes + state.elements * state.element_bytes * (offload.offload_speculation == "on"))
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
@@ -180,7 +179,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    return parameters, gradients, float(element_bytes * here), host
+    return parameters, gradients, float(job.device_state_bytes(part)), host
 
 
 def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Moment]:
@@ -262,19 +261,19 @@ def _end_buffers(job: Job, part: StagePart) -> float:
     whole, shard = _elements(job, part)
     travelling = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
     arriving = travelling * shard if job.zero_stage == 1 else 0
-    narrow = 2 * whole if travelling < job.wide_size and job.layout.data > 1 and job.zero_stage < 2 else 0
+    narrow = 2 * whole if travelling < job.wide_size and job.mesh.data > 1 and job.zero_stage < 2 else 0
     return arriving + narrow
 
 
 def _boundary_buffers(job: Job, stage: int) -> float:
     """Messages between stages; a recorded step cannot reuse the memory of one that it has received."""
-    if job.layout.pipeline == 1:
+    if job.mesh.pipeline == 1:
         return 0.0
     count = float(BOUNDARIES_IN_FLIGHT)
     if job.graph:
-        last, chunks = stage == job.layout.pipeline - 1, job.num_virtual_stages
+        last, chunks = stage == job.mesh.pipeline - 1, job.num_virtual_stages
         received = (chunks - (stage == 0)) + (chunks - last)  # by all chunks, of a micro-batch
-        still = max(map(sum, alive(stage, job.layout.pipeline, job.num_micro_batches, chunks))) / chunks
+        still = max(map(sum, alive(stage, job.mesh.pipeline, job.num_micro_batches, chunks))) / chunks
         count += max(0.0, job.num_micro_batches - still) * received
     return count * job.boundary_bytes
 

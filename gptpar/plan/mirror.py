@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptpar.checkpoint.ring import COPIES, Ring
+from gptpar.engine.units import Unit
+from gptpar.optim.group_ranges import GroupRange
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job
+from gptpar.plan.states import state_bytes
 from gptpar.topology.mesh import PIPELINE
 
 
@@ -31,15 +34,12 @@ class MirrorCost:
 
 def mirror_cost(job: Job, cluster: Cluster) -> MirrorCost | None:
     """The cost of a job's copies in memory; ``None``: it makes none."""
-    interval, layout = job.config.recovery.mirror_interval, job.layout
+    interval, mesh = job.config.recovery.mirror_interval, job.mesh
     if interval is None:
         return None
-    element = job.wide_size * (1 + len(job.optimizer.states))
-    of_stage = [
-        element * sum(unit.length for unit in job.table(part).units if unit.length) / layout.data for part in job.stages
-    ]
-    of_rank = [of_stage[layout.position(rank, PIPELINE)] for rank in range(layout.world_size)]
-    ring = Ring.of([str(rank // cluster.gpus_per_node) for rank in range(layout.world_size)])
+    of_stage = [sum(_bytes(job, unit) for unit in job.table(part).units) / mesh.data for part in job.stages]
+    of_rank = [of_stage[mesh.position(rank, PIPELINE)] for rank in range(mesh.world_size)]
+    ring = Ring.of([str(rank // cluster.gpus_per_node) for rank in range(mesh.world_size)])
     kept = [sum(of_rank[rank] for rank in ring.kept_by(machine)) for machine in range(len(ring.machines))]
     process, speeds = max(of_rank), cluster.sustained
     network = min(speeds.socket, speeds.link * cluster.network_bandwidth)
@@ -50,3 +50,9 @@ def mirror_cost(job: Job, cluster: Cluster) -> MirrorCost | None:
         step_s=(1 - job.ratio) * process / speeds.bus / interval,
         sent_s=0.0 if ring.is_alone else process / network,
     )
+
+
+def _bytes(job: Job, unit: Unit) -> int:
+    """Bytes of a whole unit's master weights and optimizer states."""
+    group_ranges = [GroupRange(param.start, param.end, param.group) for param in unit.params.values()]
+    return state_bytes(group_ranges, job.updates, unit.length, job.wide_size)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gptpar.any_module.build import lay_out, settings_of
+from gptpar.any_module.matrix_groups import divided, updates_by_group
 from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.any_module.units import find_units
 from gptpar.engine.data_axes import DataAxes
@@ -19,9 +20,9 @@ from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import ConfigError, is_whole, wrong_type
-from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.buckets import BUCKET_ELEMENTS, StateSize
 from gptpar.offload.gpu_transfers import ring_bytes
-from gptpar.plan.states import gradient_bytes
+from gptpar.plan.states import gradient_bytes, state_bytes
 from gptpar.reporting.banner import format_bytes, format_count
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
@@ -121,20 +122,18 @@ def estimate_memory(
     plan = find_units(model, options.units, dtype=options.dtype)
     data = DataAxes.of(Topology(Mesh(data=world), 0, torch.device("cpu")), options.zero_stage)
     parameters = dict(model.named_parameters())
-    table, frozen = lay_out(
-        plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, data.place
-    )
+    groups = _groups(parameters, options, model)
+    updates = updates_by_group(groups, options.by_matrix, options.update)
+    table, frozen = lay_out(plan, parameters, [group["params"] for group in groups], options, data.place)
     settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, world)
     wide = settings.wide.itemsize
     gradient = settings.gradient_dtype.itemsize
     passes = options.batch.accumulation_steps
-    units, there = [*table.units, *frozen], table.length(Home.HOST)
-    on_host = options.offload.parameters
+    units, on_host = [*table.units, *frozen], options.offload.parameters
     stays = data.zero_stage < 3 and not on_host
     # If the optimizer works on the parameters themselves, they count as its master weights.
     shared = _masters_are_parameters(table, frozen, options, settings.wide)
-    element_bytes = options.update.state_bytes(wide)
-    states = element_bytes * there
+    states = StateSize.of(table.offloaded(), updates, wide).num_bytes
     in_memory = states if options.offload.folder is None else 0
     return ModuleMemory(
         num_parameters=sum(p.numel() for p in parameters.values()),
@@ -142,7 +141,7 @@ def estimate_memory(
         parameters=0 if shared or on_host else _held(units, stays),
         buffers=sum(b.nbytes for b in model.buffers()),
         gradients=gradient_bytes(table, gradient, data.zero_stage, passes),
-        optimizer=element_bytes * table.length(Home.DEVICE),
+        optimizer=state_bytes(table.device_group_ranges(), updates, table.length(Home.DEVICE), wide),
         passing=_gathered(units, stays) + _leaving(table, data.zero_stage, gradient, passes),
         host_parameters=_held(units, False) if on_host else 0,
         host_optimizer=in_memory,
@@ -151,6 +150,12 @@ def estimate_memory(
         double_buffers_count=options.offload.speculation == "on",
         on_disk=states - in_memory,
     )
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], options: EngineOptions, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameter groups if everything trainable is trained."""
+    groups = [{"params": [p for p in parameters.values() if p.requires_grad]}]
+    return groups if options.by_matrix is None else divided(groups, options.by_matrix, {}, model)[0]
 
 
 def _masters_are_parameters(

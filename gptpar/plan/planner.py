@@ -64,7 +64,7 @@ class Plan:
     @property
     def host_need(self) -> float:
         """Bytes of host memory that the processes of a machine need, with the copies that a machine keeps."""
-        processes = min(self.cluster.gpus_per_node, self.job.layout.world_size)
+        processes = min(self.cluster.gpus_per_node, self.job.mesh.world_size)
         copies = 0.0 if self.mirror is None else self.mirror.machine
         return processes * max(memory.host for memory in self.memory) + copies
 
@@ -137,7 +137,7 @@ class Planner:
             ConfigError: it cannot run, however large the memory.
         """
         config = configured(with_changes(self.typed, changes or {}), self.world_size)
-        job = Job(config, config.parallel.layout(self.world_size))
+        job = Job(config, config.parallel.mesh(self.world_size))
         plan = self._with_gradients(Plan(job, self.cluster, changes or {}))
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 

@@ -34,7 +34,7 @@ def _with_less(planner: Planner, plan: Plan, several: Iterable[Changes]) -> Iter
 
 
 def _single_changes(plan: Plan) -> Iterator[Changes]:
-    parallel, layout = plan.job.config.parallel, plan.job.layout
+    parallel, mesh = plan.job.config.parallel, plan.job.mesh
     if plan.job.config.recompute.checkpoint_in_cpu and not plan.fits_host:
         yield {**plan.changes, "recompute.checkpoint_in_cpu": False}
     if plan.job.config.recompute.recompute_granularity != "full":
@@ -42,12 +42,12 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
     yield from _offloads(plan)
     if plan.job.micro_batch_size > 1:
         yield {**plan.changes, d.MICRO_BATCH: plan.job.micro_batch_size // 2}
-    if layout.data > 1:
+    if mesh.data > 1:
         for stage in range(plan.job.zero_stage + 1, 4):
             yield {**plan.changes, d.ZERO_STAGE: stage}
-    if layout.tensor > 1 and not parallel.sequence_parallel:
+    if mesh.tensor > 1 and not parallel.sequence_parallel:
         yield {**plan.changes, d.SEQUENCE_PARALLEL: True}
-    for name, size in ((d.TENSOR, layout.tensor), (d.PIPELINE, layout.pipeline)):
+    for name, size in ((d.TENSOR, mesh.tensor), (d.PIPELINE, mesh.pipeline)):
         yield {**plan.changes, name: 2 * size}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
+from gptpar.plan import matrices
 from gptpar.plan.planner import Plan
 from gptpar.plan.search import Search
 from gptpar.plan.timing import rounds_idle
@@ -17,6 +18,7 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
+TIMES = ("compute", "fill", "transfers", "data", "optimizer", "matrices", "cpu_optimizer", "host")
 MAX_ROWS = 16
 """Longer pipelines show the first, the last and the fullest stages only."""
 MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
@@ -50,7 +52,7 @@ def _facts(plan: Plan) -> list[Row]:
     job, cluster = plan.job, plan.cluster
     m, recompute = job.config.model, job.config.recompute
     count = format_count(job.num_parameters)
-    rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_virtual_stages)
+    rounds = rounds_idle(job.mesh.pipeline, job.num_micro_batches, job.num_virtual_stages)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
     virtual = job.num_virtual_stages
     schedule = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} virtual stages each"
@@ -59,12 +61,12 @@ def _facts(plan: Plan) -> list[Row]:
         Row("model", f"{count} parameters", f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads"),
         Row(
             "cluster",
-            f"{job.layout.world_size:,} x {cluster.name.upper()}",
+            f"{job.mesh.world_size:,} x {cluster.name.upper()}",
             f"{cluster.memory / 2**30:.1f} GiB, {cluster.peak / 1e12:.0f} TFLOP/s, {cluster.link_bandwidth / 1e9:.0f} "
             f"GB/s among {cluster.gpus_per_node} GPUs, {cluster.network_bandwidth / 1e9:.0f} GB/s a GPU "
             "between machines",
         ),
-        Row("layout", f"{job.layout.describe()}, ZeRO-{job.zero_stage}", f"recomputation: {again}"),
+        Row("layout", f"{job.mesh.describe()}, ZeRO-{job.zero_stage}", f"recomputation: {again}"),
         Row(
             "batch",
             f"{job.config.batch.global_batch_size:,} samples x {job.shape.seq_length:,} tokens",
@@ -72,11 +74,31 @@ def _facts(plan: Plan) -> list[Row]:
         ),
         Row(
             "schedule",
-            schedule + bubble if job.layout.pipeline > 1 else "no pipeline",
+            schedule + bubble if job.mesh.pipeline > 1 else "no pipeline",
             "one CUDA graph a step" if job.graph else "launched kernel by kernel",
         ),
+        *_muon(plan),
         *_offload(plan),
         *_mirror(plan),
+    ]
+
+
+def _muon(plan: Plan) -> list[Row]:
+    """What an optimizer over matrices computes and keeps."""
+    job, flops = plan.job, matrices.flops_of_step(plan.job)
+    if not flops:
+        return []
+    model = job.flops_per_token * job.config.batch.global_batch_size * job.shape.seq_length
+    updated = {group for group, one in enumerate(job.layers.groups.factors) if one.by_matrix}
+    units = (job.unit(number) for number in range(len(job.layers.kinds)))
+    elements = sum(p.info.full_shape.numel() for unit in units for p in unit.params.values() if p.group in updated)
+    return [
+        Row(
+            job.config.optimizer.optimizer,
+            f"{flops / 1e12:.3g} TFLOP a step",
+            f"{100 * flops / model:.1f} % of the model's, which alone count for MFU; {format_count(elements)} elements "
+            f"of matrices, {format_bytes(elements * job.wide_size)} less state than with AdamW",
+        )
     ]
 
 
@@ -109,8 +131,7 @@ def _mirror(plan: Plan) -> list[Row]:
 
 def _times(plan: Plan) -> list[Row]:
     time = plan.time
-    parts = ("compute", "fill", "transfers", "data", "optimizer", "cpu_optimizer", "host")
-    text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in parts if getattr(time, part) >= 5e-5)
+    text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in TIMES if getattr(time, part) >= 5e-5)
     return [
         Row("time", f"{1e3 * time.total:.1f} ms", text),
         Row(
@@ -144,7 +165,7 @@ def memory_table(plan: Plan) -> str:
 def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
     """(spans of every stage in seconds, number of micro-batches that are drawn); a long step is drawn with fewer."""
     job, time = plan.job, plan.time
-    stages, chunks = job.layout.pipeline, job.num_virtual_stages
+    stages, chunks = job.mesh.pipeline, job.num_virtual_stages
     most = max(stages, MAX_DRAWN_ACTIONS // (2 * stages * chunks))
     count = min(job.num_micro_batches, most, 4 * stages)
     slowest = max(time.stages, key=lambda stage: stage.both)
@@ -152,7 +173,7 @@ def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
 
 
 def _schedule(plan: Plan) -> list[str]:
-    stages = plan.job.layout.pipeline
+    stages = plan.job.mesh.pipeline
     if stages == 1:
         return []
     if stages > MAX_DRAWN_STAGES:
@@ -219,8 +240,8 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
     job, time = plan.job, plan.time
     return {
         "flags": plan.flags(),
-        "layout": job.layout.describe(),
-        "world_size": job.layout.world_size,
+        "layout": job.mesh.describe(),
+        "world_size": job.mesh.world_size,
         "zero_stage": job.zero_stage,
         "parameters": job.num_parameters,
         "micro_batches": job.num_micro_batches,
@@ -241,10 +262,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
             for stage, memory in enumerate(plan.memory)
         ],
         "ms_per_step": round(1e3 * time.total, 3),
-        "ms": {
-            part: round(1e3 * getattr(time, part), 3)
-            for part in ("compute", "fill", "transfers", "data", "optimizer", "cpu_optimizer", "host")
-        },
+        "ms": {part: round(1e3 * getattr(time, part), 3) for part in TIMES},
         "idle": round(time.idle, 4),
         "tokens_per_s": round(plan.tokens_per_second, 1),
         "mfu_causal": round(plan.utilisation, 4),
@@ -266,7 +284,7 @@ def search_json(found: Search) -> dict[str, Any]:
 def draw(plan: Plan, path: Path) -> None:
     """Draw a PNG: the memory of each stage beside that of a GPU, and the schedule."""
     title = (
-        f"{plan.job.layout.describe()}, ZeRO-{plan.job.zero_stage}: {1e3 * plan.time.total:.1f} ms a step, "
+        f"{plan.job.mesh.describe()}, ZeRO-{plan.job.zero_stage}: {1e3 * plan.time.total:.1f} ms a step, "
         f"{in_gib(plan.need, 1):.1f} GiB"
     )
     memory = {part: [in_gib(getattr(stage, part)) for stage in plan.memory] for part in PARTS}
@@ -274,7 +292,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _drawn_schedule(plan: Plan) -> ScheduleBars | None:
-    if plan.job.layout.pipeline == 1:
+    if plan.job.mesh.pipeline == 1:
         return None
     stages, count = timelines(plan)
     forward, backward = (

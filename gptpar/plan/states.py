@@ -1,9 +1,14 @@
-"""Counts the bytes of gradients that follow from a parameter table. Pure."""
+"""Counts the bytes of gradients and of optimizer state that follow from a parameter table. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
+from gptpar.optim.group_ranges import GroupRange
+from gptpar.optim.state_layout import StateLayout
+from gptpar.optim.update import Update
 
 
 def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batches: int) -> int:
@@ -26,3 +31,14 @@ def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batc
         divided = [unit for unit in table.units if table.on_device[unit.name] < unit.shard_length]
         elements += sum(unit.length if zero_stage < 2 else unit.shard_length for unit in divided)
     return size * elements
+
+
+def state_bytes(group_ranges: Sequence[GroupRange], updates: Sequence[Update], length: int, size: int) -> int:
+    """Bytes of a flat vector's master weights and optimizer states.
+
+    Args:
+        updates: by group.
+        length: of the vector.
+        size: bytes of a number.
+    """
+    return size * (length + sum(StateLayout(group_ranges, updates, length).lengths.values()))

@@ -6,13 +6,14 @@ A stage's time for a micro-batch is the sum over its layers. Each layer says wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from gptpar.engine.ranges import Home
 from gptpar.pipeline import schedules
-from gptpar.plan import host_updates
+from gptpar.plan import host_updates, matrices
 from gptpar.plan.hardware import Cluster, mfu
 from gptpar.plan.job import Job, StagePart
 from gptpar.tensor_parallel.cost import Cost
@@ -48,6 +49,7 @@ class StepTime:
         transfers: waiting for transfers between stages.
         data: reductions and gathers over the data axis, as far as computation does not hide them.
         optimizer: norm and update on the device.
+        matrices: assembling and orthogonalizing matrices (Muon).
         cpu_optimizer: waiting for the CPU's updates, if no step is clipped, and for weights from the host.
         host: by how much launching the step takes the host longer than running it takes the device.
     """
@@ -58,13 +60,14 @@ class StepTime:
     transfers: float
     data: float
     optimizer: float
+    matrices: float
     cpu_optimizer: float
     host: float
 
     @property
     def total(self) -> float:
         """The whole step."""
-        device = self.compute + self.fill + self.transfers + self.data + self.optimizer
+        device = self.compute + self.fill + self.transfers + self.data + self.optimizer + self.matrices
         return device + self.cpu_optimizer + self.host
 
     @property
@@ -78,23 +81,24 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     """Predict a step."""
     costs = _Costs(job, cluster)
     stages = [costs.stage(part) for part in job.stages]
-    count, layout = job.num_micro_batches, job.layout
+    count, mesh = job.num_micro_batches, job.mesh
     slowest = max(stage.both for stage in stages)
-    others = (sum(stage.both for stage in stages) - slowest) / max(1, layout.pipeline - 1)
+    others = (sum(stage.both for stage in stages) - slowest) / max(1, mesh.pipeline - 1)
     compute = count * slowest
-    fill = rounds_idle(layout.pipeline, count, job.num_virtual_stages) * others
-    transfers = rounds_transferring(layout.pipeline, count, job.num_virtual_stages) * costs.between_stages()
-    if not job.graph and layout.pipeline > 1:
+    fill = rounds_idle(mesh.pipeline, count, job.num_virtual_stages) * others
+    transfers = rounds_transferring(mesh.pipeline, count, job.num_virtual_stages) * costs.between_stages()
+    if not job.graph and mesh.pipeline > 1:
         fill += cluster.sustained.scheduling * compute
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
     heaviest = max(job.table(part).length() * job.shards for part in job.stages)
     data = costs.data_parallel(heaviest, stages[busiest])
     optimizer = max(costs.update(part) for part in job.stages)
+    orthogonal = max(costs.matrices(part) for part in set(job.stages))
     waited = max(costs.host_updates(part) for part in set(job.stages))
     cpu_optimizer = waited + costs.host_parameters(heaviest, stages[busiest])
     device = compute + fill + transfers + data
     host = max(0.0, max(costs.host(part) for part in set(job.stages)) - device)
-    return StepTime(stages, compute, fill, transfers, data, optimizer, cpu_optimizer, host)
+    return StepTime(stages, compute, fill, transfers, data, optimizer, orthogonal, cpu_optimizer, host)
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
@@ -140,9 +144,9 @@ class _Costs:
         self._job, self._cluster, self._sustained = job, cluster, cluster.sustained
         self.memory_rate = cluster.memory_bandwidth * self._sustained.memory
         self._product_rate = max(self.memory_rate, cluster.peak * self._sustained.on_chip)
-        layout = job.layout
-        self._tensor_rate = cluster.bandwidth(layout.tensor, 1)
-        self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
+        mesh = job.mesh
+        self._tensor_rate = cluster.bandwidth(mesh.tensor, 1)
+        self._data_rate = cluster.bandwidth(mesh.data, mesh.tensor)
         self._times: dict[tuple[int, bool], StageTime] = {}
 
     def stage(self, part: StagePart) -> StageTime:
@@ -208,7 +212,7 @@ class _Costs:
 
     def _transfer(self, width: int) -> tuple[float, float]:
         """(seconds for gathering all tokens' vectors or summing them, the fraction beside a product fused with it)."""
-        job, size = self._job, self._job.layout.tensor
+        job, size = self._job, self._job.mesh.tensor
         whole = job.tokens * width * job.element_size
         fused = job.token_splits > 1 and job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
         moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
@@ -221,8 +225,8 @@ class _Costs:
         """
         job = self._job
         added = job.element_size + 2 * job.wide_size
-        size = added if job.config.batch.adds_gradients(job.layout.world_size) else 2 * job.element_size
-        alone = job.num_micro_batches == 1 and job.layout.data == 1
+        size = added if job.config.batch.adds_gradients(job.mesh.world_size) else 2 * job.element_size
+        alone = job.num_micro_batches == 1 and job.mesh.data == 1
         size_on_host = 3 * job.element_size if alone else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
@@ -238,7 +242,7 @@ class _Costs:
     def between_stages(self) -> float:
         """Seconds of one transfer between neighbouring stages."""
         job = self._job
-        rate = self._cluster.stage_bandwidth(job.layout.world_size)
+        rate = self._cluster.stage_bandwidth(job.mesh.world_size)
         return job.boundary_bytes / rate + self._sustained.stage_transfer
 
     def data_parallel(self, elements: int, stage: StageTime) -> float:
@@ -248,11 +252,11 @@ class _Costs:
             elements: number of a rank's parameters.
             stage: the stage's time for a micro-batch.
         """
-        job, layout = self._job, self._job.layout
-        if layout.data == 1:
+        job, mesh = self._job, self._job.mesh
+        if mesh.data == 1:
             return 0.0
         size = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
-        seconds_a_byte = (layout.data - 1) / layout.data / self._data_rate
+        seconds_a_byte = (mesh.data - 1) / mesh.data / self._data_rate
         reduced, gathered = elements * size * seconds_a_byte, elements * job.element_size * seconds_a_byte
         if job.zero_stage >= 2:
             gathers = 2 * gathered if job.zero_stage == 3 else 0.0
@@ -269,8 +273,7 @@ class _Costs:
         if not job.ratio:
             return 0.0
         layers = host_updates.layers_of(job, part, [(layer.forward, layer.backward) for layer in self.layers(part)])
-        elements = sum(layer.elements for layer in layers)
-        room = host_updates.speculated_elements(job, self._cluster, elements, job.num_offloaded_units(part))
+        room = host_updates.speculated_elements(job, self._cluster, part)
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
         return host_updates.waiting(layers, room, self.update(part), speed, lead)
 
@@ -282,8 +285,13 @@ class _Costs:
         """
         job = self._job
         live = 0 if job.masters_are_live else job.element_size
-        size = 2 * job.gradient_size + 2 * job.optimizer.state_bytes(job.wide_size) + live
-        return size * job.table(part).length(Home.DEVICE) / self.memory_rate
+        moved = (2 * job.gradient_size + live) * job.table(part).length(Home.DEVICE) + 2 * job.device_state_bytes(part)
+        return moved / self.memory_rate
+
+    def matrices(self, part: StagePart) -> float:
+        """Seconds of an optimizer over matrices, besides what all optimizers do."""
+        rates = [self._tensor_rate] * (self._job.mesh.tensor > 1) + [self._data_rate] * (self._job.shards > 1)
+        return matrices.seconds(self._job, part, self._product, min(rates, default=math.inf))
 
     def host_parameters(self, elements: int, stage: StageTime) -> float:
         """Seconds for which each micro-batch's forward and backward wait for weights from the host.
@@ -321,5 +329,5 @@ class _Costs:
 def utilisation(job: Job, cluster: Cluster, seconds: float) -> float:
     """Model FLOPs utilisation of a step, with attention over its causal half."""
     tokens = job.config.batch.global_batch_size * job.shape.seq_length
-    rate = tokens / seconds / job.layout.world_size
+    rate = tokens / seconds / job.mesh.world_size
     return mfu(rate, job.flops_per_token, cluster.peak) or 0.0

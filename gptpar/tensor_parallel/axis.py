@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from gptpar.topology.mesh import TENSOR
-from gptpar.topology.placement import REPLICATED, Placement, Split
+from gptpar.topology.placement import REPLICATED, Placement, Split, range_of
 
 ADDENDS = Placement(gradient_sum=frozenset({TENSOR}))
 
@@ -47,7 +47,7 @@ class TensorAxis:
 
     def range_of(self, length: int) -> tuple[int, int]:
         """This rank's range [start, stop) of ``length`` rows; the ranks' lengths differ by at most one."""
-        return self.rank * length // self.size, (self.rank + 1) * length // self.size
+        return range_of(self.rank, self.size, length)
 
     def split_of(self, dim: int, full: int) -> Split:
         """How a dimension of length ``full`` is split; with this rank's range."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gptpar.kernels import gpu, plain_loss
 from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, token_losses
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
+from gptpar.tensor_parallel.products import product
 from gptpar.topology.placement import Split
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
@@ -60,7 +61,7 @@ def _weight_grad(
     """
     grad_VD = hidden_ND.new_empty(grad_NV.shape[1], hidden_ND.shape[1])
     for rows in row_pieces(len(grad_VD)):
-        torch.mm(grad_NV[:, rows].t(), hidden_ND, out=grad_VD[rows])
+        product(grad_NV[:, rows].t(), hidden_ND, out=grad_VD[rows])
         if others_VD is not None:
             grad_VD[rows] = others_VD[rows].add_(grad_VD[rows])
         if on_rows is not None:
@@ -138,7 +139,7 @@ def losses_of_tokens(
     chunks = zip(hidden_ND.split(size), (labels_N - split.start).split(size), strict=True)
     return torch.cat(
         [
-            token_losses(*_statistics(hidden @ weight_VD.t(), labels, axis, terms, num_valid), terms)
+            token_losses(*_statistics(product(hidden, weight_VD.t()), labels, axis, terms, num_valid), terms)
             for hidden, labels in chunks
         ]
     )
@@ -196,7 +197,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD: torch.Tensor | None = None
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
-            logits_NV = hidden_ND[part] @ weight_VD.t()
+            logits_NV = product(hidden_ND[part], weight_VD.t())
             to_scale = scale if needs_grad else None
             chunk_loss, grad_NV = _chunk_loss(
                 logits_NV, own_labels_N[part], weights_N[part], to_scale, axis, terms, num_valid
@@ -206,12 +207,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_ND is None or grad_NV is None:
                 continue
             if start + step < num_tokens:
-                contribution_VD = grad_NV.t() @ hidden_ND[part]
+                contribution_VD = product(grad_NV.t(), hidden_ND[part])
                 sum_VD = contribution_VD.to(wide) if sum_VD is None else sum_VD.add_(contribution_VD)
                 del contribution_VD
             else:
                 grad_weight_VD = _weight_grad(grad_NV, hidden_ND[part], sum_VD, on_weight_grad)
-            torch.mm(grad_NV, weight_VD, out=grad_hidden_ND[part])
+            product(grad_NV, weight_VD, out=grad_hidden_ND[part])
             del grad_NV  # before the next logits
         if needs_grad:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, scale)

@@ -7,6 +7,7 @@ own tokens between layers: a column layer takes these and returns all tokens, a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,10 @@ from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
+from gptpar.tensor_parallel.products import PLAIN, product
 from gptpar.topology.initial_values import Constant, Normal
-from gptpar.topology.placement import ParameterSpec
+from gptpar.topology.matrices import WHOLE, Matrices
+from gptpar.topology.placement import ParameterSpec, Placement
 
 
 def _features_per_rank(features: int, axis: TensorAxis) -> int:
@@ -25,62 +28,83 @@ def _features_per_rank(features: int, axis: TensorAxis) -> int:
     return features // axis.size
 
 
-class ColumnParallelLinear(nn.Module):
-    """``y = x W^T + b``; each tensor rank holds some of the output features.
+class SplitLinear(nn.Module):
+    """``y = x W^T + b`` on one tensor rank: what column and row layers have in common.
 
     Args:
-        in_features: width of the input.
-        out_features: width of the whole output.
+        shape: of this rank's weight: output features, in one or two dimensions, x input features.
+        placement, bias_placement: of the weight and of the bias.
         bias: whether there is a bias.
         std: standard deviation of the initial weights.
-        parts: the output consists of this many equal parts (2 for a gated MLP). If there are several, the weight has
-            one more dimension in front, so that a slice of its split dimension has equally much of every part.
         axis: this process's place on the tensor axis.
         bias_gradient: whether this layer forms the bias's gradient; if not, the function that reads the output does
             (:mod:`gptpar.kernels.bias_gradient`).
+        format: number format of the products (:mod:`gptpar.tensor_parallel.products`).
+        matrices: how the weight divides into matrices.
     """
+
+    operator: Callable[..., torch.Tensor]
+    """The product together with its transfer, for several ranks."""
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        shape: tuple[int, ...],
+        placement: Placement,
+        bias_placement: Placement,
         *,
         bias: bool,
         std: float,
-        parts: int = 1,
-        axis: TensorAxis = ALONE,
+        axis: TensorAxis,
         bias_gradient: bool = True,
+        format: str = PLAIN,
+        matrices: Matrices = WHOLE,
     ):
         super().__init__()
-        length = out_features // parts
-        own = _features_per_rank(length, axis)
-        shape = (own,) if parts == 1 else (parts, own)
-        split = axis.split(len(shape) - 1, length)
         self.declared = {
-            "weight": ParameterSpec(Normal(std), split),
-            "bias": ParameterSpec(Constant(0.0), split),
+            "weight": ParameterSpec(Normal(std), placement, matrices),
+            "bias": ParameterSpec(Constant(0.0), bias_placement),
         }
-        self.weight = nn.Parameter(torch.empty(*shape, in_features))
-        self.bias = nn.Parameter(torch.empty(shape)) if bias else None
-        self.alone, self.group_name, self.token_splits = axis.size == 1, axis.group_name, axis.token_splits
-        self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
-        self.bias_gradient = bias_gradient
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
+        self.alone, self.token_splits, self.bias_gradient = axis.size == 1, axis.token_splits, bias_gradient
+        self.format, self.transfer = format, (axis.group_name, axis.sequence_parallel, axis.fused)
 
     @property
     def unsummed_bias(self) -> nn.Parameter | None:
         """The bias, if the function that reads the output forms its gradient; else ``None``."""
         return None if self.bias_gradient else self.bias
 
-    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Returns y_NO: this rank's features of all tokens."""
-        weight = self.weight.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.flatten()
-        if bias is not None and not self.bias_gradient:
-            bias = bias.detach()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens x input features -> tokens x output features."""
+        weight: torch.Tensor = self.weight
+        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
+        if weight.dim() > 2:
+            weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
         if self.alone:
-            return F.linear(x_ND, weight, bias)
-        y_NO = column_forward(x_ND, weight, self.group_name, self.sequence_parallel, self.fused)
-        return y_NO if bias is None else y_NO + bias
+            return product(x, weight.t(), self.format, bias=bias)
+        y = self.operator(x, weight, *self.transfer, self.format)
+        return y if bias is None else y + bias
+
+
+class ColumnParallelLinear(SplitLinear):
+    """A linear layer that takes x_nD; each tensor rank holds some output features, and returns these of all tokens.
+
+    Args:
+        in_features: width of the input.
+        out_features: width of the whole output.
+        parts: the output consists of this many equal parts (2 for a gated MLP). If there are several, the weight has
+            one more dimension in front, so that a slice of its split dimension has equally much of every part.
+        axis, **how: see :class:`SplitLinear`.
+    """
+
+    operator = column_forward
+
+    def __init__(self, in_features: int, out_features: int, *, parts: int = 1, axis: TensorAxis = ALONE, **how: Any):
+        length = out_features // parts
+        own = _features_per_rank(length, axis)
+        rows = (own,) if parts == 1 else (parts, own)
+        split = axis.split(len(rows) - 1, length)
+        super().__init__((*rows, in_features), split, split, axis=axis, **how)
 
     def cost(self, batch: BatchShape) -> Cost:
         """The product; its input is kept."""
@@ -89,51 +113,22 @@ class ColumnParallelLinear(nn.Module):
         return Cost((Product(inner, columns, moves_input=not self.alone),), kept=kept)
 
 
-class RowParallelLinear(nn.Module):
-    """``y = x W^T + b``; each tensor rank holds some of the input features.
+class RowParallelLinear(SplitLinear):
+    """A linear layer that takes all tokens and returns y_nO; each tensor rank holds some input features.
+
+    Every rank holds the bias whole, and adds it after the sum over ranks.
 
     Args:
         in_features: width of the whole input.
         out_features: width of the output.
-        bias: whether there is a bias; every rank holds it whole and adds it after the sum over ranks.
-        std: standard deviation of the initial weights.
-        axis: this process's place on the tensor axis.
-        bias_gradient: as in :class:`ColumnParallelLinear`.
+        axis, **how: see :class:`SplitLinear`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        std: float,
-        axis: TensorAxis = ALONE,
-        bias_gradient: bool = True,
-    ):
-        super().__init__()
-        self.declared = {
-            "weight": ParameterSpec(Normal(std), axis.split(1, in_features)),
-            "bias": ParameterSpec(Constant(0.0), axis.between_layers),
-        }
-        self.weight = nn.Parameter(torch.empty(out_features, _features_per_rank(in_features, axis)))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.alone, self.group_name = axis.size == 1, axis.group_name
-        self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
-        self.bias_gradient = bias_gradient
+    operator = row_forward
 
-    @property
-    def unsummed_bias(self) -> nn.Parameter | None:
-        """As in :class:`ColumnParallelLinear`."""
-        return None if self.bias_gradient else self.bias
-
-    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Returns y_NO: the sum over ranks."""
-        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
-        if self.alone:
-            return F.linear(x_ND, self.weight, bias)
-        y_NO = row_forward(x_ND, self.weight, self.group_name, self.sequence_parallel, self.fused)
-        return y_NO if bias is None else y_NO + bias
+    def __init__(self, in_features: int, out_features: int, *, axis: TensorAxis = ALONE, **how: Any):
+        shape = (out_features, _features_per_rank(in_features, axis))
+        super().__init__(shape, axis.split(1, in_features), axis.between_layers, axis=axis, **how)
 
     def cost(self, batch: BatchShape) -> Cost:
         """The product; its input is kept."""

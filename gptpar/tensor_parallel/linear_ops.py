@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from gptpar.tensor_parallel.collectives import gather, reduce_scatter, start_gather, start_reduce_scatter
+from gptpar.tensor_parallel.products import PLAIN, product
 
 # Below this size of the gathered activations, the many small products of a fused transfer cost more than they hide.
 FUSED_BYTES = 32 << 20
@@ -28,72 +29,85 @@ def _group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _fuses(fused: bool, x: torch.Tensor, num_rows: int) -> bool:
-    """Whether a transfer of ``num_rows`` rows of the width of ``x`` goes through symmetric memory."""
-    return fused and x.is_cuda and num_rows * x.shape[1] * x.element_size() >= FUSED_BYTES
+def _fuses(fused: bool, x: torch.Tensor, rows: int, columns: int, format: str) -> bool:
+    """Whether a transfer of ``rows`` x ``columns`` elements like those of ``x`` goes through symmetric memory."""
+    return fused and format == PLAIN and x.is_cuda and rows * columns * x.element_size() >= FUSED_BYTES
 
 
-def _gather_times(x: torch.Tensor, matrix: torch.Tensor, group: str, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather_times(
+    x: torch.Tensor, matrix: torch.Tensor, group: str, fused: bool, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(all ranks' rows of x, these rows @ matrix)."""
-    if _fuses(fused, x, x.shape[0] * _group(group).size()):
+    if _fuses(fused, x, x.shape[0] * _group(group).size(), x.shape[1], format):
         # return_A even where the caller drops the rows: without it torch may choose multicast.
-        rows, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, group, return_A=True)
-        return rows, product
+        rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, group, return_A=True)
+        return rows, y
     rows = gather(x, _group(group))
-    return rows, rows @ matrix
+    return rows, product(rows, matrix, format)
 
 
 @torch.library.custom_op("gptpar::column_forward", mutates_args=())
 def column_forward(
-    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool, format: str
 ) -> torch.Tensor:
     """x_nI, weight_OI -> y_NO."""
-    return _gather_times(x, weight.t(), group, fused)[1] if sequence_parallel else x @ weight.t()
+    if sequence_parallel:
+        return _gather_times(x, weight.t(), group, fused, format)[1]
+    return product(x, weight.t(), format)
 
 
 @torch.library.custom_op("gptpar::column_backward", mutates_args=())
 def column_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight."""
     ranks = _group(group)
     if not sequence_parallel:
-        grad_x = grad @ weight
+        grad_x = product(grad, weight, format)
         summing = dist.all_reduce(grad_x, group=ranks, async_op=True)
-        grad_weight = grad.t() @ x
+        grad_weight = product(grad.t(), x, format)
         assert summing is not None
         summing.wait()
         return grad_x, grad_weight
     rows, gathering = start_gather(x, ranks)
-    partial = grad @ weight
+    partial = product(grad, weight, format)
     gathering.wait()
     grad_x, summing = start_reduce_scatter(partial, ranks)
-    grad_weight = grad.t() @ rows
+    grad_weight = product(grad.t(), rows, format)
     summing.wait()
     return grad_x, grad_weight
 
 
 @torch.library.custom_op("gptpar::row_forward", mutates_args=())
 def row_forward(
-    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool, format: str
 ) -> torch.Tensor:
     """x_NI, weight_OI -> y_nO, summed over ranks."""
-    if not sequence_parallel:
-        y = x @ weight.t()
-        dist.all_reduce(y, group=_group(group))
-        return y
-    if fused and x.is_cuda and x.shape[0] * weight.shape[0] * x.element_size() >= FUSED_BYTES:
+    if sequence_parallel and _fuses(fused, x, x.shape[0], weight.shape[0], format):
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
-    return reduce_scatter(x @ weight.t(), _group(group))
+    y = product(x, weight.t(), format)
+    if sequence_parallel:
+        return reduce_scatter(y, _group(group))
+    dist.all_reduce(y, group=_group(group))
+    return y
 
 
 @torch.library.custom_op("gptpar::row_backward", mutates_args=())
 def row_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    fused: bool,
+    format: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
-    rows, grad_x = _gather_times(grad, weight, group, fused) if sequence_parallel else (grad, grad @ weight)
-    return grad_x, rows.t() @ x
+    if sequence_parallel:
+        grad, grad_x = _gather_times(grad, weight, group, fused, format)
+    else:
+        grad_x = product(grad, weight, format)
+    return grad_x, product(grad.t(), x, format)
 
 
 @torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())
@@ -105,26 +119,18 @@ def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @column_forward.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0] * (_group(group).size() if sequence_parallel else 1), weight.shape[0])
 
 
 @row_forward.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0] // (_group(group).size() if sequence_parallel else 1), weight.shape[0])
 
 
 @column_backward.register_fake
-def _(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
 @row_backward.register_fake
-def _(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -145,16 +151,18 @@ sum_over_ranks.register_autograd(_summed_gradient, setup_context=_keep_group)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, ctx.group, ctx.sequence_parallel, ctx.fused = inputs
+    x, weight, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return *column_backward(grad, *ctx.saved_tensors, ctx.group, ctx.sequence_parallel), None, None, None
+    how = ctx.group, ctx.sequence_parallel, ctx.format
+    return *column_backward(grad, *ctx.saved_tensors, *how), None, None, None, None
 
 
 def _row_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return *row_backward(grad, *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.fused), None, None, None
+    how = ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format
+    return *row_backward(grad, *ctx.saved_tensors, *how), None, None, None, None
 
 
 column_forward.register_autograd(_column_gradients, setup_context=_save)

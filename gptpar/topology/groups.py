@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR, Mesh
+from gptpar.topology.mesh import COPIES, DATA, PIPELINE, TENSOR, Mesh, rows_of
 from gptpar.topology.world import Facts, open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
@@ -53,14 +54,14 @@ class Topology:
         mesh: of all ranks.
         rank: this process's.
         device: where it computes.
-        groups: axes -> this process's group on them; ``None`` when alone there.
+        groups: rows -> this process's group on them; ``None`` when alone there.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
     mesh: Mesh
     rank: int
     device: torch.device
-    groups: Mapping[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     links: Links | None = None
     _stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
 
@@ -70,7 +71,7 @@ class Topology:
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one by their positions on these axes alone; ``None`` when alone there."""
-        return self.groups.get(axes)
+        return self.groups.get(rows_of(axes))
 
     @property
     def data_rank(self) -> int:
@@ -86,6 +87,11 @@ class Topology:
     def is_main(self) -> bool:
         """Whether this process writes the console, the logs and the TensorBoard files."""
         return self.rank == 0
+
+    def join(self, *axes: str) -> None:
+        """Make the group of several axes, if there is none; all processes call this together, for the same axes."""
+        if axes not in self.groups:
+            self.groups[axes] = _my_group(self.mesh.groups(*axes), self.rank)
 
     def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of this process's chain of stages that holds the processes at the given stages.
@@ -107,9 +113,9 @@ class Topology:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the data axis, in place."""
-        if (group := self.group(DATA)) is not None:
+    def sum_over_copies(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the processes that hold the same weights and read different tokens, in place."""
+        if (group := self.group(*COPIES)) is not None:
             dist.all_reduce(tensor, group=group)
         return tensor
 
@@ -130,14 +136,15 @@ class Topology:
 
 def make_topology(mesh: Mesh, rank: int, device: torch.device) -> Topology:
     """Create the groups of a mesh; all processes call it together, after ``init_process_group``."""
-    axes = (DATA, TENSOR, *((EXPERT, EXPERT_DATA) if mesh.expert > 1 else ()))
-    groups = {axis: _my_group(mesh.groups(axis), rank) for axis in axes}
-    groups.setdefault(EXPERT_DATA, groups[DATA])
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    for rows in (*(rows for count in range(len(COPIES)) for rows in combinations(COPIES, count + 1)), (TENSOR,)):
+        several = tuple(row for row in rows if mesh.size(row) > 1)
+        groups[rows] = groups[several] if several in groups else _my_group(mesh.groups(*rows), rank)
     return Topology(
         mesh,
         rank,
         device,
-        {(axis,): group for axis, group in groups.items()},
+        groups,
         links=_make_links(mesh, rank, device) if mesh.pipeline > 1 else None,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 TENSOR = "tensor"
 """The axis of ranks that split each layer."""
@@ -26,6 +27,8 @@ ROWS = (TENSOR, EXPERT, EXPERT_DATA, PIPELINE)
 thus one machine."""
 PARTS = {DATA: (EXPERT, EXPERT_DATA)}
 """Axis -> the rows that it consists of, for axes that are no row."""
+COPIES = (EXPERT, EXPERT_DATA)
+"""The rows whose ranks hold copies of a parameter that no axis splits, and read different tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,12 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Number of ranks that differ by their positions on these axes alone; without axes, of all ranks."""
-        sizes = {EXPERT_DATA: self.data // self.expert, **vars(self)}
-        return math.prod(sizes[row] for row in (rows_of(axes) if axes else ROWS))
+        return math.prod([self._sizes[row] for row in (rows_of(axes) if axes else ROWS)])
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        rest = self.data // self.expert
+        return {TENSOR: self.tensor, EXPERT: self.expert, EXPERT_DATA: rest, PIPELINE: self.pipeline}
 
     @property
     def world_size(self) -> int:
@@ -59,13 +66,13 @@ class Mesh:
         """A rank's position on an axis, or among the ranks that differ by their positions on several axes alone."""
         found, count = 0, 1
         for row in rows_of(axes):
-            found += rank // self._stride(row) % self.size(row) * count
-            count *= self.size(row)
+            found += rank // self._stride(row) % self._sizes[row] * count
+            count *= self._sizes[row]
         return found
 
     def rank(self, **positions: int) -> int:
         """The rank at a position on each axis (0 where none is given); the inverse of :meth:`position`."""
-        return sum(self._stride(rows_of([axis])[0]) * position for axis, position in positions.items())
+        return sum(self._stride(rows_of((axis,))[0]) * position for axis, position in positions.items())
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that differ by their positions on these axes alone, each in ascending order of ranks."""
@@ -82,23 +89,22 @@ class Mesh:
 
     def _stride(self, row: str) -> int:
         """The difference of the ranks of neighbours on a row."""
-        before = ROWS[: ROWS.index(row)]
-        return self.size(*before) if before else 1
+        return math.prod([self._sizes[before] for before in ROWS[: ROWS.index(row)]])
 
 
-def rows_of(axes: Iterable[str]) -> tuple[str, ...]:
+@cache
+def rows_of(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The rows that axes consist of, the fastest first."""
     rows = {row for axis in axes for row in PARTS.get(axis, (axis,))}
     return tuple(row for row in ROWS if row in rows)
 
 
 def copies_over(split: Iterable[str]) -> tuple[str, ...]:
-    """The axes whose ranks hold copies of a parameter, and read different samples.
+    """The rows whose ranks hold copies of a parameter, and read different tokens.
 
     Over these its gradient is summed, and ZeRO shards it.
 
     Args:
         split: the axes that split the parameter's value.
     """
-    left = [row for row in PARTS[DATA] if row not in rows_of(split)]
-    return (DATA,) if len(left) == len(PARTS[DATA]) else tuple(left)
+    return tuple(row for row in COPIES if row not in rows_of(tuple(split)))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from gptpar.topology.initial_values import Init
+from gptpar.topology.matrices import WHOLE, Matrices
 from gptpar.topology.mesh import EXPERT, TENSOR, copies_over
 
 SPLIT_OVER = (TENSOR, EXPERT)
@@ -27,6 +28,15 @@ SPLIT_OVER = (TENSOR, EXPERT)
 SUMMED_OVER = (TENSOR,)
 """Axes over which a layer may declare sums of gradients. Gradients are summed over the ranks that hold copies and read
 different samples without being declared."""
+
+
+def range_of(position: int, size: int, length: int) -> tuple[int, int]:
+    """The range [start, stop) of ``length`` rows at a position of an axis; the ranges' lengths differ by at most one.
+
+    Args:
+        size: number of ranks on the axis.
+    """
+    return position * length // size, (position + 1) * length // size
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,11 @@ REPLICATED = Placement()
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layer declares of one of its parameters; both are needed."""
+    """What a layer declares of one of its parameters; its initial values and its placement are needed."""
 
     init: Init | None = None
     placement: Placement | None = None
+    matrices: Matrices = WHOLE
 
     def problems(self) -> Iterator[str]:
         """Each missing declaration, with what to write instead."""
@@ -119,6 +130,7 @@ class ParameterInfo:
         init: how it is initialised.
         placement: which part of the whole parameter this rank has.
         strides: of this rank's part, whose memory is dense; ``None``: row-major.
+        matrices: how the whole parameter divides into matrices (:mod:`gptpar.topology.matrices`).
 
     Raises:
         ValueError: with these strides, the memory has gaps, or two elements at one position.
@@ -128,6 +140,7 @@ class ParameterInfo:
     init: Init
     placement: Placement = REPLICATED
     strides: tuple[int, ...] | None = None
+    matrices: Matrices = WHOLE
 
     def __post_init__(self) -> None:
         if self.strides is None or (len(self.strides) == len(self.shape) and self._is_dense(self.strides)):

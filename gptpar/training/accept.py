@@ -12,7 +12,9 @@ from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import CheckpointError, printable
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.muon import MUON
+from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule, make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
@@ -82,13 +84,22 @@ def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> It
     """Why the checkpoint's optimizer state cannot be taken over."""
     name, before = config.optimizer.optimizer, stored.config.optimizer.optimizer
     kinds = {tensor.partition("/")[0] for tensor in manifest.tensors}
-    if name != before and "optimizer.optimizer" in stored.known:
+    of_matrices, of_others = updates_of(config.optimizer)
+    states = {*of_others.states, *(of_matrices.states if of_matrices else ())}
+    if "optimizer.optimizer" in stored.known and name != before and not _takes_over(name, before):
+        lacks = (before, name) == (MUON.name, ADAMW.name)
+        why = "; Muon's matrices have no second moment, which AdamW divides by" * lacks
         yield (
-            f"its optimizer state is that of --optimizer {before}, and this run has --optimizer {name}: take the same, "
-            f"or add --no-load-optim to begin with a state of zero."
+            f"its optimizer state is that of --optimizer {before}, and this run has --optimizer {name}{why}: take the "
+            "same, or add --no-load-optim to begin with a state of zero."
         )
-    elif not kinds >= set(OPTIMIZERS[name].states):
+    elif not kinds >= states:
         yield "it was saved without the optimizer's moments: add --no-load-optim."
+
+
+def _takes_over(name: str, before: str) -> bool:
+    """Whether an optimizer goes on with the state of another one."""
+    return (before, name) == (ADAMW.name, MUON.name)
 
 
 def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str]:
@@ -179,6 +190,14 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
         differ += same_run.other_evaluation(stored.config, stored.corpora or {}, config, inputs.corpora)
     if differ:
         say(printable(f" > unlike the checkpoint: {'; '.join(differ)}"))
+    if (
+        _takes_over(config.optimizer.optimizer, stored.config.optimizer.optimizer)
+        and not config.checkpoint.no_load_optim
+    ):
+        say(
+            " > the matrices' first moments become Muon's momentum, and their second moments are dropped; AdamW goes "
+            "on with everything else"
+        )
     if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
         say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")
     if not config.logging.skip_train:

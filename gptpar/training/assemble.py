@@ -109,7 +109,7 @@ def open_run(
     resume.refuse_foreign_folders(config)
     parallel = config.parallel
     _, _, world_size = world_from_environment()
-    layout = parallel.layout(world_size)
+    mesh = parallel.mesh(world_size)
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest().listening())
         stack.enter_context(memory_explained(lambda: config))
@@ -119,7 +119,7 @@ def open_run(
         stack.enter_context(exact_bf16_sums(config.precision.disable_bf16_reduced_precision_matmul))
         minutes, facts = parallel.distributed_timeout_minutes, partial(flags_of, config)
         topology = stack.enter_context(
-            open_topology(layout, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
+            open_topology(mesh, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
         )
         say = _say if topology.is_main else _say_nothing
         times = RecoveryTimes(Restart.of_worker(), say)
@@ -129,7 +129,7 @@ def open_run(
             vocabulary = vocabulary_of(config.tokenizer)
             config = with_vocabulary(config, vocabulary)
             tasks = tasks_of(config)
-            inputs = resume.Inputs.of(config, vocabulary.identity, layout.data, vocabulary.files)
+            inputs = resume.Inputs.of(config, vocabulary.identity, mesh.data, vocabulary.files)
         require_same(inputs_of(inputs), "give all machines the same files.")
         copies = open_copies(config, say)
         done = resume.progress_to_resume(config, inputs)
@@ -162,7 +162,7 @@ def open_run(
         mirror = open_mirror(copies, trainer, progress.iteration, say)
         note_begun()
         sinks = [*more_sinks, times, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
-        reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
+        reporter = Reporter(config, plan, mesh.world_size, topology.device, sinks, say)
         stack.callback(reporter.close)
         saving = stack.enter_context(open_saving(trainer, inputs, say, reporter.flush, permits))
         request.hold()

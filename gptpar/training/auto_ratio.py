@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,16 +34,22 @@ def with_ratio(config: Config, topology: Topology) -> Config:
     return config.update("offload", cpu_optimizer_ratio=round(ratio, 3))
 
 
-def smallest_ratio(free: int, elements: int, bytes_an_element: int, saved: int = 0) -> float:
-    """The host's share when the device has ``free`` bytes for ``elements`` elements: 0 to 1, in steps of 0.001.
+def smallest_ratio(free: int, sizes: Sequence[tuple[int, int]], saved: int = 0) -> float:
+    """The host's share when the device has ``free`` bytes for the optimizer: 0 to 1, in steps of 0.001.
 
     Args:
+        sizes: (number of elements, bytes of each of them) in the order in which the device takes them.
         saved: bytes that the device needs less if the host has nothing.
     """
-    if elements * bytes_an_element <= free + saved:
+    if sum(count * size for count, size in sizes) <= free + saved:
         return 0.0
-    on_device = max(0, free) // bytes_an_element
-    return -(-max(0, elements - on_device) * 1000 // max(1, elements)) / 1000
+    elements, on_device, left = sum(count for count, _ in sizes), 0, max(0, free)
+    for count, size in sizes:
+        fitting = min(count, left // size)
+        on_device, left = on_device + fitting, left - fitting * size
+        if fitting < count:
+            break
+    return -(-(elements - on_device) * 1000 // max(1, elements)) / 1000
 
 
 def _measured(config: Config, topology: Topology) -> float:
@@ -53,7 +60,8 @@ def _measured(config: Config, topology: Topology) -> float:
     trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
     trainer.initialise()
     trainer.forward_backward(any_batches(config, topology), 0)
-    elements, bytes_an_element = trainer.engine.table.elements(), trainer.engine.optimizer.bytes_an_element
+    table, bytes_of = trainer.engine.table, trainer.engine.optimizer.bytes_of
+    sizes = [(one.length, bytes_of(one.group)) for one in table.ranges()]
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) + _bytes_waiting(trainer)
     saved = bytes_saved_without_host(trainer)
@@ -63,7 +71,7 @@ def _measured(config: Config, topology: Topology) -> float:
     gc.collect()
     torch.cuda.empty_cache()
     capacity = torch.cuda.mem_get_info(device)[1] * (1 - KEPT_FREE)
-    return smallest_ratio(int(capacity) - foreign - peak, elements, bytes_an_element, saved)
+    return smallest_ratio(int(capacity) - foreign - peak, sizes, saved)
 
 
 def bytes_saved_without_host(trainer: Trainer) -> int:

@@ -62,12 +62,11 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
     table = engine.table
     offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
     state, doubled = map(format_bytes, host.state_bytes)
-    on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {offloaded}: "
         f"{state} of master weights and moments, {doubled} of double buffers for speculation; {host.kernel}; "
         "the device the others: "
-        f"{format_bytes(on_device)} of master weights, moments and gradients"
+        f"{format_bytes(engine.optimizer.device_bytes)} of master weights, moments and gradients"
     )
 
 
@@ -123,14 +122,14 @@ def _options(m: ModelConfig) -> Iterator[str]:
 
 
 def _layout(config: Config, topology: Topology) -> list[Row]:
-    layout, device = topology.mesh, topology.device
+    mesh, device = topology.mesh, topology.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     peak = device_peak(config.precision.dtype, device)
     reason = (
         "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
     )
     return [
-        Row("processes", f"{layout.world_size}", f"{layout.describe()}, ZeRO-{config.parallel.zero_stage}"),
+        Row("processes", f"{mesh.world_size}", f"{mesh.describe()}, ZeRO-{config.parallel.zero_stage}"),
         Row("device", name, reason),
         Row("number format", config.precision.dtype, "master weights, moments and gradient sums in fp32 or wider"),
     ]
@@ -149,6 +148,7 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
             + f"; after {MEASURED_STEPS} steps, what fits into {config.batch.train_minutes} minutes" * undecided,
         ),
         Row("learning rate", _rates(o), _last_rate(config, plan)),
+        *muon_rows(o),
         *_growth(config, plan),
     ]
     if config.checkpoint.save:
@@ -165,6 +165,20 @@ def _rates(optimizer: OptimizerConfig) -> str:
         lowest = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
         rates += f" (embedding and output layer {optimizer.decoupled_lr} to {lowest})"
     return f"{rates}, {optimizer.lr_decay_style}"
+
+
+def muon_rows(o: OptimizerConfig) -> list[Row]:
+    """How Muon updates its matrices."""
+    if o.optimizer != "muon":
+        return []
+    nesterov = " with Nesterov's look-ahead" if o.muon_nesterov else ""
+    iterations = f"{o.muon_num_ns_steps} iterations ({o.muon_coefficient_type})"
+    qkv = {"split": "queries, keys and values apart", "heads": "each head apart", "fused": "QKV as one matrix"}
+    of = {"spectral": "max(rows, columns)", "unit_rms_norm": "rows / columns"}
+    scale = f"{o.muon_extra_scale_factor:g} x sqrt({of.get(o.muon_scale_mode, 'max(1, rows / columns)')})"
+    rate = "" if o.muon_lr is None else f"learning rate {o.muon_lr:g}, "
+    why = f"momentum {o.muon_momentum:g}{nesterov}, {iterations}; embedding, LM head, norms and biases: AdamW"
+    return [Row("muon", f"{rate}updates x {scale}, {qkv[o.muon_qkv]}", why)]
 
 
 def _last_rate(config: Config, plan: BatchPlan) -> str:
@@ -191,13 +205,13 @@ def _growth(config: Config, plan: BatchPlan) -> list[Row]:
     return []
 
 
-def _pipeline(config: Config, layout: Mesh, plan: BatchPlan, split: LayerSplit) -> list[Row]:
-    if layout.pipeline == 1:
+def _pipeline(config: Config, mesh: Mesh, plan: BatchPlan, split: LayerSplit) -> list[Row]:
+    if mesh.pipeline == 1:
         return []
-    num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
+    num_micro = plan.full // (config.batch.micro_batch_size * mesh.data)
     chunks = config.parallel.num_virtual_stages
-    idle = simulated_bubble(simulate(layout.pipeline, num_micro, chunks))
-    layers = [split.layers_of(stage) for stage in range(layout.pipeline)]
+    idle = simulated_bubble(simulate(mesh.pipeline, num_micro, chunks))
+    layers = [split.layers_of(stage) for stage in range(mesh.pipeline)]
     rows = [
         Row(
             f"stage {stage}",

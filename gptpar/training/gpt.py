@@ -20,7 +20,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
-from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.module import PipelineModule
@@ -29,7 +29,7 @@ from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import TENSOR, Mesh
+from gptpar.topology.mesh import DATA, TENSOR, Mesh
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
+    if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):
+        topology.join(DATA, TENSOR)  # which together divide the blocks' matrices
     table = table_of(pipeline, data.place, config.offload.least_ratio, groups.group_of)
     tied = tied_unit(config, topology.mesh, table, model.shared)
     on_host = config.offload.cpu_parameters
@@ -75,7 +77,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     if not tries_memory:
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
-        host = make_host_optimizer(config, table.offloaded(), offloaded, device, *dtypes, tied, sums=sums)
+        partitions = table.offloaded()
+        host = make_host_optimizer(config, groups.updates, partitions, offloaded, device, *dtypes, tied, sums=sums)
     engine = Engine(
         pipeline.stages_here,
         table,
@@ -83,7 +86,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tensor,
         data,
         settings,
-        OPTIMIZERS[config.optimizer.optimizer],
+        groups.updates,
         config.optimizer.clip_grad,
         device,
         host,
@@ -145,9 +148,9 @@ def recomputed_blocks(config: Config, blocks: Collection[str], names: Sequence[s
     return recompute_groups(config.recompute, [name for name in names if name in blocks])
 
 
-def split_of(config: Config, layout: Mesh) -> LayerSplit:
+def split_of(config: Config, mesh: Mesh) -> LayerSplit:
     """Which layers go to which stage."""
     parallel = config.parallel
     return split_model(
-        gpt_model(config.model), layout.pipeline, parallel.num_virtual_stages, parallel.pipeline_partition_method
+        gpt_model(config.model), mesh.pipeline, parallel.num_virtual_stages, parallel.pipeline_partition_method
     )

@@ -25,6 +25,7 @@ from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.engine.master_optimizer import Only
 from gptpar.errors import CheckpointError, ConfigError
+from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule
 from gptpar.system.restart import memory_folder
 from gptpar.topology.tensor_parts import TensorParts, joined
@@ -237,6 +238,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         *(folders_to_load(config, c.load), targets),
         iteration=c.ckpt_step,
         strict=not weights_only,
+        may_stay=lambda name: _is_dropped(config, name),
         apart=memory_folder(),
         report=_only_missing(say),
     )
@@ -269,6 +271,13 @@ def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
     if (folder := trainer.config.checkpoint.load_hf) is not None:
         start_from_hf(trainer, Path(folder), say)
     return Progress()
+
+
+def _is_dropped(config: Config, name: str) -> bool:
+    """Whether a tensor of a checkpoint may be a state that matrices have with AdamW and do not have with this run."""
+    of_matrices, of_others = updates_of(config.optimizer)
+    kind = name.partition("/")[0]
+    return of_matrices is not None and kind in of_others.states and kind not in of_matrices.states
 
 
 def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:

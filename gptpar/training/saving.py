@@ -216,8 +216,7 @@ class Saving:
             "tokenizer_files": self._inputs.tokenizer_files,
         }
         write = partial(save_checkpoint, target.folder, iteration, meta=meta, **keeping)
-        host, optimizer = trainer.host, trainer.engine.optimizer
-        kinds = resume.kinds_to_save(trainer)
+        host = trainer.host
         save = Save(
             target.folder,
             iteration,
@@ -227,8 +226,7 @@ class Saving:
             files_in_memory=target.files_in_memory,
             optional=target.in_memory,
             late=None if host is None else self._late,
-            # All kinds have the same elements in the same number format.
-            late_bytes=0 if host is None else host.state_bytes[0] * len(kinds) // len(optimizer.vectors),
+            late_bytes=0 if host is None else sum(host.bytes_of(kind) for kind in resume.kinds_to_save(trainer)),
         )
         self._saver.begin(save, behind=self._config.async_save and not last, required=last, since=since)
 

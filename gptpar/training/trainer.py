@@ -13,17 +13,17 @@ from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
 from gptpar.model.dropout import layers_with_dropout, seed_fields
-from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.optim.skip_step import make_skip_step, step_unless_outlier
+from gptpar.optim.update import Hyperparameters
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
-from gptpar.topology.mesh import DATA, TENSOR
+from gptpar.topology.mesh import COPIES, TENSOR
 from gptpar.training.gpt import make_engine
 from gptpar.training.health.layer_norms import ACTIVATION, GRADIENT, UPDATE, LayerNorms, Norms, OldWeights
 from gptpar.training.votes import Votes
@@ -144,17 +144,13 @@ class Trainer:
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
         """A step's, by parameter group."""
         lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
-        groups = self._groups.hyperparameters(
-            self.engine.optimizer.optimizer,
+        return self._groups.hyperparameters(
             self.config.optimizer,
             lr,
             weight_decay,
             self.schedule.decoupled_rate(progress),
+            self.schedule.betas(progress),
         )
-        if (betas := self.schedule.betas(progress)) is None:
-            return groups
-        own = dict(zip(("beta1", "beta2"), betas, strict=True))
-        return tuple(group._replace(**own) for group in groups)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
@@ -165,7 +161,7 @@ class Trainer:
         Returns:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
-        self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.data))
+        self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.size(*COPIES)))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
         if self._divisor is not None:
@@ -175,8 +171,7 @@ class Trainer:
                 self._norms_of_outputs = self.layer_norms.of_outputs(lambda: self._losses(batches))
         if self._partial_gradient is not None:
             self._partial_gradient.expect_tokens(batches[-1].tokens_BS)
-        on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
-        return (self._graph or self._forward_backward)(on_device)
+        return (self._graph or self._forward_backward)(self._on_device(batches))
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
@@ -193,7 +188,7 @@ class Trainer:
     def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
         """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
         divisor.fill_(sum(batch.num_counted for batch in batches))
-        self.topology.sum_over_data(divisor).clamp_(min=1).div_(len(batches) * self.topology.mesh.data)
+        self.topology.sum_over_copies(divisor).clamp_(min=1).div_(len(batches) * self.topology.mesh.size(*COPIES))
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._scale, self._divisor)
@@ -266,12 +261,12 @@ class Trainer:
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
-        addend = loss.double() / self.topology.mesh.size(DATA, TENSOR)
+        addend = loss.double() / self.topology.mesh.size(*COPIES, TENSOR)
         return addend if self.pipeline.has_loss else torch.zeros_like(addend)
 
     def _auxiliary_addends(self) -> list[torch.Tensor]:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
-        count = self.topology.mesh.size(DATA, TENSOR)
+        count = self.topology.mesh.size(*COPIES, TENSOR)
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
 
     @torch.no_grad()
@@ -297,8 +292,10 @@ class Trainer:
         """Each micro-batch's mean loss, on the last stage; none elsewhere."""
         self.activity.note("evaluation")
         self.pipeline.eval()
-        on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
-        return self.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
+        return self.pipeline.evaluate([_stage_input(batch, None) for batch in self._on_device(batches)])
+
+    def _on_device(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        return [batch.to(self.topology.device, non_blocking=True) for batch in batches]
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None, loss_divisor: torch.Tensor | None = None) -> StageInput:

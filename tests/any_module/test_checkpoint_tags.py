@@ -73,7 +73,10 @@ def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
     for act in (engine.save_checkpoint, engine.load_checkpoint):
         with pytest.raises(CheckpointError, match="holds a (DeepSpeed|Megatron-LM) checkpoint"):
             act(theirs)
-    assert sorted(theirs.rglob("*")) == before
+    (theirs / "best.pt").touch()  # beside their checkpoint, it does not hide that
+    with pytest.raises(CheckpointError, match="holds a (DeepSpeed|Megatron-LM) checkpoint"):
+        engine.save_checkpoint(theirs)
+    assert sorted({*theirs.rglob("*")} - {theirs / "best.pt"}) == before
     run = tmp_path / "run"
     gptpar.checkpoint.save_checkpoint(run, 10, {"weights/x": torch.zeros(1)}, {"config": {}})
     with pytest.raises(CheckpointError, match="of a run of gptpar pretrain"):
@@ -82,14 +85,14 @@ def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
         engine.load_checkpoint(run)
 
 
-@pytest.mark.fast
-def test_a_programs_own_file_may_lie_in_the_folder(tmp_path: Path) -> None:
-    """Determined writes its own state into the folder before the engine does."""
-    torch.save({"step": 3}, tmp_path / "det_state_dict_rank0.pth")
+@pytest.mark.parametrize("name", ["best.pt", "last.ckpt", "pytorch_model.bin", "det_state_dict_rank0.pth"])
+def test_a_file_that_a_program_saves_beside_its_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"theirs")
     engine, loaded = make(mlp(0)), make(mlp(1))
-    engine.save_checkpoint(tmp_path, "model0")
-    assert loaded.load_checkpoint(tmp_path, "model0")[0]
+    engine.save_checkpoint(tmp_path)
+    loaded.load_checkpoint(tmp_path)
     assert_same(state(loaded), state(engine))
+    assert (tmp_path / name).read_bytes() == b"theirs"
 
 
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:

@@ -107,8 +107,9 @@ def test_gradients_are_in_grad_without_zero(bench: Bench, ranks: int, plain: boo
             assert torch.allclose(got, want, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("ends_step", [True, False])
-def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(ends_step: bool) -> None:
+def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(ends_step: bool, ratio: float) -> None:
     """Accumulation 1: a boundary before every backward pass, and ``no_sync``, give fp32 sums."""
     model = network().bfloat16()
     config = {
@@ -116,6 +117,7 @@ def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(ends_step: boo
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
     }
     engine: Any = gptpar.initialize(model=model, config=config)[0]
     losses = [lambda number=number: engine(batch(number).bfloat16()).float().square().mean() for number in range(2)]
@@ -128,7 +130,7 @@ def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(ends_step: boo
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(losses[0]())
         assert engine.engine.gradients.shard.dtype == torch.bfloat16
-        assert model[0].weight.grad.dtype == torch.bfloat16
+        assert ratio or model[0].weight.grad.dtype == torch.bfloat16
         engine.zero_grad()
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(losses[0]())
@@ -138,7 +140,11 @@ def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(ends_step: boo
             engine.backward(losses[0]())
     engine.backward(losses[1]())
     assert all(torch.equal(engine.full_gradient(name), value) for name, value in total.items())
+    before = {name: engine.weights.whole(name, "weights") for name in total}
     engine.step()
+    for name, value in total.items():  # the first step of Adam has the length of the learning rate
+        stepped = before[name] - 1e-3 * value / (value.abs() + 1e-8)
+        assert torch.allclose(engine.weights.whole(name, "weights"), stepped, rtol=1e-6, atol=1e-7)
     assert engine.global_steps == 1
     engine.close()
 

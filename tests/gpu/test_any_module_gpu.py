@@ -210,3 +210,32 @@ def test_a_model_on_the_gpu_is_not_there_twice(precision: str) -> None:
     engine, *_ = gptpar.initialize(model=model, config=config)
     assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() < num_bytes / 2
     engine.close()
+
+
+def one_of_two(engine: ModuleEngine) -> dict[str, torch.Tensor]:
+    """Final weights; every second step has two micro-batches, of which the configuration says nothing."""
+    data = batches()
+    for step in range(STEPS):
+        for last in (True,) if step % 2 else (False, True):
+            engine.set_gradient_accumulation_boundary(last)
+            engine.backward(engine(next(data)["input_ids"].cuda())["loss"])
+        engine.step()
+    with engine.gathered():
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("speculation", ["off", "on"])
+def test_copies_of_16_bit_gradients_become_as_wide_as_their_sums(
+    speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring's slots, made for bf16, are replaced by wider ones when the first fp32 sum comes."""
+    monkeypatch.setattr("gptpar.offload.gpu_transfers.RING_BYTES", 1 << 20)
+    more: dict[str, Any] = {"bf16": {"enabled": True}, "gptpar": {"speculation": speculation}}
+    there, here = (make(False, ratio, **more) for ratio in (1.0, 0.0))
+    transfers = there.host._transfers
+    slot_bytes = transfers.slot_bytes
+    weights, wanted = one_of_two(there), one_of_two(here)
+    assert transfers.slot_bytes == 2 * slot_bytes
+    assert [name for name, value in wanted.items() if not torch.equal(weights[name], value)] == []

@@ -26,7 +26,7 @@ EVALUATION = [
     Mutation(
         "scores-are-summed-over-all-tensor-ranks",
         "gptpar/training/evaluation/evaluator.py",
-        "self.topology.sum_over_all(sums / layout.tensor)",
+        "self.topology.sum_over_all(sums / mesh.tensor)",
         "self.topology.sum_over_all(sums)",
         ("tests/ranks/test_evaluation_ranks.py",),
     ),

@@ -119,7 +119,7 @@ MODEL_OPTIONS = [
     Mutation(
         "mup-without-learning-rates",
         "gptpar/model/mup.py",
-        "return 1 / width_ratio(config) if in_block and is_matrix else 1.0",
+        "return 1 / width_ratio(config) ** growth if in_block and is_matrix else 1.0",
         "return 1.0",
         OPTIONS_TESTS,
     ),

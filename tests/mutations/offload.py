@@ -79,9 +79,9 @@ OFFLOAD = [
     ),
     Mutation(
         "step-number-of-the-step-before",
-        THREAD,
-        "if self._groups_are_of != (hyperparameters, step):",
-        "if self._groups_are_of[0] != hyperparameters:",
+        "gptpar/offload/step_request.py",
+        "if self._are_of != (hyperparameters, step):",
+        "if self._are_of[0] != hyperparameters:",
         ("tests/unit/offload/test_twin_flow.py::test_every_ratio_is_torchs_adamw",),
     ),
     Mutation(

@@ -23,7 +23,7 @@ PARALLEL = [
     Mutation(
         "row-layers-output-not-summed",
         OPERATORS,
-        "        dist.all_reduce(y, group=_group(group))\n",
+        "    dist.all_reduce(y, group=_group(group))\n",
         "",
         (SPLIT_MODEL,),
     ),
@@ -43,9 +43,9 @@ PARALLEL = [
     ),
     Mutation(
         "uneven-shares-begin-too-early",
-        AXIS,
-        "return self.rank * length // self.size, (self.rank + 1) * length // self.size",
-        "return self.rank * (length // self.size), (self.rank + 1) * (length // self.size)",
+        "gptpar/topology/placement.py",
+        "return position * length // size, (position + 1) * length // size",
+        "return position * (length // size), (position + 1) * (length // size)",
         ("tests/ranks/test_tensor_parallel.py::test_ranges_are_balanced_and_cover",),
     ),
     Mutation(

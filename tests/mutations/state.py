@@ -154,15 +154,15 @@ STATE = [
     Mutation(
         "bucket-overwritten-while-it-is-saved",
         "gptpar/offload/updating_thread.py",
-        "        self.guard.before_write(new or bucket.buffers.all())\n",
+        "        self.guard.before_write(new or old)\n",
         "",
         (BEHIND, ANNOUNCED),
     ),
     Mutation(
         "double-buffer-of-a-saved-state-overwritten",
         "gptpar/offload/updating_thread.py",
-        "self.guard.before_write(new or bucket.buffers.all())",
-        "self.guard.before_write(() if new else bucket.buffers.all())",
+        "self.guard.before_write(new or old)",
+        "self.guard.before_write(() if new else old)",
         (BEHIND,),
     ),
     Mutation(

@@ -8,6 +8,7 @@ from tests.mutations.exchange import EXCHANGE
 from tests.mutations.first_command import FIRST_COMMAND
 from tests.mutations.flags import FLAGS
 from tests.mutations.gradients import GRADIENTS
+from tests.mutations.matrices import MATRICES
 from tests.mutations.model_options import MODEL_OPTIONS
 from tests.mutations.offload import OFFLOAD
 from tests.mutations.options import OPTIONS
@@ -34,4 +35,5 @@ MUTATIONS = [
     *MODEL_OPTIONS,
     *EVALUATION,
     *USER_MODULES,
+    *MATRICES,
 ]

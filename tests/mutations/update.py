@@ -198,7 +198,7 @@ UPDATE = [
     ),
     Mutation(
         "steps-of-a-frozen-group-count-on-the-host",
-        "gptpar/offload/updating_thread.py",
+        "gptpar/offload/step_request.py",
         "[step - missed for missed in hyperparameters.missed or [0] * len(groups)]",
         "[step for _ in groups]",
         ("tests/unit/any_module/test_frozen_groups.py",),

@@ -26,13 +26,13 @@ VARIANTS = {option.name: tuple(flags_of(option.changes)) for option in spaces.VA
 ALONE = Candidate()
 
 
-def case(layout: Mesh, *flags: str) -> Candidate:
+def case(mesh: Mesh, *flags: str) -> Candidate:
     """A layout with flags."""
     parsed = parse_flags(list(flags))
     assert not parsed.problems
     changes = {name: getattr(getattr(parsed.flags, name.split(".")[0]), name.split(".")[1]) for name in parsed.given}
-    sizes = dimensions.sizes(layout)[0].changes
-    return Candidate({**sizes, **changes}, f"{layout.describe()} {' '.join(flags)}", layout)
+    sizes = dimensions.sizes(mesh)[0].changes
+    return Candidate({**sizes, **changes}, f"{mesh.describe()} {' '.join(flags)}", mesh)
 
 
 def chained_outcomes(
@@ -58,10 +58,10 @@ def chained_outcomes(
     """
     outcomes = []
     topologies: dict[Mesh, Topology] = {}
-    for number, (layout, flags) in enumerate(cases):
-        if layout not in topologies:
-            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
-        run = kind(case_config(words, case(layout, *flags.split()), layout.world_size), topologies[layout])
+    for number, (mesh, flags) in enumerate(cases):
+        if mesh not in topologies:
+            topologies[mesh] = make_topology(mesh, rank, torch.device("cpu"))
+        run = kind(case_config(words, case(mesh, *flags.split()), mesh.world_size), topologies[mesh])
         run.train(0, saved)
         run.save(folder / str(number), saved)
         run.resume(folder / str(max(0, number - 1)))

@@ -85,23 +85,23 @@ def described(config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any) -> M
     return replace(model, layers=tuple(changed(number, layer) for number, layer in enumerate(model.layers)))
 
 
-def config_of(layout: Mesh, flags: tuple[str, ...]) -> Config:
-    return case_config(WORDS, case(layout, *flags), layout.world_size)
+def config_of(mesh: Mesh, flags: tuple[str, ...]) -> Config:
+    return case_config(WORDS, case(mesh, *flags), mesh.world_size)
 
 
-def trained(layout: Mesh, flags: tuple[str, ...], topology: Topology) -> Outcome:
+def trained(mesh: Mesh, flags: tuple[str, ...], topology: Topology) -> Outcome:
     """Two steps: the second shows that sums begin anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt_engine, "gpt_model", described)
-        run = CaseRun(config_of(layout, flags), topology)
+        run = CaseRun(config_of(mesh, flags), topology)
         run.train(0, 2)
         run.trainer.close()
         return run.outcome
 
 
 def run_all(rank: int) -> list[Outcome]:
-    topologies = {layout: make_topology(layout, rank, torch.device("cpu")) for layout, _ in CASES}
-    return [trained(layout, flags, topologies[layout]) for layout, flags in CASES]
+    topologies = {mesh: make_topology(mesh, rank, torch.device("cpu")) for mesh, _ in CASES}
+    return [trained(mesh, flags, topologies[mesh]) for mesh, flags in CASES]
 
 
 def run_alone(flags: tuple[str, ...] = ()) -> Outcome:
@@ -155,8 +155,8 @@ def test_recomputation_counts_nothing_twice(alone: Outcome, name: str) -> None:
 
 def test_all_layouts_compute_the_same(alone: Outcome) -> None:
     outcomes = spawn(run_all, 2, timeout_s=300.0)[0]
-    for (layout, flags), found in zip(CASES, outcomes, strict=True):
-        what = f"{layout.describe()} {flags}"
+    for (mesh, flags), found in zip(CASES, outcomes, strict=True):
+        what = f"{mesh.describe()} {flags}"
         assert step_difference(found.steps, alone.steps) <= TOLERANCE, what
         assert difference(zip(found.gradients, alone.gradients, strict=True)) <= TOLERANCE, what
         assert difference(zip(found.weights, alone.weights, strict=True)) <= TOLERANCE, what

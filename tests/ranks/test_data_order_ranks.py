@@ -37,14 +37,14 @@ FLAGS = (
 )
 
 
-def run(rank: int, folder: str, layout: Mesh, micro: int) -> Result:
+def run(rank: int, folder: str, mesh: Mesh, micro: int) -> Result:
     """Training losses, the validation loss, and on one process its mean over the samples taken one at a time."""
     flags = FLAGS.format(
-        train=f"{folder}/train", valid=f"{folder}/valid", micro=micro, tensor=layout.tensor, pipeline=layout.pipeline
+        train=f"{folder}/train", valid=f"{folder}/valid", micro=micro, tensor=mesh.tensor, pipeline=mesh.pipeline
     )
-    config, _ = resolve(parse_flags(flags.split()), layout.world_size)
+    config, _ = resolve(parse_flags(flags.split()), mesh.world_size)
     config = config.update("model", padded_vocab_size=64, softmax_vocab_size=60)
-    trainer = make_trainer(config, rank, layout)
+    trainer = make_trainer(config, rank, mesh)
     plan = BatchPlan.of(config.batch)
     loaders = make_loaders(config, trainer.topology, plan, Vocabulary(60, None, {}), lambda _: None)
     train = loaders["train"]
@@ -61,7 +61,7 @@ def run(rank: int, folder: str, layout: Mesh, micro: int) -> Result:
     parts = (trainer, Progress(STEPS), plan, loaders, vocabulary, reporter, StopRequest(), print, time.time(), saving)
     story = Run(*parts)  # type: ignore[arg-type]
     story.evaluate("valid")
-    return losses, records[0].loss, by_hand(trainer, folder) if layout.world_size == 1 else None
+    return losses, records[0].loss, by_hand(trainer, folder) if mesh.world_size == 1 else None
 
 
 def by_hand(trainer: object, folder: str) -> float:
@@ -89,7 +89,7 @@ def alone(corpora: str) -> tuple[list[float], float]:
 
 
 def runs(rank: int, folder: str) -> list[Result]:
-    return [run(rank, folder, layout, micro) for layout, micro in LAYOUTS]
+    return [run(rank, folder, mesh, micro) for mesh, micro in LAYOUTS]
 
 
 def test_every_layout_agrees_with_one_process(corpora: str, alone: tuple[list[float], float]) -> None:

@@ -32,9 +32,9 @@ CASES = {
 Scores = tuple[torch.Tensor, Mapping[str, float], Mapping[str, float]]
 
 
-def scores(rank: int, layout: Mesh, flags: str, files: list[str]) -> Scores:
+def scores(rank: int, mesh: Mesh, flags: str, files: list[str]) -> Scores:
     """The log-likelihoods of questions, and the scores of questions and of texts."""
-    trainer = make_trainer(byte_config(f"--fp64 {flags}", layout.world_size), rank, layout)
+    trainer = make_trainer(byte_config(f"--fp64 {flags}", mesh.world_size), rank, mesh)
     evaluator = Evaluator(trainer.pipeline, trainer.topology, 32, 64)
     tasks = read_tasks(files, build_tokenizer("ByteLevelTokenizer"), 32)
     values = evaluator.log_likelihoods(tasks[0], lambda: False)
@@ -45,7 +45,7 @@ def scores(rank: int, layout: Mesh, flags: str, files: list[str]) -> Scores:
 
 
 def all_cases(rank: int, files: list[str]) -> list[Scores]:
-    return [scores(rank, layout, flags, files) for layout, flags in CASES.values()]
+    return [scores(rank, mesh, flags, files) for mesh, flags in CASES.values()]
 
 
 @pytest.fixture(scope="module")

@@ -33,27 +33,30 @@ from tests.ranks.layout_cases import VARIANTS, case
 from tests.spawn import spawn
 
 NUM_EXPERTS, TOP_K, WIDTH = 4, 2, 6
-WORDS = [*SMALL.split(), "--fp64", "--clip-grad", "0.05"]
+SIZES = "--global-batch-size 16 --micro-batch-size 2 --seq-length 8"
+WORDS = [*SMALL.split(), *SIZES.split(), "--fp64", "--clip-grad", "0.05"]
+ONE, FOUR = ("--micro-batch-size", "4"), ("--micro-batch-size", "1")
+"""Micro-batches of four data ranks; otherwise they have two."""
 STEPS = 2
 TOLERANCE = 1e-10
 OFFLOADED = (*VARIANTS["all on the CPU"], "--cpu-parameters")
 CASES: list[tuple[Mesh, tuple[str, ...]]] = [
-    (Mesh(data=4, expert=2), ()),
-    (Mesh(data=4, expert=2), ("--zero-stage", "1", "--micro-batch-size", "2")),
-    (Mesh(data=4, expert=2), ("--zero-stage", "2")),
-    (Mesh(data=4, expert=2), ("--zero-stage", "2", "--micro-batch-size", "2")),
-    (Mesh(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["full recompute"])),
+    (Mesh(data=4, expert=2), FOUR),
+    (Mesh(data=4, expert=2), ("--zero-stage", "1", *ONE)),
+    (Mesh(data=4, expert=2), ("--zero-stage", "2", *FOUR)),
+    (Mesh(data=4, expert=2), ("--zero-stage", "2", *ONE)),
+    (Mesh(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["full recompute"], *FOUR)),
     (Mesh(data=4, expert=4), ("--zero-stage", "2")),
-    (Mesh(data=4, expert=4), ("--zero-stage", "3")),
-    (Mesh(data=4, expert=4), ("--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(data=4, expert=4), ("--zero-stage", "3", *ONE)),
+    (Mesh(data=4, expert=4), ("--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"], *FOUR)),
     (Mesh(data=4, expert=2), ("--zero-stage", "2", *VARIANTS["CPU optimizer 0.05"])),
-    (Mesh(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(data=4, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"], *FOUR)),
     (Mesh(data=4, expert=4), ("--zero-stage", "3", *OFFLOADED)),
-    (Mesh(data=4, expert=2), ("--zero-stage", "0", *VARIANTS["all on the CPU"], "--micro-batch-size", "2")),
+    (Mesh(data=4, expert=2), ("--zero-stage", "0", *VARIANTS["all on the CPU"], *ONE)),
     (Mesh(data=2, tensor=2, expert=2), ("--zero-stage", "1")),
     (Mesh(data=2, tensor=2, expert=2), ("--zero-stage", "3", *VARIANTS["CPU optimizer 0.6"])),
     (Mesh(data=2, pipeline=2, expert=2), ("--zero-stage", "2")),
-    (Mesh(data=4), ("--zero-stage", "3")),
+    (Mesh(data=4), ("--zero-stage", "3", *FOUR)),
 ]
 
 
@@ -142,12 +145,12 @@ def described(topology: Topology, config: ModelConfig, axis: TensorAxis = ALONE,
 
 
 def trained(
-    layout: Mesh, flags: tuple[str, ...], topology: Topology, *, save_in: Path, resume_from: Path | None
+    mesh: Mesh, flags: tuple[str, ...], topology: Topology, *, save_in: Path, resume_from: Path | None
 ) -> Outcome:
     """Two steps, a save, and one step after a resume from another layout's save."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt_engine, "gpt_model", partial(described, topology))
-        run = CaseRun(case_config(WORDS, case(layout, *flags), layout.world_size), topology)
+        run = CaseRun(case_config(WORDS, case(mesh, *flags), mesh.world_size), topology)
         run.train(0, STEPS)
         run.save(save_in, STEPS)
         if resume_from:
@@ -160,11 +163,11 @@ def trained(
 def run_all(rank: int, folder: Path) -> list[Outcome]:
     topologies: dict[Mesh, Topology] = {}
     outcomes = []
-    for number, (layout, flags) in enumerate(CASES):
-        if layout not in topologies:
-            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
+    for number, (mesh, flags) in enumerate(CASES):
+        if mesh not in topologies:
+            topologies[mesh] = make_topology(mesh, rank, torch.device("cpu"))
         here, before = folder / str(number + 1), folder / str(number)
-        outcomes.append(trained(layout, flags, topologies[layout], save_in=here, resume_from=before))
+        outcomes.append(trained(mesh, flags, topologies[mesh], save_in=here, resume_from=before))
     return outcomes
 
 

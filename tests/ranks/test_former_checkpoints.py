@@ -30,15 +30,15 @@ Found = tuple[dict[str, str], list[Any]]
 
 def go_on(rank: int, processes: int, folder: Path) -> list[Found]:
     """All cases of so many processes in turn."""
-    mine = [(name, layout, flags) for name, layout, flags, _ in INTO if layout.world_size == processes]
-    return [steps_after(rank, layout, f"{CASES[name][1]} {flags}", folder / name) for name, layout, flags in mine]
+    mine = [(name, mesh, flags) for name, mesh, flags, _ in INTO if mesh.world_size == processes]
+    return [steps_after(rank, mesh, f"{CASES[name][1]} {flags}", folder / name) for name, mesh, flags in mine]
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[Found]:
     """Of all cases, in their order."""
     found = {count: iter(spawn(go_on, count, count, HERE, timeout_s=300)[0]) for count in (1, 2)}
-    return [next(found[layout.world_size]) for _, layout, *_ in INTO]
+    return [next(found[mesh.world_size]) for _, mesh, *_ in INTO]
 
 
 @pytest.mark.parametrize("number", range(len(INTO)), ids=[f"{i[0]} {i[1].describe()} {i[2]}" for i in INTO])

@@ -98,9 +98,9 @@ def run_all(rank: int, folder: Path, numbers: list[int]) -> list[Outcome]:
     topologies: dict[Mesh, Topology] = {}
     for number in numbers:
         words, this = ALL[number]
-        if this.layout not in topologies:
-            topologies[this.layout] = make_topology(this.layout, rank, torch.device("cpu"))
-        run = CaseRun(case_config(words, this, 4), topologies[this.layout])
+        if this.mesh not in topologies:
+            topologies[this.mesh] = make_topology(this.mesh, rank, torch.device("cpu"))
+        run = CaseRun(case_config(words, this, 4), topologies[this.mesh])
         run.train(0, STEPS)
         if number < len(CASES):
             run.save(folder / str(number + 1), STEPS)
@@ -188,7 +188,7 @@ def test_gradients_that_leave_at_once_equal_those_that_stay(number: int) -> None
 
 def test_the_cases_are_a_cover() -> None:
     """All six ways to cut four processes, and every ZeRO stage that shards."""
-    assert len({this.layout for this in CASES}) == 6 == sum(4 % (t * p) == 0 for t in (1, 2, 4) for p in (1, 2, 4))
+    assert len({this.mesh for this in CASES}) == 6 == sum(4 % (t * p) == 0 for t in (1, 2, 4) for p in (1, 2, 4))
     zero = {c.flags[c.flags.index("--zero-stage") + 1] for c in CASES if "--zero-stage" in c.flags}
     assert zero == {"1", "2", "3"}
 

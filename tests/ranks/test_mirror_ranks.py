@@ -37,13 +37,13 @@ INTERVAL = 2
 class Node:
     """This process of a run, which is started again and again, on a machine that is played by a folder."""
 
-    def __init__(self, rank: int, layout: Mesh, per_node: int, words: str, root: Path):
-        self.rank, self.layout, self.per_node, self.root = rank, layout, per_node, root
-        self.number, self.count = rank // per_node, layout.world_size // per_node
+    def __init__(self, rank: int, mesh: Mesh, per_node: int, words: str, root: Path):
+        self.rank, self.mesh, self.per_node, self.root = rank, mesh, per_node, root
+        self.number, self.count = rank // per_node, mesh.world_size // per_node
         self.memory = self.folder(self.number)
         os.environ[MEMORY_VARIABLE] = str(self.memory)
-        words += f" --micro-batch-size 1 --global-batch-size {2 * layout.data} --save {root}/run --load {root}/run"
-        self.config: Config = tiny_config(f"{words} --mirror-interval {INTERVAL}", layout.world_size)
+        words += f" --micro-batch-size 1 --global-batch-size {2 * mesh.data} --save {root}/run --load {root}/run"
+        self.config: Config = tiny_config(f"{words} --mirror-interval {INTERVAL}", mesh.world_size)
         self.said: list[str] = []
 
     def folder(self, node: int) -> Path:
@@ -54,7 +54,7 @@ class Node:
         self.said = []
         self.copies = open_copies(self.config, self.said.append)
         assert self.copies is not None and len(self.copies.ring.machines) == self.count
-        self.trainer = make_trainer(self.config, self.rank, self.layout)
+        self.trainer = make_trainer(self.config, self.rank, self.mesh)
         restore(self.copies, self.trainer)
         inputs = dataclasses.replace(inputs_of(self.config), tokenizer_files={"vocab.json": b"{}", "merges.txt": b""})
         self.progress = resume.load(self.trainer, inputs, self.said.append)
@@ -68,7 +68,7 @@ class Node:
         """Up to an iteration, with copies on the way, and one checkpoint on the disk."""
         for step in range(self.progress.iteration, last):
             train(self.trainer, step, step + 1)
-            samples = 2 * self.layout.data * (step + 1)
+            samples = 2 * self.mesh.data * (step + 1)
             self.progress = Progress(step + 1, consumed_samples=samples, scheduled_samples=samples)
             if step + 1 == saved_at:
                 self.saving.begin(self.saving.targets[0], self.progress, keep_all=True)
@@ -130,15 +130,15 @@ class Node:
 
 
 def undisturbed(node: Node, last: int) -> str:
-    trainer = make_trainer(node.config, node.rank, node.layout)
+    trainer = make_trainer(node.config, node.rank, node.mesh)
     train(trainer, 0, last)
     found = hash_of(trainer)
     trainer.close()
     return found
 
 
-def every_machine_is_lost_in_turn(rank: int, layout: Mesh, per_node: int, words: str, root: Path) -> None:
-    node = Node(rank, layout, per_node, words, root)
+def every_machine_is_lost_in_turn(rank: int, mesh: Mesh, per_node: int, words: str, root: Path) -> None:
+    node = Node(rank, mesh, per_node, words, root)
     assert node.start() == 0
     node.require_copies()
     node.train(3)
@@ -159,9 +159,9 @@ def every_machine_is_lost_in_turn(rank: int, layout: Mesh, per_node: int, words:
 
 
 def damage_is_healed_and_what_is_lost_twice_is_given_up(
-    rank: int, layout: Mesh, per_node: int, words: str, root: Path
+    rank: int, mesh: Mesh, per_node: int, words: str, root: Path
 ) -> None:
-    node = Node(rank, layout, per_node, words, root)
+    node = Node(rank, mesh, per_node, words, root)
     node.start()
     node.train(7, saved_at=3)
     newest = node.memory / "iter_0000006"
@@ -214,8 +214,8 @@ def damage_is_healed_and_what_is_lost_twice_is_given_up(
     assert node.state == undisturbed(node, 8)
 
 
-def a_death_between_two_machines_publishing(rank: int, layout: Mesh, per_node: int, words: str, root: Path) -> None:
-    node = Node(rank, layout, per_node, words, root)
+def a_death_between_two_machines_publishing(rank: int, mesh: Mesh, per_node: int, words: str, root: Path) -> None:
+    node = Node(rank, mesh, per_node, words, root)
     node.start()
     node.train(5)
     if rank == 0:
@@ -226,8 +226,8 @@ def a_death_between_two_machines_publishing(rank: int, layout: Mesh, per_node: i
     node.trainer.close()
 
 
-def room_is_looked_for_on_each_machine(rank: int, layout: Mesh, per_node: int, words: str, root: Path) -> None:
-    node = Node(rank, layout, per_node, words, root)
+def room_is_looked_for_on_each_machine(rank: int, mesh: Mesh, per_node: int, words: str, root: Path) -> None:
+    node = Node(rank, mesh, per_node, words, root)
     node.start()
     node.trainer.close()
     kept = sum(part.nbytes for one in resume.tensors_to_save(node.trainer).values() for _, part in one.parts)
@@ -258,9 +258,9 @@ def dist_each(value: int) -> list[int]:
 def several(rank: int, names: list[str], *arguments: object) -> None:
     """Cases of one layout in one set of processes, each with folders of its own."""
     os.environ.pop(restart.VARIABLE, None)
-    layout, per_node, words, root = arguments
+    mesh, per_node, words, root = arguments
     for name in names:
-        globals()[name](rank, layout, per_node, words, root / name)  # type: ignore[operator]
+        globals()[name](rank, mesh, per_node, words, root / name)  # type: ignore[operator]
         dist.barrier()
 
 
@@ -271,7 +271,7 @@ ROOM = "room_is_looked_for_on_each_machine"
 
 
 @pytest.mark.parametrize(
-    ("layout", "per_node", "words", "names"),
+    ("mesh", "per_node", "words", "names"),
     [
         pytest.param(Mesh(data=2), 1, "--zero-stage 1", [IN_TURN, DAMAGED, BETWEEN, ROOM], id="two"),
         pytest.param(Mesh(data=3), 1, "--zero-stage 3 --bf16", [IN_TURN, DAMAGED, ROOM], id="three"),
@@ -291,8 +291,8 @@ ROOM = "room_is_looked_for_on_each_machine"
     ],
 )
 def test_the_run_goes_on_as_an_undisturbed_one(
-    tmp_path: Path, layout: Mesh, per_node: int, words: str, names: list[str]
+    tmp_path: Path, mesh: Mesh, per_node: int, words: str, names: list[str]
 ) -> None:
     for name in names:
         (tmp_path / name).mkdir()
-    spawn(several, layout.world_size, names, layout, per_node, words, tmp_path, timeout_s=300)
+    spawn(several, mesh.world_size, names, mesh, per_node, words, tmp_path, timeout_s=300)

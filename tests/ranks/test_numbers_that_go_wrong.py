@@ -88,9 +88,9 @@ REPLICAS = [
 ]
 
 
-def flip_a_bit(config: Config, rank: int, layout: Mesh, name: str) -> str:
+def flip_a_bit(config: Config, rank: int, mesh: Mesh, name: str) -> str:
     """What the check says after one bit of one weight changed on the last process, having passed before."""
-    run = CaseRun(config, make_topology(layout, rank, torch.device("cpu")))
+    run = CaseRun(config, make_topology(mesh, rank, torch.device("cpu")))
     check = ReplicaCheck(run.trainer.engine, run.topology)
     run.train(0, 1)
     check.check(1)
@@ -110,12 +110,12 @@ def flip_a_bit(config: Config, rank: int, layout: Mesh, name: str) -> str:
 
 def flip_bits(rank: int) -> list[str]:
     found = []
-    for layout, flags, name in REPLICAS:
-        config = case_config(WORDS, case(layout, *flags.split()), 2)
-        run = CaseRun(config, make_topology(layout, rank, torch.device("cpu")))
+    for mesh, flags, name in REPLICAS:
+        config = case_config(WORDS, case(mesh, *flags.split()), 2)
+        run = CaseRun(config, make_topology(mesh, rank, torch.device("cpu")))
         names = list(run.trainer.engine.table.params)
         run.trainer.close()
-        found.append(f"{flip_a_bit(config, rank, layout, _nearest(name, names))}")
+        found.append(f"{flip_a_bit(config, rank, mesh, _nearest(name, names))}")
     return found
 
 

@@ -14,16 +14,18 @@ CASES = {
     "ZeRO-1": (Mesh(data=2), "--zero-stage 1 --bf16"),
     "ZeRO-3": (Mesh(data=2), "--zero-stage 3 --bf16"),
     "tensor and sequence": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "Muon, ZeRO-3": (Mesh(data=2), "--zero-stage 3 --bf16 --optimizer muon"),
+    "Muon, tensor": (Mesh(tensor=2), "--tensor-model-parallel-size 2 --optimizer muon"),
     "tied embedding in two stages": (Mesh(pipeline=2), "--pipeline-model-parallel-size 2 --bf16"),
 }
 
 
-def states(rank: int, layout: Mesh, words: str) -> list[str]:
+def states(rank: int, mesh: Mesh, words: str) -> list[str]:
     """This process's hash after ten steps of two micro-batches, for each ratio."""
     found = []
-    words += f" --clip-grad 0.9 --micro-batch-size 1 --global-batch-size {2 * layout.data}"
+    words += f" --clip-grad 0.9 --micro-batch-size 1 --global-batch-size {2 * mesh.data}"
     for ratio in RATIOS:
-        trainer = make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}", 2), rank, layout)
+        trainer = make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}", 2), rank, mesh)
         for step in range(10):
             trainer.expect_step(4.0 * step)
             tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
@@ -37,7 +39,7 @@ def states(rank: int, layout: Mesh, words: str) -> list[str]:
 
 
 def all_states(rank: int) -> list[list[str]]:
-    return [states(rank, layout, words) for layout, words in CASES.values()]
+    return [states(rank, mesh, words) for mesh, words in CASES.values()]
 
 
 @pytest.fixture(scope="module")

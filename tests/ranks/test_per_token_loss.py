@@ -16,13 +16,13 @@ MASK = (random_tokens(8, 15, 100, seed=1) < torch.tensor([5, 90, 40, 100, 10, 60
 PER_TOKEN = "--calculate-per-token-loss"
 
 
-def one_step(rank: int, flags: str, layout: Mesh, micro_batch: int) -> tuple[float, float, float]:
+def one_step(rank: int, flags: str, mesh: Mesh, micro_batch: int) -> tuple[float, float, float]:
     """(loss, gradient norm, sum of all weights after the step) of a step of eight samples."""
-    world = layout.world_size
-    split = f"--pipeline-model-parallel-size {layout.pipeline} --tensor-model-parallel-size {layout.tensor}"
+    world = mesh.world_size
+    split = f"--pipeline-model-parallel-size {mesh.pipeline} --tensor-model-parallel-size {mesh.tensor}"
     words = f"--fp64 --global-batch-size 8 --clip-grad 0 {split} {flags}"
-    trainer = make_trainer(tiny_config(f"--micro-batch-size {micro_batch} {words}", world), rank, layout)
-    mine = range(trainer.topology.data_rank * micro_batch, 8, micro_batch * layout.data)
+    trainer = make_trainer(tiny_config(f"--micro-batch-size {micro_batch} {words}", world), rank, mesh)
+    mine = range(trainer.topology.data_rank * micro_batch, 8, micro_batch * mesh.data)
     rows = [slice(start, start + micro_batch) for start in mine]
     batches = [MicroBatch(TOKENS[at, :-1], TOKENS[at, 1:], None if MASK is None else MASK[at]) for at in rows]
     loss = trainer.forward_backward(batches, 0)
@@ -52,13 +52,13 @@ def test_without_masks_nothing_changes(micro_batch: int, monkeypatch: pytest.Mon
     assert one_step(0, PER_TOKEN, Mesh(), micro_batch) == pytest.approx(plain, rel=1e-14)
 
 
-@pytest.mark.parametrize(("layout", "micro_batch"), [(Mesh(data=2), 1), (Mesh(data=2), 4), (Mesh(pipeline=2), 2)])
-def test_processes_agree(layout: Mesh, micro_batch: int) -> None:
-    found = spawn(one_step, 2, PER_TOKEN, layout, micro_batch)
+@pytest.mark.parametrize(("mesh", "micro_batch"), [(Mesh(data=2), 1), (Mesh(data=2), 4), (Mesh(pipeline=2), 2)])
+def test_processes_agree(mesh: Mesh, micro_batch: int) -> None:
+    found = spawn(one_step, 2, PER_TOKEN, mesh, micro_batch)
     loss, norm, weights = whole()
     assert [one[:2] for one in found] == [pytest.approx((loss, norm), rel=1e-12)] * 2
     totals = [one[2] for one in found]
-    if layout.data == 2:
+    if mesh.data == 2:
         assert totals == pytest.approx([weights] * 2, rel=1e-12)
 
 

@@ -54,10 +54,10 @@ def assert_same(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def save_both_ways(rank: int, layout: Mesh, words: str, root: Path) -> None:
-    words += f" --micro-batch-size 1 --global-batch-size {2 * layout.data}"
+def save_both_ways(rank: int, mesh: Mesh, words: str, root: Path) -> None:
+    words += f" --micro-batch-size 1 --global-batch-size {2 * mesh.data}"
     config = tiny_config(f"{words} --save {root / 'behind'}", 2)
-    trainer, said = make_trainer(config, rank, layout), []
+    trainer, said = make_trainer(config, rank, mesh), []
     behind = Saving(trainer, inputs_of(config), said.append)
     train(trainer, 0, 3)
     done = Progress(3, consumed_samples=12, scheduled_samples=12)
@@ -71,7 +71,7 @@ def save_both_ways(rank: int, layout: Mesh, words: str, root: Path) -> None:
     behind.finish()
     assert verify_checkpoint(root / "behind/iter_0000003") == []
     assert_same(root / "behind/iter_0000003", root / "still/iter_0000003")
-    plain = make_trainer(config, rank, layout)
+    plain = make_trainer(config, rank, mesh)
     train(plain, 0, 7)
     assert hash_of(trainer) == hash_of(plain)
     trainer.close()
@@ -80,9 +80,9 @@ def save_both_ways(rank: int, layout: Mesh, words: str, root: Path) -> None:
 
 
 def two_processes(rank: int, root: Path, words: str = "") -> tuple[Trainer, Saving, list[str]]:
-    layout, zero = CASES["ZeRO-1"]
+    mesh, zero = CASES["ZeRO-1"]
     config = tiny_config(f"{zero} --micro-batch-size 1 --global-batch-size 4 --save {root} {words}", 2)
-    trainer, said = make_trainer(config, rank, layout), []
+    trainer, said = make_trainer(config, rank, mesh), []
     return trainer, Saving(trainer, inputs_of(config), said.append), said
 
 
@@ -177,8 +177,8 @@ def all_cases(rank: int, root: Path) -> None:
     DataFile.write = slow  # type: ignore[method-assign]
     for room in (0, 1 << 30):
         memory.host_room = lambda held=0, room=room: room
-        for number, (layout, words) in enumerate(CASES.values()):
-            save_both_ways(rank, layout, words, root / f"{number}-{room}")
+        for number, (mesh, words) in enumerate(CASES.values()):
+            save_both_ways(rank, mesh, words, root / f"{number}-{room}")
 
 
 def test_it_is_the_state_of_its_moment_in_every_layout(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def run_all(rank: int) -> list[Outcome]:
     """Every case in turn in the same processes; the main one has the outcomes."""
     outcomes = []
     for this in CASES:
-        run = CaseRun(case_config(WORDS, this, 2), make_topology(this.layout, rank, torch.device("cpu")))
+        run = CaseRun(case_config(WORDS, this, 2), make_topology(this.mesh, rank, torch.device("cpu")))
         run.train(0, STEPS)
         run.trainer.close()
         outcomes.append(run.outcome)

@@ -40,16 +40,16 @@ class Combination:
     refusal: str = ""
 
     @property
-    def layout(self) -> Mesh:
+    def mesh(self) -> Mesh:
         """Sizes of the axes."""
-        return self.candidate.layout
+        return self.candidate.mesh
 
     @cached_property
     def cells(self) -> dict[str, str]:
         """Its place in the table, by the names of the columns."""
         flags = self.typed
         return {
-            "layout": self.layout.describe(),
+            "layout": self.mesh.describe(),
             "micro-batch": str(flags.batch.micro_batch_size),
             "recompute": flags.recompute.recompute_granularity or "none",
             "ZeRO": str(flags.parallel.zero_stage),
@@ -92,7 +92,7 @@ def combinations(parsed: ParsedFlags, count: int) -> list[Combination]:
 def _combination(parsed: ParsedFlags, count: int, candidate: Candidate) -> Combination:
     flags = candidate.applied_to(parsed.flags)
     derived, _ = derive(flags, count)
-    refusal = _needless(parsed, count, candidate.layout, derived)
+    refusal = _needless(parsed, count, candidate.mesh, derived)
     if not refusal:
         try:
             configured(flags, count)
@@ -101,11 +101,11 @@ def _combination(parsed: ParsedFlags, count: int, candidate: Candidate) -> Combi
     return Combination(candidate, derived, refusal)
 
 
-def _needless(parsed: ParsedFlags, count: int, layout: Mesh, flags: Flags) -> str:
+def _needless(parsed: ParsedFlags, count: int, mesh: Mesh, flags: Flags) -> str:
     """Refusals of combinations that could run, but would measure something else, or the same again."""
-    if layout.world_size != count and count % layout.size(TENSOR, PIPELINE) == 0:
-        return f"{layout.describe()} is {layout.world_size} processes, and here are {count}."
+    if mesh.world_size != count and count % mesh.size(TENSOR, PIPELINE) == 0:
+        return f"{mesh.describe()} is {mesh.world_size} processes, and here are {count}."
     stages = parsed.rest.sweep_zero
-    if stages and layout.data == 1 and flags.parallel.zero_stage != stages[0]:
+    if stages and mesh.data == 1 and flags.parallel.zero_stage != stages[0]:
         return f"without data parallelism ZeRO-{flags.parallel.zero_stage} is the same as ZeRO-{stages[0]}."
     return ""

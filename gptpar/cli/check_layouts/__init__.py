@@ -32,7 +32,7 @@ from gptpar.topology.world import open_world, world_from_environment
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
 with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2,
-mup and bloom have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
+mup, bloom and muon have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
 --hidden-dropout and --attention-dropout the masks must be equal, too. Combinations that the model or the flags do not
 allow are left out, and named at the end. --module FILE.py:FUNCTION checks your own module,
 with flags of its own: gptpar check-layouts --module --help. Some gradients are zero but for round-off, such as those of
@@ -63,6 +63,7 @@ MODELS = {
     "--apply-layernorm-1p --mlp-activation geglu_tanh --decoupled-lr 2e-2 --decoupled-min-lr 1e-2 "
     "--no-adam-bias-correction",
 }
+MODELS["muon"] = f"{MODELS['llama']} --attention-output-gate --optimizer muon --muon-lr 2e-2"
 """A model's flags beside SMALL. The second has weights inside a split layer that every tensor rank holds whole: the
 norms of queries and keys. The others have options that the first two do not have."""
 
@@ -122,7 +123,8 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         "of queries and keys, an output layer of its own, no biases; olmo2: that with usual rotary positions, norms of "
         "all queries and keys and after attention and MLP, windows, z-loss, capped logits, overrides; mup: gated "
         "attention and MLP side by side, muP; bloom: ALiBi, normalised embeddings, weights of norms less one, a "
-        "learning rate for the embedding alone, Adam without bias correction",
+        "learning rate for the embedding alone, Adam without bias correction; muon: as llama, with gates of the "
+        "attention's output, and Muon",
     )
     group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
     group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
@@ -209,9 +211,9 @@ def _check_all(words: Sequence[str], world_size: int, options: argparse.Namespac
             topologies: dict[Mesh, Topology] = {}
             saved: Path | None = None
             for number, (case, config) in enumerate(chosen.cases):
-                if case.layout not in topologies:
-                    topologies[case.layout] = make_topology(case.layout, rank, device)
-                run = CaseRun(config, topologies[case.layout])
+                if case.mesh not in topologies:
+                    topologies[case.mesh] = make_topology(case.mesh, rank, device)
+                run = CaseRun(config, topologies[case.mesh])
                 run.train(0, steps)
                 mine = folder / f"case{number}"
                 run.save(mine, steps)

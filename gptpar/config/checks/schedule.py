@@ -26,6 +26,7 @@ def check_schedule(flags: Flags) -> Iterator[str]:
     yield from override_problems("--weight-decay-override", o.weight_decay_override)
     yield from override_problems("--lr-override", o.lr_override)
     yield from _betas(o)
+    yield from _muon(o)
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
     if flags.checkpoint.no_load_lr_state and o.use_checkpoint_opt_param_scheduler:
@@ -110,6 +111,24 @@ def _betas(o: OptimizerFlags) -> Iterator[str]:
     for name, first, second in (("adam", o.adam_beta1, o.adam_beta2), ("lion", o.lion_beta1, o.lion_beta2)):
         if not (0 <= first < 1 and 0 <= second < 1):
             yield f"--{name}-beta1 {first:g} and --{name}-beta2 {second:g} must be at least 0 and less than 1."
+
+
+def _muon(o: OptimizerFlags) -> Iterator[str]:
+    """Muon's momentum, coefficients and learning rate."""
+    if not 0 <= o.muon_momentum < 1:
+        yield f"--muon-momentum {o.muon_momentum:g} must be at least 0 and less than 1."
+    if o.muon_coefficient_type == "quintic" and o.muon_num_ns_steps % 5:
+        yield (
+            f"--muon-num-ns-steps {o.muon_num_ns_steps}: the five sets of --muon-coefficient-type quintic belong "
+            "together, so it takes 5, 10, ... iterations; or choose simple or polar_express."
+        )
+    if o.muon_lr not in (None, o.lr) and o.scheduler is not None:
+        yield (
+            "--muon-lr follows the schedule of --lr-decay-style, and the DeepSpeed configuration has a scheduler that "
+            "gives all parameters one rate: leave one of them out."
+        )
+    elif o.muon_lr and not o.lr and o.lr is not None:
+        yield f"--muon-lr {o.muon_lr:g} follows the schedule of --lr, which is {o.lr:g}: give a rate above 0."
 
 
 def check_schedule_lengths(flags: Flags) -> Iterator[str]:

@@ -15,9 +15,10 @@ class OptimizerOptions:
 
     optimizer: str = flag(
         "adam",
-        "adam is AdamW, lion has one state vector and no fused kernel; both decouple the weight decay",
-        choices=("adam", "lion"),
-        spellings={"adamw": "adam", "fusedadamw": "adam"},
+        "adam is AdamW; lion has one state vector and no fused kernel; muon orthogonalizes the momentum of the blocks' "
+        "matrices, and leaves everything else to AdamW; all decouple the weight decay",
+        choices=("adam", "lion", "muon"),
+        spellings={"adamw": "adam", "fusedadamw": "adam", "dist_muon": "muon"},
     )
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     decoupled_lr: float | None = flag(
@@ -63,6 +64,32 @@ class OptimizerOptions:
     )
     lion_beta1: float = flag(0.9, "weight of the momentum in the sign that is the update")
     lion_beta2: float = flag(0.99, "decay of the momentum")
+    muon_momentum: float = flag(0.95, "Muon: decay of the momentum", least=0)
+    muon_nesterov: bool = on_unless("--no-muon-nesterov", "do not look ahead: orthogonalize Muon's momentum itself")
+    muon_num_ns_steps: int = flag(5, "Muon: iterations of Newton-Schulz", least=1, most=99)
+    muon_coefficient_type: str = flag(
+        "quintic",
+        "Muon: coefficients of the iterations: simple repeats one set, quintic five; polar_express has eight",
+        choices=("simple", "quintic", "polar_express"),
+    )
+    muon_scale_mode: str = flag(
+        "spectral",
+        "Muon: an update is multiplied by the root of max(rows, columns) (spectral), of rows / columns "
+        "(unit_rms_norm) or of max(1, rows / columns) (shape_scaling)",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = flag(
+        0.2, "Muon: a further factor of updates; with spectral, 0.2 makes them as large as AdamW's", above=0
+    )
+    muon_lr: float | None = flag(
+        None, "Muon: peak learning rate of its matrices, on the schedule of --lr (default: --lr)", least=0
+    )
+    muon_qkv: str = flag(
+        "split",
+        "Muon: what is one matrix of a QKV weight: the queries, the keys and the values (split), each head (heads), or "
+        "the whole weight (fused)",
+        choices=("split", "heads", "fused"),
+    )
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume, let this command line's schedule replace the checkpoint's",

@@ -100,7 +100,7 @@ class ParallelConfig(ParallelOptions):
         """Virtual stages of each process; more than one is an interleaved pipeline."""
         return self.num_virtual_stages_per_pipeline_rank
 
-    def layout(self, world_size: int) -> Mesh:
+    def mesh(self, world_size: int) -> Mesh:
         """How many of ``world_size`` processes are on each axis."""
         return Mesh(
             self.data_parallel_size(world_size), self.tensor_model_parallel_size, self.pipeline_model_parallel_size

@@ -41,10 +41,10 @@ class Candidate(Option):
     """One option in each dimension.
 
     Attributes:
-        layout: sizes of the axes. If their product is not the number of processes, the candidate is impossible.
+        mesh: sizes of the axes. If their product is not the number of processes, the candidate is impossible.
     """
 
-    layout: Mesh = Mesh()
+    mesh: Mesh = Mesh()
 
     def applied_to(self, flags: Flags) -> Flags:
         """The flags with the changes."""
@@ -58,17 +58,20 @@ class Candidate(Option):
 
 def product(layouts: Iterable[Mesh], dimensions: Sequence[Dimension]) -> Iterator[Candidate]:
     """Every layout with every combination of its options; the last dimension varies fastest."""
-    for layout in layouts:
-        for options in itertools.product(*(dimension(layout) for dimension in dimensions)):
+    for mesh in layouts:
+        for options in itertools.product(*(dimension(mesh) for dimension in dimensions)):
             changes = {name: value for option in options for name, value in option.changes.items()}
-            yield Candidate(changes, ", ".join(filter(None, (option.name for option in options))), layout)
+            yield Candidate(changes, ", ".join(filter(None, (option.name for option in options))), mesh)
 
 
 def with_changes(flags: Flags, changes: Changes) -> Flags:
     """The flags with some fields changed."""
+    sections: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         section, key = name.split(".")
-        flags = flags.update(section, **{key: value})
+        sections.setdefault(section, {})[key] = value
+    for section, values in sections.items():
+        flags = flags.update(section, **values)
     return flags
 
 

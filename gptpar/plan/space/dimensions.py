@@ -57,30 +57,30 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
 
 
-def sizes(layout: Mesh) -> list[Option]:
+def sizes(mesh: Mesh) -> list[Option]:
     """The one option that sets the layout's sizes."""
-    return [Option({TENSOR: layout.tensor, PIPELINE: layout.pipeline}, layout.describe())]
+    return [Option({TENSOR: mesh.tensor, PIPELINE: mesh.pipeline}, mesh.describe())]
 
 
-def zero_stages(layout: Mesh) -> range:
+def zero_stages(mesh: Mesh) -> range:
     """ZeRO stages that differ in a layout; without data parallelism all are the same, and only 0 is tried."""
-    return range(4) if layout.data > 1 else range(1)
+    return range(4) if mesh.data > 1 else range(1)
 
 
-def virtual_stages(layout: Mesh, counts: Sequence[int], most: int | None = None) -> list[int]:
+def virtual_stages(mesh: Mesh, counts: Sequence[int], most: int | None = None) -> list[int]:
     """Those numbers of virtual stages that each pipeline rank can have; more than one needs a pipeline.
 
     Args:
         most: limit of the virtual stages of all ranks together.
     """
-    if layout.pipeline == 1:
+    if mesh.pipeline == 1:
         return [1]
-    return [count for count in counts if count == 1 or most is None or count * layout.pipeline <= most]
+    return [count for count in counts if count == 1 or most is None or count * mesh.pipeline <= most]
 
 
 def fixed(*options: Option) -> Dimension:
     """The same options in each layout."""
-    return lambda layout: options
+    return lambda mesh: options
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Choices:
     values: Callable[[Mesh], Iterable[Any]]
     label: str = ""
 
-    def __call__(self, layout: Mesh) -> list[Option]:
+    def __call__(self, mesh: Mesh) -> list[Option]:
         """The options of a layout."""
         return [
             UNCHANGED if value is None else Option({self.field: value}, self.label.format(value))
-            for value in self.values(layout)
+            for value in self.values(mesh)
         ]
 
 
@@ -114,7 +114,7 @@ def listed(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choic
         unset: the value that leaves the field as it is.
     """
     values = [None if value == unset else value for value in dict.fromkeys(chosen or [None])]
-    return Choices(field, lambda layout: values)
+    return Choices(field, lambda mesh: values)
 
 
 def layout_sizes(text: str) -> dict[str, int]:

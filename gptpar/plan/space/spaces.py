@@ -118,7 +118,7 @@ def to_measure(flags: Flags, given: Collection[str], num_processes: int, values:
     micro_batches = values.micro_batches or [flags.batch.micro_batch_size or 0]
     common: Changes = {}
     if flags.batch.global_batch_size is None and all(micro_batches):
-        data = [layout.data for layout in found if layout.world_size == num_processes]
+        data = [mesh.data for mesh in found if mesh.world_size == num_processes]
         common = {d.GLOBAL_BATCH: math.lcm(*(size * ranks for size in micro_batches for ranks in data))}
     tokens_split = flags.parallel.sequence_parallel  # in all layouts that have a tensor axis, or in none
     return product(
@@ -142,10 +142,10 @@ def _layouts_to_measure(
     if listed is None:
         typed = flags.parallel
         return [
-            layout
-            for layout in d.layouts(num_processes)
-            if d.TENSOR not in given or layout.tensor == typed.tensor_model_parallel_size
-            if d.PIPELINE not in given or layout.pipeline == typed.pipeline_model_parallel_size
+            mesh
+            for mesh in d.layouts(num_processes)
+            if d.TENSOR not in given or mesh.tensor == typed.tensor_model_parallel_size
+            if d.PIPELINE not in given or mesh.pipeline == typed.pipeline_model_parallel_size
         ]
     rest = [d.sized(num_processes, sizes.get("tp", 1), sizes.get("pp", 1)) for sizes in listed]
     return [Mesh(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(listed, rest, strict=True)]

@@ -67,10 +67,10 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     Raises:
         ConfigError: the model cannot be split that way.
     """
-    layout = topology.mesh
-    if problems := layout_problems(model, layout.tensor, layout.pipeline, layout.world_size):
+    mesh = topology.mesh
+    if problems := layout_problems(model, mesh.tensor, mesh.pipeline, mesh.world_size):
         raise ConfigError(problems)
-    axis = TensorAxis(layout.tensor, topology.position(TENSOR), topology.group(TENSOR))
+    axis = TensorAxis(mesh.tensor, topology.position(TENSOR), topology.group(TENSOR))
 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
         return torch.Size([x.numel(), model.hidden_size]), dtype
@@ -78,7 +78,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     return PipelineModule(
         gpt_model(model, axis).specs,
         topology=topology,
-        split=split_model(gpt_model(model), layout.pipeline, 1, "parameters"),
+        split=split_model(gpt_model(model), mesh.pipeline, 1, "parameters"),
         build=build_on_meta,
         boundary=boundary,
     )

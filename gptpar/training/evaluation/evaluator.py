@@ -51,24 +51,24 @@ class Evaluator:
     @torch.no_grad()
     def log_likelihoods(self, task: Task, stop: Callable[[], bool]) -> torch.Tensor | None:
         """float64[rows]: the log-likelihood of each row's scored tokens; ``None`` if the evaluation was broken off."""
-        layout = self.topology.mesh
+        mesh = self.topology.mesh
         batches = plan_batches(
             [len(row) for row in task.rows],
             tokens=self.tokens,
             context=self.context,
-            multiple=layout.tensor,
-            ranks=layout.data,
+            multiple=mesh.tensor,
+            ranks=mesh.data,
             rank=self.topology.data_rank,
         )
         sums = torch.zeros(len(task.rows), dtype=torch.float64, device=self.topology.device)
         self.pipeline.eval()
-        at_once = 1 if layout.pipeline == 1 else MICRO_BATCHES_A_STAGE * layout.pipeline
+        at_once = 1 if mesh.pipeline == 1 else MICRO_BATCHES_A_STAGE * mesh.pipeline
         for start in range(0, len(batches), at_once):
             if stop():
                 return None
             self.note(f"evaluation of {task.name}, micro-batch {start + 1} of {len(batches)}")
             self._add(sums, task, batches[start : start + at_once])
-        return self.topology.sum_over_all(sums / layout.tensor)  # all tensor ranks have the losses
+        return self.topology.sum_over_all(sums / mesh.tensor)  # all tensor ranks have the losses
 
     def _add(self, sums: torch.Tensor, task: Task, batches: Sequence[RowBatch]) -> None:
         """Run some micro-batches, and write the log-likelihoods of their rows into ``sums``."""

@@ -108,7 +108,7 @@ def test_a_scheduler_over_another_optimizer_of_the_same_groups_changes_the_engin
     scheduler = LambdaLR(torch.optim.AdamW(given, lr=1.0), lambda step: 1 / (1 + step))
     made = groups(None, given, module, options(optimizer=ADAM))
     optimizer = EngineOptimizer(
-        ADAMW, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False), lambda weight: weight
+        [ADAMW] * 2, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False), lambda weight: weight
     )
     assert scheduler_of(scheduler, optimizer, None) is scheduler
     scheduler.step()
@@ -128,7 +128,7 @@ def test_trainable_parameters_in_no_group_are_told() -> None:
 
 def test_an_optimizer_without_an_update_of_the_engine_is_refused() -> None:
     module = model()
-    names = "AdamW, Adam, SGD, Adagrad or RMSprop"
+    names = "AdamW, Adam, SGD, Adagrad, RMSprop or Muon"
     use = f"pass an optimizer of torch ({names}), or none and the configuration's optimizer."
     for other in (torch.optim.Rprop(module.parameters()), TwinFlowAdamW(module.parameters(), offload_ratio=0.0)):
         assert problems(other, None, module) == [
@@ -191,7 +191,7 @@ def test_parameters_that_cannot_be() -> None:
 def facade(calls: list[str], *rates: float) -> EngineOptimizer:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], **FROM_FILE, "lr": lr} for lr in rates]
     return EngineOptimizer(
-        ADAMW,
+        [ADAMW] * len(groups),
         groups,
         lambda: calls.append("update"),
         lambda: calls.append("drop"),

@@ -19,8 +19,8 @@ from gptpar.any_module.options import (
     read_options,
 )
 from gptpar.any_module.step_batch import StepBatch, step_batch
-from gptpar.config.deepspeed_rules import Absent, NotRead, Tree
-from gptpar.config.deepspeed_table import SCHEDULE_TYPES, TABLE, Door, keys_for
+from gptpar.config.deepspeed_rules import Absent, Door, NotRead, Tree
+from gptpar.config.deepspeed_table import SCHEDULE_TYPES, TABLE, keys_for
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.loss_scale import LossScale
@@ -234,8 +234,8 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert problems(config, world=2) == [
         f"config: {sentence}"
         for sentence in (
-            "optimizer.type is \"Lamb\", and gptpar's optimizers are AdamW and Lion (and torch's sgd, adagrad, "
-            'rmsprop): set it to "AdamW" or "Lion", or '
+            "optimizer.type is \"Lamb\", and gptpar's optimizers are AdamW, Lion and Muon (and torch's sgd, adagrad, "
+            "rmsprop): set it to one of these, or "
             f"leave optimizer out and {OTHER_OPTIMIZER}.",
             'scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest can be '
             "made from a configuration; pass gptpar.initialize an lr_scheduler, for example a function from the "
@@ -305,7 +305,11 @@ def keys_of(tree: Tree, prefix: str = "") -> set[str]:
 
 
 def test_the_keys_are_those_of_the_command_line_and_our_own() -> None:
-    files = [{}, *({"scheduler": {"type": kind}} for kind in SCHEDULE_TYPES.values()), {"optimizer": {"type": "Lion"}}]
+    files = [
+        {},
+        *({"scheduler": {"type": kind}} for kind in SCHEDULE_TYPES.values()),
+        *({"optimizer": {"type": kind}} for kind in ("Lion", "Muon")),
+    ]
     for file in files:
         engine, pretrain = (keys_of(keys_for(file, door)) for door in (Door.ENGINE, Door.PRETRAIN))
         assert pretrain < engine and all(key.startswith("gptpar.") for key in engine - pretrain)

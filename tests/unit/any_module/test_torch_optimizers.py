@@ -121,7 +121,7 @@ def test_the_ratio_changes_no_bit(name: str) -> None:
 
 
 def test_states_take_memory_only_where_they_are_used(tmp_path: Path) -> None:
-    states = {name: make(name, 0.0, client=True).engine.optimizer.optimizer.states for name in KINDS}
+    states = {name: make(name, 0.0, client=True).engine.optimizer.states for name in KINDS}
     assert (states["SGD"], states["momentum"]) == ((), ("momentum_buffer",))
     assert states["RMSprop, all"] == ("square_avg", "momentum_buffer", "grad_avg")
     options = read_options({"train_batch_size": 1, "optimizer": {"type": "Adagrad"}}, world=1)

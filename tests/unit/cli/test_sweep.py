@@ -70,7 +70,7 @@ def test_every_layout_and_one_batch_for_all() -> None:
     """4 processes have 6 layouts; micro-batches 2 and 3 on up to 4 data-parallel ones share 24 samples."""
     accepted, refused = found("--sweep-micro-batches 2 3")
     assert len(accepted) == 12 and not refused
-    assert {one.layout.describe() for one in accepted} == {
+    assert {one.mesh.describe() for one in accepted} == {
         f"dp{d} x tp{t} x pp{p}" for d, t, p in [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
     }
     assert {one.typed.batch.global_batch_size for one in accepted} == {24}
@@ -89,7 +89,7 @@ def test_the_documents_command_has_its_combinations() -> None:
 
 def test_what_is_typed_stays() -> None:
     accepted, _ = found("--micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2")
-    assert [one.layout.describe() for one in accepted] == ["dp2 x tp1 x pp2", "dp1 x tp2 x pp2"]
+    assert [one.mesh.describe() for one in accepted] == ["dp2 x tp1 x pp2", "dp1 x tp2 x pp2"]
     assert all(one.typed.batch.global_batch_size == 16 for one in accepted)
 
 
@@ -227,7 +227,7 @@ def test_plan_chooses_the_most_promising() -> None:
     parsed = parse(argv, sweep_flags)
     chosen = combinations(parsed, 4)
     kept, left = most_promising(chosen, predict(parsed, chosen, 4), 2)
-    assert [one.layout.describe() for one, _ in kept][0] == "dp4 x tp1 x pp1" and len(left) == 4
+    assert [one.mesh.describe() for one, _ in kept][0] == "dp4 x tp1 x pp1" and len(left) == 4
     assert kept[0][1].time.total == pytest.approx(0.2580, abs=1e-4)
     assert all(one.refusal.startswith("plan expects ") for one in left)
     text = table([Measurement(kept[0][0], Completed(result(242_833.7, 39.41)), kept[0][1])], left)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gptpar.config.deepspeed_table import TABLE, Door
+from gptpar.config.deepspeed_rules import Door
+from gptpar.config.deepspeed_table import TABLE
 from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems, resolved
 
 OFF = [

@@ -95,8 +95,8 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
         (
             {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}},
             "",
-            'ds.json: optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or '
-            '"Lion", or leave optimizer out and give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps.',
+            'ds.json: optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW, Lion and Muon: set it to one of '
+            "these, or leave optimizer out and give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps.",
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}}},

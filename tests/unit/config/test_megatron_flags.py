@@ -108,7 +108,6 @@ def test_a_parallelism_that_is_not_there_is_refused() -> None:
         ("--no-rope-freq 4", "a model with rotary positions in some layers alone"),
         ("--fp32-residual-connection", "a residual stream in fp32 beside 16-bit layers"),
         ("--init-method-xavier-uniform", "Xavier's initialization (see --init-method-std)"),
-        ("--muon-momentum 0.9", "the Muon optimizer"),
         ("--sft", "fine-tuning on conversations"),
         ("--outer-sync-interval 50", "local SGD with an outer optimizer"),
         ("--use-bnb-optimizer", "an 8-bit optimizer (see --cpu-optimizer)"),

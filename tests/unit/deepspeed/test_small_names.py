@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_constants_are_the_names_of_configurations() -> None:
     assert ".".join(map(str, numbers)) == deepspeed.__version__
 
 
+def test_processes_meet_where_a_model_is_built() -> None:
+    """As transformers' from_pretrained needs it, which asks for this process's rank inside of ``zero.Init``."""
+    with deepspeed.zero.Init(enabled=False):
+        assert not dist.is_initialized()
+    with deepspeed.zero.Init():
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    value = torch.ones(2)
+    deepspeed.comm.inference_all_reduce(value)
+    assert value.tolist() == [1.0, 1.0]
+
+
 def test_versions_of_torch_are_compared_by_number() -> None:
     assert required_torch_version(min_version=2.1) and not required_torch_version(min_version=99.0)
     assert not required_torch_version(max_version=1.13) and required_torch_version(min_version=1.8, max_version=99.0)
@@ -57,6 +69,17 @@ def test_the_betas_of_a_cycle_are_read_before_each_step() -> None:
         cycle.step()
     assert [first for first, _ in seen] == pytest.approx([0.9, 0.85, 0.8, 0.85])
     assert {second for _, second in seen} == {0.99}
+
+
+def test_the_fraction_of_a_warmup_is_that_of_each_group() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
+    optimizer = torch.optim.SGD(groups)
+    schedule = lr_schedules.WarmupCosineLR(optimizer, total_num_steps=100, warmup_num_steps=10)
+    assert schedule.get_lr_ratio() == 0
+    optimizer.step()
+    schedule.step(1)
+    assert schedule.get_lr_ratio() == pytest.approx(math.log(2) / math.log(10))
+    assert schedule.get_last_lr() == pytest.approx([0.1 * schedule.get_lr_ratio(), 0.2 * schedule.get_lr_ratio()])
 
 
 def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:

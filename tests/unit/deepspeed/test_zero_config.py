@@ -19,6 +19,8 @@ def test_defaults_aliases_and_former_keys() -> None:
     assert found.offload_optimizer.device == "cpu" and found.offload_optimizer.ratio == 1.0
     assert (found.offload_param.device, found.offload_param.buffer_count) == ("cpu", 5)
     assert get_zero_config({"zero_optimization": True}).stage == 1
+    assert DeepSpeedZeroConfig(leaf_module={"names": "a"}).leaf_module.names == ["a"]
+    assert len(DeepSpeedZeroConfig().leaf_module.classes) == 3 and DeepSpeedZeroConfig().leaf_module.name_suffixes == []
     with pytest.raises(ConfigError, match="zero_optimization has no key stages; it has stage, contiguous"):
         DeepSpeedZeroConfig(stages=3)
 

@@ -40,8 +40,8 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
     moments = [torch.zeros_like(weights) for _ in range(2)]
     grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
     steps = torch.zeros((), dtype=torch.float64, device=device)
-    state = FlatState((weights, *moments), grads, steps)
-    adam = FlatOptimizer(replace(ADAMW, device_kernel=None) if by_torch else ADAMW, state, GROUP_RANGES)
+    state = FlatState(dict(zip(ADAMW.vectors, (weights, *moments), strict=True)), grads, steps)
+    adam = FlatOptimizer([replace(ADAMW, device_kernel=None) if by_torch else ADAMW] * 2, state, GROUP_RANGES)
     live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
     pieces = [live[0:256], live[256:384], None, live[-100:]]
     adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
@@ -50,13 +50,13 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
 
 def assert_follows_torch(case: Case, tolerance: float) -> None:
     """Four steps, the third skipped; gradients are divided, and gaps between ranges stay out of it."""
-    start = case.state.vectors[0].cpu().double()
+    start = case.state.vectors["weights"].cpu().double()
     leaves = [start[one.start : one.stop].clone().requires_grad_() for one in GROUP_RANGES]
     decays = [0.1 if one.group == DECAYS else 0.0 for one in GROUP_RANGES]
     leaf_groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
     reference = torch.optim.AdamW(leaf_groups, betas=(0.9, 0.95), eps=1e-8)
     generator = torch.Generator().manual_seed(1)
-    device = case.state.vectors[0].device
+    device = case.state.vectors["weights"].device
     for step, rates in enumerate(RATES):
         grad = torch.zeros_like(start)
         for one in GROUP_RANGES:
@@ -72,10 +72,10 @@ def assert_follows_torch(case: Case, tolerance: float) -> None:
             reference.step()
         norm = torch.tensor(float("inf") if skipped else 1.0, dtype=torch.float64, device=device)
         groups = rates, rates._replace(weight_decay=0.0)
-        assert case.adam.step(groups, norm, divisor, 0.0).item() == skipped
+        assert case.adam.step(groups, norm, divisor, 0.0)[0].skipped.item() == skipped
         assert torch.equal(case.state.grad, given)
     assert case.state.steps.item() == 3
-    weights, vectors = case.state.vectors[0].cpu(), dict(zip(ADAMW.vectors, case.state.vectors, strict=True))
+    weights, vectors = case.state.vectors["weights"].cpu(), case.state.vectors
     for leaf, one in zip(leaves, GROUP_RANGES, strict=True):
         for name, expected in (("weights", leaf.detach()), *reference.state[leaf].items()):
             if name != "step":

@@ -45,13 +45,14 @@ def flat_after(device: str, families: Sequence[Family], optimizer: ElementwiseOp
         return padded.to(device)
 
     weights, grad, steps = normal(), normal(), torch.zeros((), dtype=torch.float64, device=device)
-    state = FlatState((weights, torch.zeros_like(weights), torch.zeros_like(weights)), grad, steps)
+    zeros = {name: torch.zeros_like(weights) for name in optimizer.states}
+    state = FlatState({"weights": weights, **zeros}, grad, steps)
     live = [torch.zeros(512, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float16)]
-    adam = FlatOptimizer(optimizer, state, group_ranges, families)
+    adam = FlatOptimizer([optimizer] * 4, state, group_ranges, families)
     adam.lay_out([(0, 512, live[0]), (512, 1024, live[1]), (1024, 1536, None)])
     for step in range(STEPS):
         grad.copy_(normal())
         norm = torch.tensor(norm_at(step), dtype=torch.float64, device=device)
-        assert adam.step(groups_at(step), norm, SCALE, CLIP).item() == (step == SKIPPED)
+        assert adam.step(groups_at(step), norm, SCALE, CLIP)[0].skipped.item() == (step == SKIPPED)
     assert steps.item() == STEPS - 1
-    return [vector.cpu() for vector in (*state.vectors, *live)]
+    return [vector.cpu() for vector in (*state.vectors.values(), *live)]

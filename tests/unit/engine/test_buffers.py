@@ -70,7 +70,7 @@ def make_engine(pipeline: PipelineModule) -> Engine:
     table, axis = table_of(pipeline, Place(), 0.0), DataAxes()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
     settings = EngineSettings(torch.float32, torch.float32)
-    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, ADAMW, 1.0, CPU)
+    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, [ADAMW] * 2, 1.0, CPU)
 
 
 def test_buffers_get_memory_and_values_from_the_engine() -> None:

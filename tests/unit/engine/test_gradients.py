@@ -21,12 +21,12 @@ from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.topology.mesh import DATA, Mesh
+from gptpar.topology.mesh import COPIES, Mesh
 from tests.unit.engine.small_units import infos
 
 
 def two_processes(zero_stage: int = 0) -> DataAxes:
-    groups: dict[tuple[str, ...], Any] = {(DATA,): object()}
+    groups: dict[tuple[str, ...], Any] = {COPIES: object()}
     return DataAxes(Place(Mesh(data=2), 0, zero_stage), groups)
 
 

@@ -67,7 +67,7 @@ def test_only_sums_are_kept_in_fp32() -> None:
         optimizer = make_trainer(tiny_config(flags)).engine.optimizer
         assert optimizer.grad.dtype == dtype, flags
         wide = optimizer.master.element_size()
-        assert optimizer.bytes_an_element == 3 * wide + dtype.itemsize
+        assert optimizer.bytes_of(0) == 3 * wide + dtype.itemsize
     growing = tiny_config().update("batch", rampup_batch_size=[2, 2, 4])
     runs = ((growing, 1), (tiny_config(), 2), (tiny_config(), 1))
     assert [config.batch.adds_gradients(size) for config, size in runs] == [1, 1, 0]

@@ -76,13 +76,13 @@ class Process:
                 parameters,
                 dtype=wide,
                 clip_grad=CLIP,
-                kernel=CpuAdam(1),
+                kernels=[CpuAdam(1)] * 4,
                 transfers=SameMemory(),
                 speculated_elements=table.length(Home.HOST),
             )
         live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
         grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
-        adam = MasterOptimizer(ADAMW, table, grad, CLIP, host, families=self.families, parameters=live)
+        adam = MasterOptimizer([ADAMW] * 4, table, grad, CLIP, host, families=self.families, parameters=live)
         start = values(0)
         for name, parts in adam.parts("weights").items():
             parts.fill(start[name])
@@ -170,9 +170,10 @@ def test_torchs_operators_have_the_same_bits() -> None:
 def flat(
     group_ranges: Sequence[GroupRange], families: Sequence[Family], dtype: torch.dtype = torch.float32
 ) -> FlatOptimizer:
-    *state, grad = (torch.ones(group_ranges[-1].stop, dtype=dtype) for _ in range(4))
+    state = {name: torch.ones(group_ranges[-1].stop, dtype=dtype) for name in ADAMW.vectors}
+    grad = torch.ones(group_ranges[-1].stop, dtype=dtype)
     steps = torch.zeros((), dtype=torch.float64)
-    return FlatOptimizer(ADAMW, FlatState(tuple(state), grad, steps), group_ranges, families)
+    return FlatOptimizer([ADAMW] * 4, FlatState(state, grad, steps), group_ranges, families)
 
 
 def launches(adam: FlatOptimizer) -> list[list[tuple[int, int]]]:

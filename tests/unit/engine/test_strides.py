@@ -139,7 +139,7 @@ def test_memory_that_is_not_dense_is_refused() -> None:
 
 def make_optimizer() -> MasterOptimizer:
     table = table_of(Place(), 0.0)
-    return MasterOptimizer(ADAMW, table, torch.zeros(table.length(Home.DEVICE)), 0.0)
+    return MasterOptimizer([ADAMW] * 4, table, torch.zeros(table.length(Home.DEVICE)), 0.0)
 
 
 def test_a_checkpoint_brings_every_value_back(tmp_path: Path) -> None:

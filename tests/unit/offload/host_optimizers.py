@@ -39,7 +39,7 @@ def make_host(
         parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
         dtype=torch.float32,
         clip_grad=1.0,
-        kernel=adam,
+        kernels=[adam] * (1 + max(one.group for piece in pieces for one in piece.group_ranges)),
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
         partial_unit=partial_unit,

@@ -26,14 +26,17 @@ ALLOWED = {
     S.IDLE: {W.SUBMITTED_PARTIAL, W.SUBMITTED, W.SKIPPED},
     S.PARTIAL: {W.SUBMITTED, W.SPECULATION_BEGUN, W.SKIPPED},
     S.PARTIAL_AND_FINAL: {W.SUBMITTED, W.PARTIAL_DROPPED, W.SPECULATION_BEGUN, W.UPDATE_BEGUN, W.SKIPPED},
-    S.FINAL: {W.SUBMITTED, W.SPECULATION_BEGUN, W.UPDATE_BEGUN, W.SKIPPED},
-    S.REPLACED: {W.SUBMITTED, W.UPDATE_BEGUN, W.SKIPPED},
+    S.FINAL: {W.SUBMITTED, W.SPECULATION_BEGUN, W.UPDATE_BEGUN, W.AVERAGE_BEGUN, W.SKIPPED},
+    S.REPLACED: {W.SUBMITTED, W.UPDATE_BEGUN, W.AVERAGE_BEGUN, W.SKIPPED},
     S.SPECULATED_PARTIAL: {W.SUBMITTED, W.SKIPPED},
     S.SPECULATED_AND_FINAL: {W.SUBMITTED, W.TAKEN_BACK, W.UPDATE_BEGUN, W.COMPLETION_BEGUN, W.COMMITTED, W.SKIPPED},
     S.SPECULATED: {W.SUBMITTED, W.TAKEN_BACK, W.UPDATE_BEGUN, W.COMMITTED, W.SKIPPED},
     S.STALE: {W.SUBMITTED, W.TAKEN_BACK, W.UPDATE_BEGUN, W.SKIPPED},
     S.COMPLETING: {W.COMMITTED},
     S.UPDATING: {W.UPDATED},
+    S.AVERAGING: {W.AVERAGED},
+    S.AVERAGED: {W.DIRECTED},
+    S.DIRECTED: {W.UPDATE_BEGUN},
 }
 PATHS = [
     [(W.SUBMITTED, S.FINAL), (W.UPDATE_BEGUN, S.UPDATING), (W.UPDATED, S.IDLE)],
@@ -64,12 +67,20 @@ PATHS = [
     ],
     [(W.SUBMITTED_PARTIAL, S.PARTIAL), (W.SUBMITTED, S.PARTIAL_AND_FINAL), (W.PARTIAL_DROPPED, S.FINAL)],
     [(W.SUBMITTED_PARTIAL, S.PARTIAL), (W.SUBMITTED, S.PARTIAL_AND_FINAL), (W.SUBMITTED, S.REPLACED)],
+    [
+        (W.SUBMITTED, S.FINAL),
+        (W.AVERAGE_BEGUN, S.AVERAGING),
+        (W.AVERAGED, S.AVERAGED),
+        (W.DIRECTED, S.DIRECTED),
+        (W.UPDATE_BEGUN, S.UPDATING),
+        (W.UPDATED, S.IDLE),
+    ],
 ]
 
 
 def make_bucket(state: BucketState, **rest: Any) -> Bucket:
     buffers = Buffers({name: torch.zeros(8) for name in ADAMW.vectors})
-    return Bucket("embedding", 8, 16, (), (), buffers, torch.zeros(8), state=state, **rest)
+    return Bucket("embedding", 8, 16, (), (), CpuAdam(1), buffers, torch.zeros(8), state=state, **rest)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -99,7 +110,8 @@ def test_all_states_are_reached_and_left() -> None:
     for _ in BucketState:
         reached |= {after for (before, _), after in TRANSITIONS.items() if before in reached}
     assert reached == set(BucketState)
-    assert {before for before, what in TRANSITIONS if what in STEP_DONE | {W.UPDATE_BEGUN}} == set(BucketState)
+    ends = {before for before, what in TRANSITIONS if what in STEP_DONE | {W.UPDATE_BEGUN}}
+    assert ends == set(BucketState) - {S.AVERAGING, S.AVERAGED}, "a momentum is updated in steps that are taken alone"
 
 
 def test_how_a_step_goes_on_from_where_a_bucket_is() -> None:

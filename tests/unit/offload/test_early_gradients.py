@@ -80,7 +80,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
         live,
         dtype=torch.float32,
         clip_grad=1000.0,
-        kernel=Counting(1),
+        kernels=[Counting(1)],
         transfers=transfers,
         speculated_elements=384,
         partial_unit="embedding",
@@ -119,7 +119,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         {"embedding": torch.zeros(128)},
         dtype=torch.float32,
         clip_grad=1.0,
-        kernel=Counting(1),
+        kernels=[Counting(1)],
         transfers=SameMemory(),
         speculated_elements=128,
         partial_unit="embedding",
@@ -168,7 +168,7 @@ def test_which_gradient_arrives_next() -> None:
 
     def bucket(state: BucketState, point: str | None, *, is_partial: bool = False) -> Bucket:
         (made,) = buckets_of(
-            OffloadedPartition("unit", 128, *WHOLE), torch.zeros(128), ("weights",), torch.float32, None
+            OffloadedPartition("unit", 128, *WHOLE), torch.zeros(128), [CpuAdam(1)], torch.float32, None
         )
         made.state, made.grad = state, cast(Any, SimpleNamespace(next_point=lambda: point))
         made.partial = cast(Any, is_partial or None)

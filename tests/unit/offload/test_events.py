@@ -31,7 +31,7 @@ def make(speculated: int, log: EventLog | None = None) -> tuple[HostOptimizer, d
         live,
         dtype=torch.float32,
         clip_grad=1.0,
-        kernel=CpuAdam(1),
+        kernels=[CpuAdam(1)] * 2,
         transfers=SameMemory(),
         speculated_elements=speculated,
         partial_unit="embedding",

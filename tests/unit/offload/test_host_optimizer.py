@@ -19,7 +19,6 @@ from gptpar.offload.kernel_queue import MAX_QUEUED
 from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
-from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
@@ -308,7 +307,7 @@ class Gradient:
 def make_buckets(count: int) -> list[Bucket]:
     pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
     return [
-        bucket for piece in pieces for bucket in buckets_of(piece, torch.zeros(128), ADAMW.vectors, torch.float32, None)
+        bucket for piece in pieces for bucket in buckets_of(piece, torch.zeros(128), [CpuAdam(1)], torch.float32, None)
     ]
 
 

@@ -11,6 +11,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.validate import find_problems, resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload import build, machine
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.copying_transfers import (
     copying_bytes,
 )
@@ -21,8 +22,6 @@ from gptpar.topology.mesh import Mesh
 from gptpar.training.auto_gradients import available_memory, with_gradients
 from tests.helpers import TINY, tiny_config
 from tests.unit.offload.tiny_runs import ALL
-
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,8 @@ def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.Monke
     transfers = copying_bytes(elements, 2)
     monkeypatch.setattr(machine, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
     config = tiny_config(f"--bf16 {ALL} --offload-gradients on")
-    room = build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)
+    room = build._speculated_elements(config, StateSize(elements, ADAMW.state_bytes(4)), 0, transfers)
     assert room == pytest.approx(elements / 2, rel=1e-6)
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
     with pytest.raises(GptparError, match="0.28 GiB for transfers"):
-        build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)
+        build._speculated_elements(config, StateSize(elements, ADAMW.state_bytes(4)), 0, transfers)

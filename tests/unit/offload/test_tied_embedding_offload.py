@@ -158,7 +158,7 @@ def test_an_embedding_that_is_partly_on_the_device(
 def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is given from the last layer on: here it ends within the embedding; the rest is as it was."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
-    monkeypatch.setattr(build, "_speculated_elements", lambda config, elements, *_: elements - 1000)
+    monkeypatch.setattr(build, "_speculated_elements", lambda config, size, *_: size.elements - 1000)
 
     def look(trainer: Trainer) -> None:
         assert trainer.host is not None

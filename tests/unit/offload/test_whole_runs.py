@@ -16,6 +16,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.offload import build, machine
+from gptpar.offload.buckets import StateSize
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.optim.adam_update import AdamHyperparameters
@@ -117,7 +118,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         host = make_host(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
-    optimizer = MasterOptimizer(ADAMW, table, grad, 1.0, host)
+    optimizer = MasterOptimizer([ADAMW] * 4, table, grad, 1.0, host)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
@@ -253,19 +254,21 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch.setattr(machine, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
-        build._speculated_elements(config, 10**9, ADAMW.state_bytes(4))
+        build._speculated_elements(config, StateSize(10**9, ADAMW.state_bytes(4)))
 
 
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
     monkeypatch.setattr(machine, "available_memory", lambda: free)
-    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, ADAMW.state_bytes(4))
+    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), StateSize(elements, ADAMW.state_bytes(4)))
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
     off = tiny_config(f"{OFFLOAD} 1 --offload-speculation off")
-    assert build._speculated_elements(off, elements, ADAMW.state_bytes(4)) == 0
+    assert build._speculated_elements(off, StateSize(elements, ADAMW.state_bytes(4))) == 0
     with pytest.raises(GptparError, match="twice for --offload-speculation on"):
-        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, ADAMW.state_bytes(4))
+        build._speculated_elements(
+            tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), StateSize(elements, ADAMW.state_bytes(4))
+        )
 
 
 def test_a_save_finds_the_state_of_one_home_at_a_time() -> None:

@@ -14,7 +14,7 @@ from tests.unit.engine.small_units import SHAPES, infos, table_of
 
 
 def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterOptimizer:
-    return MasterOptimizer(ADAMW, table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
+    return MasterOptimizer([ADAMW] * 4, table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
 
 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:

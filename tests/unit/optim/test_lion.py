@@ -74,7 +74,7 @@ def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> 
 def test_state_and_bytes_follow_from_the_description() -> None:
     run = alone(())
     assert list(run.trainer.engine.optimizer.state_tensors()) == ["weights", "exp_avg"]
-    assert run.trainer.engine.optimizer.bytes_an_element == 3 * 8
+    assert run.trainer.engine.optimizer.bytes_of(0) == 3 * 8
     run.trainer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gptpar.errors import ConfigError
 from gptpar.model.gpt import gpt_model
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.group_ranges import GPT_FAMILIES
+from gptpar.optim.muon import MUON, Muon, coefficients
 from gptpar.optim.parameter_groups import GroupFactors, ParameterGroups
 from gptpar.pipeline import Stage
 from gptpar.topology.tensor_parts import box_view
@@ -57,11 +59,46 @@ def test_the_ends_have_a_rate_of_their_own(untied: str) -> None:
     ends = {name for name, one in factors.items() if one.is_decoupled}
     assert ends == {"embedding.weight"} | ({"output.weight"} if untied else set())
     config = tiny_config("")
-    rates = groups.hyperparameters(ADAMW, config.optimizer, 1e-2, 0.1, 5e-2)
+    rates = groups.hyperparameters(config.optimizer, 1e-2, 0.1, 5e-2)
     for name, factor in factors.items():
         assert rates[groups.factors.index(factor)].lr == (5e-2 if name in ends else 1e-2), name
     for family in groups.families:
         assert len({rates[group].lr for group in family}) == 1
+
+
+def test_muon_updates_the_blocks_matrices_and_adamw_the_others() -> None:
+    groups, factors = groups_of(f"--optimizer muon --swiglu --qk-layernorm {OVERRIDES} --decoupled-lr 5e-2")
+    by_matrix = {name for name, one in factors.items() if one.by_matrix}
+    ends = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    assert by_matrix == {f"layers.{layer}.{end}.weight" for layer in range(2) for end in ends}
+    updates = {name: groups.updates[groups.factors.index(one)] for name, one in factors.items()}
+    assert all(isinstance(updates[name], Muon if name in by_matrix else type(ADAMW)) for name in updates)
+    for family in groups.families:
+        assert len({groups.updates[group] for group in family}) == 1
+        assert len({groups.factors[group].lr for group in family}) == 1
+    assert sorted(group for family in groups.families for group in family) == list(range(len(groups.factors)))
+
+
+def test_muons_settings_are_the_runs() -> None:
+    groups, _ = groups_of(
+        "--optimizer muon --muon-no-nesterov --muon-num-ns-steps 8 --muon-coefficient-type polar_express "
+        "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 2 --muon-qkv heads --muon-momentum 0.8"
+    )
+    (muon,) = {update for update in groups.updates if isinstance(update, Muon)}
+    iterations = coefficients("polar_express", 8)
+    expected = replace(MUON, nesterov=False, iterations=iterations, scale_mode="unit_rms_norm", factor=2.0, qkv="heads")
+    assert muon == expected
+    flags = tiny_config("--muon-momentum 0.8 --adam-beta1 0.7").optimizer
+    for update, how in zip(groups.updates, groups.hyperparameters(flags, 1e-2, 0.1, None, (0.5, 0.6)), strict=True):
+        assert how[2:] == (0.8,) if update is muon else how[1:3] == (0.5, 0.6)
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("spectral", 0.5), ("unit_rms_norm", 1), ("shape_scaling", 1)])
+def test_mup_scales_muons_rate_by_the_growth_of_its_update(mode: str, factor: float) -> None:
+    _, factors = groups_of(f"--optimizer muon --muon-scale-mode {mode} {MUP}")
+    _, of_adam = groups_of(MUP)
+    assert of_adam["layers.0.mlp.up.weight"].lr == 0.25 and factors["layers.0.mlp.up.weight"].lr == factor
+    assert factors["embedding.weight"].lr == 1
 
 
 def test_a_pattern_without_a_parameter_is_told() -> None:

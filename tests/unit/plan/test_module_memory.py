@@ -11,8 +11,8 @@ from torch import nn
 
 import gptpar
 from gptpar.cli import main
+from gptpar.deepspeed.memory_estimates import sizes_of
 from gptpar.errors import ConfigError
-from gptpar.plan.deepspeed_estimates import sizes_of
 
 FILE = Path(__file__).parents[2] / "fixtures/user_modules.py"
 CONFIG = {

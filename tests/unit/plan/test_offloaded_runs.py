@@ -242,7 +242,7 @@ def test_room_for_speculation_is_what_the_machine_has_left() -> None:
         ("--host-memory 400", count),
     ):
         planned = plan(f"{TEN_B} {OFFLOAD} 0.9 {flags}")
-        assert speculated_elements(planned.job, planned.cluster, count) == pytest.approx(expected)
+        assert speculated_elements(planned.job, planned.cluster, planned.job.stages[0]) == pytest.approx(expected)
 
 
 def test_first_layers_are_waited_for_even_where_all_else_is_speculated() -> None:

@@ -25,18 +25,18 @@ LLAMA = (
 CUT = "--cpu-optimizer --cpu-optimizer-ratio 0.3 "
 
 
-def tables_of_run(flags: str, layout: Mesh) -> tuple[Job, list[ParameterTable]]:
+def tables_of_run(flags: str, mesh: Mesh) -> tuple[Job, list[ParameterTable]]:
     """The job, and of each stage the table of its first process."""
-    sizes = f"--tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.pipeline}"
-    config = tiny_config(f"--num-layers 4 --no-compile {sizes} {flags}", layout.world_size)
+    sizes = f"--tensor-model-parallel-size {mesh.tensor} --pipeline-model-parallel-size {mesh.pipeline}"
+    config = tiny_config(f"--num-layers 4 --no-compile {sizes} {flags}", mesh.world_size)
     tables: dict[int, ParameterTable] = {}
-    for rank in range(layout.world_size):
-        with pretended_world(rank, layout.world_size):
-            topology = make_topology(layout, rank, torch.device("cpu"))
+    for rank in range(mesh.world_size):
+        with pretended_world(rank, mesh.world_size):
+            topology = make_topology(mesh, rank, torch.device("cpu"))
             if topology.stage not in tables:
                 assert topology.position(DATA) == topology.position(TENSOR) == 0
                 tables[topology.stage] = make_engine(config, topology, tries_memory=True).engine.table
-    return Job(config, layout), [tables[stage] for stage in range(layout.pipeline)]
+    return Job(config, mesh), [tables[stage] for stage in range(mesh.pipeline)]
 
 
 def numbered_from_0(table: ParameterTable) -> dict[str, str]:
@@ -63,7 +63,7 @@ def described(table: ParameterTable) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags"),
+    ("mesh", "flags"),
     [
         (Mesh(), CUT),
         (Mesh(tensor=2), CUT),
@@ -80,8 +80,8 @@ def described(table: ParameterTable) -> Iterator[tuple[Any, ...]]:
         (Mesh(), CUT + "--mup --mup-base-hidden-size 8 --decoupled-lr 1e-3"),
     ],
 )
-def test_a_plan_has_the_table_of_each_stages_first_process(layout: Mesh, flags: str) -> None:
-    job, tables = tables_of_run(flags, layout)
+def test_a_plan_has_the_table_of_each_stages_first_process(mesh: Mesh, flags: str) -> None:
+    job, tables = tables_of_run(flags, mesh)
     for part, table in zip(job.stages, tables, strict=True):
         planned = job.table(part)
         assert list(described(planned)) == list(described(table))

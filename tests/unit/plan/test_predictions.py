@@ -171,7 +171,7 @@ def allocated(engine: Engine) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags"),
+    ("mesh", "flags"),
     [
         (Mesh(), ""),
         (Mesh(), "--bf16"),
@@ -186,14 +186,14 @@ def allocated(engine: Engine) -> tuple[int, int, int]:
         (Mesh(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
     ],
 )
-def test_states_are_what_the_run_allocates(layout: Mesh, flags: str) -> None:
-    sizes = f"--tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.pipeline}"
-    config = tiny_config(f"{flags} {sizes} --no-compile", layout.world_size)
-    job = Job(config, layout)
-    assert job.split == split_of(config, layout)
-    for rank in range(layout.world_size):
-        with pretended_world(rank, layout.world_size):
-            topology = make_topology(layout, rank, torch.device("cpu"))
+def test_states_are_what_the_run_allocates(mesh: Mesh, flags: str) -> None:
+    sizes = f"--tensor-model-parallel-size {mesh.tensor} --pipeline-model-parallel-size {mesh.pipeline}"
+    config = tiny_config(f"{flags} {sizes} --no-compile", mesh.world_size)
+    job = Job(config, mesh)
+    assert job.split == split_of(config, mesh)
+    for rank in range(mesh.world_size):
+        with pretended_world(rank, mesh.world_size):
+            topology = make_topology(mesh, rank, torch.device("cpu"))
             memory = stage_memory(job, topology.stage)
             found = allocated(make_engine(config, topology).engine)
         assert found == (memory.parameters, memory.gradients, memory.optimizer)
@@ -286,7 +286,7 @@ def test_search_keeps_what_was_said() -> None:
         (SMALL + "--micro-batch-size 2 --global-batch-size 64 --world-size 8 --zero-stage 1 --search").split()
     )
     for found in search(planner).accepted:
-        assert found.job.micro_batch_size == 2 and (found.job.zero_stage == 1 or found.job.layout.data == 1)
+        assert found.job.micro_batch_size == 2 and (found.job.zero_stage == 1 or found.job.mesh.data == 1)
 
 
 @pytest.mark.slow
@@ -296,15 +296,13 @@ def test_internet_scale_is_searched_in_seconds(flags: str) -> None:
     start = time.process_time()  # a busy machine does not count
     found = search(planner)
     assert time.process_time() - start < 10
-    assert found.accepted and found.accepted[0].job.layout.world_size in (1024, 16384)
+    assert found.accepted and found.accepted[0].job.mesh.world_size in (1024, 16384)
 
 
 def test_a_long_step_is_planned_at_once() -> None:
-    layout = (
-        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 64 --sequence-parallel --micro-batch-size 1 "
-    )
+    mesh = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 64 --sequence-parallel --micro-batch-size 1 "
     start = time.process_time()
-    planned = plan(TRILLION.replace("16384 --world", "131072 --world") + layout)
+    planned = plan(TRILLION.replace("16384 --world", "131072 --world") + mesh)
     assert planned.job.num_micro_batches == 4096
     assert planned.time.idle > 63 / (4096 + 63) and planned.need > 0
     assert time.process_time() - start < 5

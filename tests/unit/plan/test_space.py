@@ -90,7 +90,7 @@ def test_a_search_looks_at_everything_that_is_not_typed() -> None:
     config = typed(["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--micro-batch-size", "4"])
     given = {d.TENSOR, d.ZERO_STAGE, d.MICRO_BATCH}
     few = list(to_predict(config, given, 4, 8))
-    assert {one.layout for one in few} == {Mesh(2, 2, 1), Mesh(1, 2, 2)}
+    assert {one.mesh for one in few} == {Mesh(2, 2, 1), Mesh(1, 2, 2)}
     assert not given & {name for one in few for name in one.changes}
     assert {one.name for one in few} == {
         f"pp{pp}, virtual stages {chunks}{recompute}"
@@ -101,10 +101,10 @@ def test_a_search_looks_at_everything_that_is_not_typed() -> None:
 
 def test_a_search_stays_within_a_node_and_below_its_limits() -> None:
     every = list(to_predict(Flags(), set(), 256, 8))
-    assert max(one.layout.tensor for one in every) == 8
-    assert max(one.layout.pipeline for one in every) == 64
+    assert max(one.mesh.tensor for one in every) == 8
+    assert max(one.mesh.pipeline for one in every) == 64
     interleaved = [one for one in every if one.changes[d.VIRTUAL_STAGES] > 1]
-    assert max(one.layout.pipeline * one.changes[d.VIRTUAL_STAGES] for one in interleaved) <= 48
+    assert max(one.mesh.pipeline * one.changes[d.VIRTUAL_STAGES] for one in interleaved) <= 48
 
 
 def test_offloads_go_from_nothing_to_everything_that_is_not_typed() -> None:
@@ -118,7 +118,7 @@ def test_sweep_values_are_multiplied_and_impossible_ones_are_kept() -> None:
         layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2]
     )
     found = list(to_measure(typed(["--seq-length", "16"]), set(), 4, values))
-    assert [one.layout for one in found[::4]] == [Mesh(4, 1, 1), Mesh(1, 3, 1), Mesh(2, 1, 1)]
+    assert [one.mesh for one in found[::4]] == [Mesh(4, 1, 1), Mesh(1, 3, 1), Mesh(2, 1, 1)]
     assert {one.changes[d.GLOBAL_BATCH] for one in found} == {24}  # of dp4 alone: the others are no 4 processes
     assert set(CHOSEN) == set(vars(values))
 

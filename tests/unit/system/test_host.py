@@ -10,7 +10,7 @@ import torch
 from gptpar.config.checks.offload import check_offload
 from gptpar.config.checks.precision import graph_obstacles
 from gptpar.offload.buckets import buckets_of
-from gptpar.optim.adamw import ADAMW
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.graph import wants_graph
@@ -132,16 +132,26 @@ def test_cores_are_shared_out_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_smallest_ratio_that_fits() -> None:
-    assert smallest_ratio(16 * 1000, 1000, 16) == 0.0
-    assert smallest_ratio(14 * 400, 1000, 14) == 0.6
-    assert smallest_ratio(14 * 400 - 1, 1000, 14) == 0.601
-    assert smallest_ratio(-5, 1000, 16) == 1.0
+    assert smallest_ratio(16 * 1000, [(1000, 16)]) == 0.0
+    assert smallest_ratio(14 * 400, [(1000, 14)]) == 0.6
+    assert smallest_ratio(14 * 400 - 1, [(1000, 14)]) == 0.601
+    assert smallest_ratio(-5, [(1000, 16)]) == 1.0
+
+
+def test_the_smallest_ratio_of_elements_of_two_sizes() -> None:
+    """The device takes the first units: 100 elements of 16 bytes, then as many of 12 as there is room for."""
+    sizes = [(100, 16), (900, 12)]
+    assert smallest_ratio(1600 + 900 * 12, sizes) == 0.0
+    assert smallest_ratio(1600 + 300 * 12, sizes) == 0.6
+    assert smallest_ratio(1600 + 300 * 12 - 1, sizes) == 0.601
+    assert smallest_ratio(50 * 16 + 12, sizes) == 0.95
+    assert smallest_ratio(0, sizes) == 1.0
 
 
 def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
     """In fp32 the parameters are the master weights then; from 0.001 on they lie beside them."""
-    assert smallest_ratio(16 * 750, 1000, 16, saved=4 * 1000) == 0.0
-    assert smallest_ratio(16 * 750 - 1, 1000, 16, saved=4 * 1000) == 0.251
+    assert smallest_ratio(16 * 750, [(1000, 16)], saved=4 * 1000) == 0.0
+    assert smallest_ratio(16 * 750 - 1, [(1000, 16)], saved=4 * 1000) == 0.251
     for flags, saved in (("", True), ("--bf16", False), ("--cpu-parameters", False)):
         trainer = make_trainer(tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 1 {flags}"))
         parameters = 4 * trainer.engine.table.length()
@@ -158,7 +168,7 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
     partition = OffloadedPartition("unit", 1000, (GroupRange(0, 1000, 1),), ((0, 1000),))
-    (bucket,) = buckets_of(partition, torch.zeros(1000), ADAMW.vectors, torch.float32, tmp_path)
+    (bucket,) = buckets_of(partition, torch.zeros(1000), [CpuAdam(1)] * 2, torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.buffers.all():
         assert buffer.shape == (1000,) and not buffer.any()
@@ -207,8 +217,8 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
 
 
 def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
-    layout = Mesh(pipeline=2)
-    topology = Topology(layout, 0, torch.device("cpu"))
+    mesh = Mesh(pipeline=2)
+    topology = Topology(mesh, 0, torch.device("cpu"))
     words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
     assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
     assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4

@@ -1,0 +1,44 @@
+"""``product``: every product of a layer's tokens with a weight, in a number format.
+
+A linear layer computes three products: its output sums over input features, its input's gradient over output features,
+and its weight's gradient over tokens. All three are a call of :func:`product`, so that a format is one row of
+``FORMATS``. A format's scales must be those of the logical tensor, or of blocks along the dimension that is summed
+over: scales of the part that one rank has make the numbers depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+PLAIN = "plain"
+"""The format of operands that are multiplied as they are; sums of bf16 and fp16 are in fp32."""
+
+
+def _plain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+
+
+FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]] = {
+    PLAIN: _plain
+}
+"""Name -> function of (a, b, bias, out). Layers that no axis splits leave the two gradients of their product to
+autograd; where autograd cannot see through a format, its function forms them, by two more products in that format."""
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    format: str = PLAIN,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a @ b + bias`` of two matrices, [M, K] and [K, N] -> [M, N], optionally into ``out``.
+
+    Args:
+        format: a name in ``FORMATS``; a text, because compiled operators pass it on.
+        bias: [N].
+    """
+    return FORMATS[format](a, b, bias, out)

@@ -1,0 +1,60 @@
+"""Muon on a GPU: the fused elementwise parts have the bits of torch's operators, and no ratio changes a bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gptpar.offload import buckets, gpu_transfers
+from gptpar.optim.device_muon import TritonMuon
+from gptpar.optim.elementwise import UpdateVectors
+from gptpar.optim.muon import MUON, MuonHyperparameters
+from gptpar.optim.torch_kernels import MatrixDeviceStep, TorchDeviceKernel, make_device_kernel
+from tests.gpu.offloaded_training import OFFLOAD, run
+
+pytestmark = pytest.mark.gpu
+LENGTH = 100_003
+
+
+@pytest.mark.parametrize("norm", [0.5, 30.0, float("nan")])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_has_the_bits_of_torchs_operators(nesterov: bool, grad: torch.dtype, low: torch.dtype, norm: float) -> None:
+    muon = replace(MUON, nesterov=nesterov)
+    like = torch.zeros(1, device="cuda")
+    kernels = make_device_kernel(muon, like), TorchDeviceKernel(muon, like.dtype)
+    assert isinstance(kernels[0], TritonMuon)
+    found = []
+    for kernel in kernels:
+        generator = torch.Generator("cuda").manual_seed(0)
+        momentum, gradient, weights, directions, out, parameters = (
+            torch.randn(LENGTH, device="cuda", generator=generator).to(dtype)
+            for dtype in (torch.float32, grad, torch.float32, low, low, low)
+        )
+        steps = torch.zeros((), dtype=torch.float64, device="cuda")
+        size = torch.tensor(norm, dtype=torch.float64, device="cuda")
+        step = kernel.begin_step(MuonHyperparameters(3e-3, 0.1, 0.95), size, 3.0, 1.0, steps)
+        assert isinstance(step, MatrixDeviceStep)
+        step.average(momentum, gradient, out)
+        ranges = ((0, 1000, True), (1024, LENGTH, False))
+        step.update(UpdateVectors((weights, directions), parameters, ranges))
+        found.append((momentum, weights, steps, *((out, parameters) if norm == norm else ())))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["", "small ring and buckets"])
+@pytest.mark.parametrize("words", ["", "--offload-gradients on"])
+def test_no_ratio_changes_a_bit(words: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    muon = "--bf16 --clip-grad 1.75 --optimizer muon"
+    plain = run(muon)
+    if small:
+        monkeypatch.setattr(gpu_transfers, "RING_BYTES", 1)
+        monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
+    for ratio in (0.3, 0.731, 1):
+        found = run(f"{muon} {OFFLOAD} {ratio} {words if ratio == 1 else ''}")
+        assert found[0] == plain[0]
+        assert all(torch.equal(found[1][name], values) for name, values in plain[1].items())

@@ -1,0 +1,67 @@
+"""Muon's flags: ours, Megatron's, and what is wrong with some."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.errors import ConfigError
+from gptpar.model.gpt import gpt_model
+from gptpar.optim.parameter_groups import ParameterGroups
+from tests.helpers import tiny_config
+
+MUON = "--optimizer muon"
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("", "muon_nesterov", True),
+        ("--muon-no-nesterov", "muon_nesterov", False),
+        ("--no-muon-nesterov", "muon_nesterov", False),
+        ("--muon-nesterov", "muon_nesterov", True),
+        ("--muon-use-nesterov", "muon_nesterov", True),
+        ("", "muon_qkv", "split"),
+        ("--muon-no-split-qkv", "muon_qkv", "fused"),
+        ("--muon-split-qkv-per-head", "muon_qkv", "heads"),
+        ("--muon-tp-mode duplicated --muon-fp32-matmul-prec medium --muon-scalar-optimizer adam", "optimizer", "muon"),
+        ("--muon-extra-scale-factor 1", "muon_extra_scale_factor", 1.0),
+        ("--use-layer-wise-distributed-optimizer", "optimizer", "muon"),
+    ],
+)
+def test_megatrons_flags_mean_the_same(flags: str, field: str, value: object) -> None:
+    assert getattr(tiny_config(f"{MUON} {flags}").optimizer, field) == value
+
+
+def test_megatrons_distributed_muon_is_muon() -> None:
+    assert tiny_config("--optimizer dist_muon").optimizer.optimizer == "muon"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--muon-tp-mode blockwise", "a matrix is orthogonalized whole"),
+        ("--muon-fp32-matmul-prec high", "Muon's products are in the model's number format"),
+        ("--muon-scalar-optimizer lion", "AdamW updates what Muon does not"),
+        ("--muon-num-ns-steps 6", "takes 5, 10, ... iterations"),
+        ("--muon-momentum 1", "must be at least 0 and less than 1"),
+        ("--muon-coefficient-type aol", "aol: unknown"),
+        ("--muon-scale-mode none", "none: unknown"),
+        ("--muon-num-ns-steps 0", "--muon-num-ns-steps"),
+        ("--muon-no-nesterov --muon-nesterov", "keep one"),
+        ("--adaptive-muon-beta2 0.9", "an optimizer other than AdamW, Lion and Muon is not part of gptpar"),
+        ("--lr 0 --muon-lr 0.02", "give a rate above 0"),
+    ],
+)
+def test_a_wrong_flag_is_told(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(f"{MUON} {flags}")
+    assert problem in str(caught.value)
+
+
+def test_matrices_can_have_a_rate_of_their_own() -> None:
+    config = tiny_config(f"{MUON} --lr 1e-3 --muon-lr 0.02 --muon-scale-mode shape_scaling")
+    groups = ParameterGroups(config.optimizer, config.model, gpt_model(config.model))
+    rates = groups.hyperparameters(config.optimizer, 5e-4, 0.1)
+    for factors, how in zip(groups.factors, rates, strict=True):
+        assert how.lr == pytest.approx(0.01 if factors.by_matrix else 5e-4, rel=1e-15)
+        assert how.weight_decay == 0.1 * factors.weight_decay

@@ -63,9 +63,14 @@ def completed(kind: type[T], flags: object) -> T:
     """
     if isinstance(flags, kind):
         return flags
-    names = (spec.name for spec in dataclasses.fields(typing.cast(Any, kind)))
-    known = {name: value for name in names if (value := getattr(flags, name)) is not None}
-    return kind(**known)
+    return kind(
+        **{name: value for name in _names(typing.cast(Any, kind)) if (value := getattr(flags, name)) is not None}
+    )
+
+
+@cache
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 @cache

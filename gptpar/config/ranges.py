@@ -19,13 +19,19 @@ NUMBERS = (int, float, tuple)
 """Types of a field that is a number, or several."""
 
 
-def out_of_range(flags: Flags) -> dict[str, str]:
-    """``section.field`` of each number that is too small or too large -> a part of a sentence that says so."""
+def out_of_range(flags: Flags, *, checked: Flags | None = None) -> dict[str, str]:
+    """``section.field`` of each number that is too small or too large -> a part of a sentence that says so.
+
+    Args:
+        checked: flags without such numbers; sections that are the same are not looked at.
+    """
     found = {}
     for section, fields in _limits():
-        values = vars(getattr(flags, section))
+        values = getattr(flags, section)
+        if checked is not None and values is getattr(checked, section):
+            continue
         for name, limits in fields:
-            value = values[name]
+            value = getattr(values, name)
             if type(value) in NUMBERS and (problem := _problem(value, limits)):
                 found[f"{section}.{name}"] = problem
     return found

@@ -37,8 +37,9 @@ def resolve(
     """
     wrong = out_of_range(parsed.flags)
     # Nothing is derived from, or checked against, a number that cannot be.
-    flags, derived = derive(with_defaults(parsed.flags, wrong), world_size)
-    problems = [*(range_problems(parsed.flags) if wrong else ()), *_derived_out_of_range(flags, derived)]
+    typed = with_defaults(parsed.flags, wrong)
+    flags, derived = derive(typed, world_size)
+    problems = [*(range_problems(parsed.flags) if wrong else ()), *_derived_out_of_range(flags, typed, derived)]
     found = [*find_problems(flags, world_size), *(more(flags) if more else ())]
     problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
     problems += _launch_problems(parsed, world_size)
@@ -47,10 +48,10 @@ def resolve(
     return complete(flags), [*parsed.derived, *derived]
 
 
-def _derived_out_of_range(flags: Flags, derived: Iterable[Derived]) -> Iterator[str]:
+def _derived_out_of_range(flags: Flags, typed: Flags, derived: Iterable[Derived]) -> Iterator[str]:
     """What was typed is in its range by now, so each of these follows from other numbers."""
     reasons = {one.name: one.reason for one in derived}
-    for name, problem in out_of_range(flags).items():
+    for name, problem in out_of_range(flags, checked=typed).items():
         field = name.split(".")[1]
         reason = reasons.get(field.replace("_", " "), "other flags")
         yield f"{flag_name(field)} follows from {reason} and {problem}: give it, or other numbers."

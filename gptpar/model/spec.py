@@ -93,7 +93,7 @@ class ModelSpec:
         """Number of parameters on this tensor rank; those that several layers share count once."""
         return sum({spec.name: count for spec, count in zip(self.specs, self.parameters, strict=True)}.values())
 
-    @property
+    @cached_property
     def shared(self) -> str | None:
         """Name of the layer that is both embedding and LM head; ``None`` if they are not tied."""
         (embedding,), (head,) = self.names(Role.EMBEDDING), self.names(Role.LM_HEAD)

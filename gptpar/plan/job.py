@@ -20,12 +20,14 @@ from gptpar.pipeline import schedules
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.recompute import recompute_groups
 from gptpar.plan.graph import wants_graph
-from gptpar.plan.layers import Layers, layers_of, model_of, table_of
+from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.mesh import Mesh
 
+Ties = tuple[tuple[str, tuple[int, ...]], ...]
+"""(layer, the stages that have a copy of it), for layers of several stages."""
 Groups = Sequence[Sequence[tuple[int, ...]]]
 """For each virtual stage of a stage: the groups of blocks, by number, that are recomputed together."""
 
@@ -72,12 +74,12 @@ class Job:
         """Samples of a micro-batch."""
         return self.config.batch.micro_batch_size
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.shape.seq_length
 
-    @property
+    @cached_property
     def num_micro_batches(self) -> int:
         """Micro-batches of each data-parallel rank in a step."""
         return self.config.batch.global_batch_size // (self.micro_batch_size * self.mesh.data)
@@ -87,7 +89,7 @@ class Job:
         """Virtual stages of each process."""
         return self.config.parallel.num_virtual_stages
 
-    @property
+    @cached_property
     def zero_stage(self) -> int:
         """The ZeRO stage; 0 where a process is alone on the data axis."""
         return self.config.parallel.zero_stage if self.mesh.data > 1 else 0
@@ -97,7 +99,7 @@ class Job:
         """Number of shards of the optimizer's state."""
         return self.mesh.data if self.zero_stage else 1
 
-    @property
+    @cached_property
     def ratio(self) -> float:
         """Fraction of the optimizer's elements that the CPU updates; with ``auto``, the smallest possible one."""
         return self.config.offload.least_ratio
@@ -116,7 +118,7 @@ class Job:
         table = self.table(part)
         return sum(table.on_device[unit.name] < unit.shard_length for unit in table.units)
 
-    @property
+    @cached_property
     def early_elements(self) -> float:
         """Number of elements whose partial gradient the CPU gets early; see :mod:`gptpar.offload.tied_embedding`."""
         offload, shared = self.config.offload, self.layers.spec.shared
@@ -138,12 +140,12 @@ class Job:
         """Number of tensor ranks that divide the tokens between layers; 1 without sequence parallelism."""
         return self.mesh.tensor if self.config.parallel.sequence_parallel else 1
 
-    @property
+    @cached_property
     def element_size(self) -> int:
         """Bytes of a weight or an activation."""
         return DTYPES[self.config.precision.dtype].itemsize
 
-    @property
+    @cached_property
     def wide_size(self) -> int:
         """Bytes of a master weight, a moment or a gradient that is a sum."""
         return torch.promote_types(DTYPES[self.config.precision.dtype], torch.float32).itemsize
@@ -164,12 +166,12 @@ class Job:
         everything_here = not self.ratio and not self.config.offload.cpu_parameters
         return self.element_size == self.wide_size and self.shards == 1 and everything_here
 
-    @property
+    @cached_property
     def graph(self) -> bool:
         """Whether forward and backward are launched as one CUDA graph."""
         return self.device_type == "cuda" and wants_graph(self.config, self.mesh.data)
 
-    @property
+    @cached_property
     def boundary_bytes(self) -> int:
         """Bytes that are sent from one stage to the next for a micro-batch."""
         return self.tokens // self.token_splits * self.shape.hidden_size * self.element_size
@@ -194,9 +196,8 @@ class Job:
     def costs(self) -> list[Cost]:
         """Every layer's cost on one tensor rank, for each token of a micro-batch."""
         dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
-        return self.layers.spec.costs(
-            BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
-        )
+        shape = BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
+        return costs_of(self.layers, shape)
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -239,8 +240,8 @@ class Job:
 
     @cached_property
     def _tables(self) -> dict[StagePart, ParameterTable]:
-        tied = tuple(self.split.tied_stages(self.layers.spec.specs).items())
-        return {part: table_of(self.layers, part.layers, self.shards, self.ratio, tied) for part in set(self.stages)}
+        stages, tied = self._parts
+        return {part: table_of(self.layers, part.layers, self.shards, self.ratio, tied) for part in set(stages)}
 
     @property
     def split(self) -> LayerSplit:
@@ -248,10 +249,15 @@ class Job:
         method = self.config.parallel.pipeline_partition_method
         return split_of_model(self.config.model, self.mesh.pipeline, self.num_virtual_stages, method)
 
-    @cached_property
+    @property
     def stages(self) -> tuple[StagePart, ...]:
         """The layers that each stage runs; equal parts are one, with the numbers of the first."""
-        return stages_of(self.layers, self.split, self.mesh.pipeline)
+        return self._parts[0]
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[StagePart, ...], Ties]:
+        method = self.config.parallel.pipeline_partition_method
+        return parts_of(self.layers, self.config.model, self.mesh.pipeline, self.num_virtual_stages, method)
 
 
 @lru_cache(maxsize=4096)
@@ -272,8 +278,12 @@ def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int,
     return split_model(model_of(model), num_stages, num_virtual_stages, method)
 
 
-def stages_of(layers: Layers, split: LayerSplit, num_stages: int) -> tuple[StagePart, ...]:
-    """The layers that each stage runs."""
+@lru_cache(maxsize=512)
+def parts_of(
+    layers: Layers, model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str
+) -> tuple[tuple[StagePart, ...], Ties]:
+    """(the layers that each stage runs, the layers that several stages have)."""
+    split = split_of_model(model, num_stages, num_virtual_stages, method)
     pieces = [tuple(range(start, stop)) for start, stop in pairwise(split.bounds)]
     parts: dict[StagePart, StagePart] = {}
     stages = []
@@ -281,7 +291,7 @@ def stages_of(layers: Layers, split: LayerSplit, num_stages: int) -> tuple[Stage
         chunks = tuple(pieces[stage::num_stages])
         part = StagePart(tuple(tuple(layers.kinds[number] for number in chunk) for chunk in chunks), chunks)
         stages.append(parts.setdefault(part, part))
-    return tuple(stages)
+    return tuple(stages), tuple(split.tied_stages(layers.spec.specs).items())
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from gptpar.model.spec import ModelSpec
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.mesh import Mesh
 
 
@@ -80,6 +81,12 @@ def layers_of(
     """
     spec = gpt_model(model, tensor, recompute_modules=recomputed)
     return Layers(spec, ParameterGroups(optimizer, model, spec))
+
+
+@lru_cache(maxsize=512)
+def costs_of(layers: Layers, batch: BatchShape) -> list[Cost]:
+    """Every layer's cost on one tensor rank."""
+    return layers.spec.costs(batch)
 
 
 @lru_cache(maxsize=512)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch._inductor.config
 
 from gptpar.errors import GptparError
 
@@ -35,6 +34,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
         return
     if problems := list(_problems(os.environ)):
         raise GptparError(" ".join(problems))
+    import torch._inductor.config  # takes a second to import
+
     with contextlib.ExitStack() as stack:
         _set_environment(stack, "CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
         _set_environment(stack, "NCCL_ALGO", NCCL_ALGORITHM)

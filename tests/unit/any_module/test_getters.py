@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_another_batch_size() -> None:
     assert (changed.global_steps, changed.global_samples) == (2, 21)
 
 
-def test_batch_sizes_that_cannot_be() -> None:
+def test_batch_sizes_that_cannot_be(closing: Callable[[Any], Any]) -> None:
     engine = make_engine(2)
     for size in (0, 4):
         with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
@@ -145,8 +146,9 @@ def test_batch_sizes_that_cannot_be() -> None:
     with pytest.raises(GptparError, match="within a step"):
         engine.set_train_batch_size(9)
     offload = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+    offloaded = closing(make_engine(1, bf16={"enabled": True}, zero_optimization=offload))
     with pytest.raises(GptparError, match="gradient_accumulation_steps is 1"):
-        make_engine(1, bf16={"enabled": True}, zero_optimization=offload).set_train_batch_size(6)
+        offloaded.set_train_batch_size(6)
 
 
 def test_what_the_next_steps_do_otherwise() -> None:

@@ -36,8 +36,6 @@ from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.unit.offload.host_optimizers import wait_until
 from tests.unit.offload.tiny_runs import ALL
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-
 RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
     OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 128),))

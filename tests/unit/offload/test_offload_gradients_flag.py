@@ -23,8 +23,6 @@ from gptpar.training.auto_gradients import available_memory, with_gradients
 from tests.helpers import TINY, tiny_config
 from tests.unit.offload.tiny_runs import ALL
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-
 
 @pytest.mark.parametrize(
     ("flags", "world_size", "told"),

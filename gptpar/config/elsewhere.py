@@ -316,6 +316,7 @@ MEANT: dict[str, str] = {
     "--min-scale": "--min-loss-scale",
     "--lr-warmup-percent": "--lr-warmup-fraction",
     "--learning-rate": "--lr",
+    "--muon-ns-steps": "--muon-num-ns-steps",
     "--min-learning-rate": "--min-lr",
     **dict.fromkeys(("--max-steps", "--num-steps", "--steps", "--max-iters"), "--train-iters"),
     **dict.fromkeys(("--warmup-steps", "--num-warmup-steps"), "--lr-warmup-iters"),

@@ -148,7 +148,7 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
             + f"; after {MEASURED_STEPS} steps, what fits into {config.batch.train_minutes} minutes" * undecided,
         ),
         Row("learning rate", _rates(o), _last_rate(config, plan)),
-        *_muon(o),
+        *muon_rows(o),
         *_growth(config, plan),
     ]
     if config.checkpoint.save:
@@ -167,7 +167,7 @@ def _rates(optimizer: OptimizerConfig) -> str:
     return f"{rates}, {optimizer.lr_decay_style}"
 
 
-def _muon(o: OptimizerConfig) -> list[Row]:
+def muon_rows(o: OptimizerConfig) -> list[Row]:
     """How Muon updates its matrices."""
     if o.optimizer != "muon":
         return []

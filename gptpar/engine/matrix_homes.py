@@ -136,13 +136,12 @@ def _axes_of(unit: Unit, param: Param, place: Place, updates: Sequence[Update]) 
     """The axes over which a parameter's matrices are divided."""
     update = updates[param.group]
     assert isinstance(update, MatrixUpdate)
-    axes = (*(unit.copies_over if place.zero_stage else ()), *_dividing(param.info, update))
-    return tuple(axis for axis in axes if place.mesh.size(axis) > 1)
+    return place.mesh.divided((*(unit.copies_over if place.zero_stage else ()), *_dividing(param.info, update)))
 
 
 def _axes(unit: Unit, place: Place, updates: Sequence[Update]) -> tuple[str, ...]:
     """The axes over which the processes exchange a unit's elements."""
-    return tuple(dict.fromkeys(axis for p in _matrices(unit, updates) for axis in _axes_of(unit, p, place, updates)))
+    return place.mesh.divided(axis for p in _matrices(unit, updates) for axis in _axes_of(unit, p, place, updates))
 
 
 def _chunk(

@@ -178,8 +178,7 @@ class MatrixStep:
         """Put the directions of a chunk's elements in the place of what is to be orthogonalized."""
         sent = list(chunk.sent())
         mine = [self._elements(job, piece, buffers) for _, job, piece in sent]
-        group = self._exchange.groups.get(chunk.axes) if chunk.size > 1 else None
-        if group is None:
+        if chunk.size == 1:
             self._orthogonalize([(job, piece, part) for (_, job, piece), part in zip(sent, mine, strict=True)])
             return
         received = list(chunk.received())
@@ -189,7 +188,7 @@ class MatrixStep:
             there[home] += piece.stop - piece.first
         for member, _, piece in received:
             here[member] += piece.stop - piece.first
-        outgoing = torch.cat(mine)
+        outgoing, group = torch.cat(mine), self._exchange.groups[chunk.axes]
         incoming = outgoing.new_empty(sum(here))
         dist.all_to_all_single(incoming, outgoing, here, there, group=group)
         parts = incoming.split(lengths)

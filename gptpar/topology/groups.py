@@ -92,8 +92,9 @@ class Topology:
 
     def join(self, *axes: str) -> None:
         """Make the group of several axes, if there is none; all processes call this together, for the same axes."""
-        if axes not in self.groups:
-            self.groups[axes] = _my_group(self.mesh.groups(*axes), self.rank)
+        rows = self.mesh.divided(axes)
+        if rows and rows not in self.groups:
+            self.groups[rows] = _my_group(self.mesh.groups(*rows), self.rank)
 
     def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of this process's chain of stages that holds the processes at the given stages.
@@ -140,7 +141,7 @@ def make_topology(mesh: Mesh, rank: int, device: torch.device) -> Topology:
     """Create the groups of a mesh; all processes call it together, after ``init_process_group``."""
     groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
     for rows in (*(rows for count in range(len(COPIES)) for rows in combinations(COPIES, count + 1)), (TENSOR,)):
-        several = tuple(row for row in rows if mesh.size(row) > 1)
+        several = mesh.divided(rows)
         groups[rows] = groups[several] if several in groups else _my_group(mesh.groups(*rows), rank)
     return Topology(
         mesh,

@@ -62,6 +62,10 @@ class Mesh:
         """Number of processes."""
         return self.size(*ROWS)
 
+    def divided(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The rows of some axes that have several ranks, the fastest first."""
+        return tuple(row for row in rows_of(tuple(axes)) if self.size(row) > 1)
+
     def position(self, rank: int, *axes: str) -> int:
         """A rank's position on an axis, or among the ranks that differ by their positions on several axes alone."""
         found, count = 0, 1

@@ -58,6 +58,15 @@ CASES: list[tuple[Mesh, tuple[str, ...]]] = [
     (Mesh(data=2, pipeline=2, expert=2), ("--zero-stage", "2")),
     (Mesh(data=4), ("--zero-stage", "3", *FOUR)),
 ]
+MUON = ("--optimizer", "muon")
+MUON_CASES: list[tuple[Mesh, tuple[str, ...]]] = [
+    (Mesh(data=4, expert=2), ("--zero-stage", "1", *MUON, *ONE)),
+    (Mesh(data=4, expert=2), ("--zero-stage", "3", *MUON, *VARIANTS["CPU optimizer 0.6"], *FOUR)),
+    (Mesh(data=4, expert=4), ("--zero-stage", "2", *MUON)),
+    (Mesh(data=2, tensor=2, expert=2), ("--zero-stage", "3", *MUON, *VARIANTS["CPU optimizer 0.6"])),
+    (Mesh(data=2, pipeline=2, expert=2), ("--zero-stage", "2", *MUON)),
+]
+"""An expert's matrices are whole on each expert rank; others are assembled over all data ranks."""
 
 
 class Exchange(torch.autograd.Function):
@@ -160,10 +169,10 @@ def trained(
         return run.outcome
 
 
-def run_all(rank: int, folder: Path) -> list[Outcome]:
+def run_all(rank: int, folder: Path, cases: list[tuple[Mesh, tuple[str, ...]]]) -> list[Outcome]:
     topologies: dict[Mesh, Topology] = {}
     outcomes = []
-    for number, (mesh, flags) in enumerate(CASES):
+    for number, (mesh, flags) in enumerate(cases):
         if mesh not in topologies:
             topologies[mesh] = make_topology(mesh, rank, torch.device("cpu"))
         here, before = folder / str(number + 1), folder / str(number)
@@ -176,7 +185,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[Ou
     folder = tmp_path_factory.mktemp("experts")
     topology = Topology(Mesh(), 0, torch.device("cpu"))
     alone = trained(Mesh(), (), topology, save_in=folder / "0", resume_from=None)
-    return alone, spawn(run_all, 4, folder, timeout_s=400.0)[0]
+    return alone, spawn(run_all, 4, folder, CASES, timeout_s=400.0)[0]
+
+
+def test_muon_in_each_layout_equals_one_process(tmp_path: Path) -> None:
+    topology = Topology(Mesh(), 0, torch.device("cpu"))
+    alone = trained(Mesh(), MUON, topology, save_in=tmp_path / "0", resume_from=None)
+    found = spawn(run_all, 4, tmp_path, MUON_CASES, timeout_s=400.0)[0]
+    apart = [difference(zip(one.weights, alone.weights, strict=True)) for one in found]
+    assert max(apart) <= TOLERANCE, apart
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{c.describe()} {' '.join(flags)}" for c, flags in CASES])

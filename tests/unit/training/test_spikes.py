@@ -85,7 +85,7 @@ def test_an_outlier_is_told_logged_and_kept(skipping: Ran, capsys: pytest.Captur
         square = sum(norm**2 for norm in values["layers"]["grad-norm"].values())
         assert square**0.5 == pytest.approx(record["grad_norm"], rel=1e-12)
         assert np.load(path / "tokens.npy", allow_pickle=False).shape == (2, 17)
-    assert "number of outlier iterations:   1 |" in out
+    assert " | outliers 1 | " in out
     assert main(["inspect", str(folders[0])]) == 0
     shown = capsys.readouterr().out
     assert (

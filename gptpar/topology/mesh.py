@@ -54,8 +54,7 @@ class Mesh:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        rest = self.data // self.expert
-        return {TENSOR: self.tensor, EXPERT: self.expert, EXPERT_DATA: rest, PIPELINE: self.pipeline}
+        return {EXPERT_DATA: self.data // self.expert, **vars(self)}
 
     @property
     def world_size(self) -> int:

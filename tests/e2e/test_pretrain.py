@@ -64,7 +64,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     progress = load_meta(tmp_path)["progress"]
     assert progress["iteration"] >= 5 and progress["consumed_samples"] == 2 * workers * progress["iteration"]
     again = gptpar(f"{flags} --exit-interval {progress['iteration'] + 1}")
-    first = next(line for line in again.splitlines() if line.startswith(" ["))
+    first = next(line for line in again.splitlines() if " iteration " in line)
     assert f"iteration {progress['iteration'] + 1:8d}/" in first
 
 

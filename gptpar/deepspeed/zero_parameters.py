@@ -74,7 +74,7 @@ def _mark(parameter: Any, owner: ValueOwner, *, divided: bool) -> None:
 
 
 class Init:
-    """A context in which models are built without memory for their parameters; the processes meet at its beginning.
+    """A context in which models are built without memory for their parameters; it initializes torch.distributed.
 
     Args:
         module: a model that exists already: its parameters get DeepSpeed's attributes and keep their values.

@@ -100,7 +100,7 @@ class EngineSettings:
         return torch.promote_types(self.dtype, torch.float32)
 
     def matrix_dtype(self, device: torch.device) -> torch.dtype:
-        """The number format in which matrices are exchanged and orthogonalized: GPUs do it in 16 bits."""
+        """The number format in which matrices are exchanged and orthogonalized: bf16 for 16-bit models on GPUs."""
         return torch.bfloat16 if self.dtype.itemsize == 2 and device.type == "cuda" else self.wide
 
     @property

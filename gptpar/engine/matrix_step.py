@@ -2,8 +2,8 @@
 
 For one chunk of units after the other (:mod:`gptpar.engine.matrix_homes`):
 
-1. each element's momentum is updated where the element lives, on the device or at the subscriber, and what is to be
-   orthogonalized is rounded once to the number format of the exchange;
+1. each element's momentum is updated where the element lives, on the device or at the subscriber; the Nesterov momentum
+   (without Nesterov: the momentum) is rounded once to the number format of the exchange;
 2. the processes that share the units' matrices send each other these elements, so that each matrix is whole on one;
 3. this process orthogonalizes its matrices, in batches that depend on the units and shapes alone;
 4. the directions go back the same way, and each element's weight follows where the element lives.
@@ -175,7 +175,7 @@ class MatrixStep:
             steps[one.family].update(UpdateVectors((weights, directions), one.parameters, ranges))
 
     def _replace_by_directions(self, chunk: MatrixChunk, buffers: Mapping[str, Tensor]) -> None:
-        """Put the directions of a chunk's elements in the place of what is to be orthogonalized."""
+        """Orthogonalize a chunk's momenta: the directions take their place in the buffers."""
         sent = list(chunk.sent())
         mine = [self._elements(job, piece, buffers) for _, job, piece in sent]
         if chunk.size == 1:

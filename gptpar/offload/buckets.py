@@ -111,7 +111,7 @@ class Bucket:
         partial: the open and closed ranges if ``grad`` is partial.
         speculated_with: the hyperparameters of the state in the double buffer.
         steps: updates made so far.
-        momenta: where on the device what is to be orthogonalized belongs, and the end of former work with that memory.
+        momenta: the device's memory for the Nesterov momentum, and the end of earlier work with this memory.
         sent: makes later work on the device wait for the new parameters; called with ``True``, it returns when they are
             on the device. ``None``: there is nothing to wait for.
     """

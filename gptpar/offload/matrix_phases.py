@@ -1,6 +1,6 @@
 """The CPU optimizer's two phases of buckets whose update is one of matrices (Muon).
 
-Phase one updates a bucket's momentum in the updating thread, and sends what is to be orthogonalized to the device. In
+Phase one updates a bucket's momentum in the updating thread, and sends the Nesterov momentum to the device. In
 :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.step` the training loop waits for that, orthogonalizes the
 matrices, and submits the directions. Phase two is an ordinary update of the bucket with its direction as gradient.
 

@@ -8,6 +8,7 @@ publishes the notes of the step and compares them with those of the other proces
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from gptpar.any_module.agreement import REMEDY
 from gptpar.any_module.module_stage import UNIT
 from gptpar.errors import GptparError
+from gptpar.system import quiet_end
 from gptpar.topology.groups import Topology
 
 LOOK_SECONDS = 1.0
@@ -50,6 +52,10 @@ CHECK_SECONDS = 0.2
 """Time between two checks by a process that waits for a collective whether it can still come."""
 
 
+END_SECONDS = 1.0
+"""For which the end waits for the thread that looks; the other one may wait for a collective that never comes."""
+
+
 class OrderWatch:
     """Notes the order of a process's calls, and compares it with that of other processes.
 
@@ -68,6 +74,10 @@ class OrderWatch:
         self._last_change = time.monotonic()
         self._end = threading.Event()
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._looking, self._others = (
+            threading.Thread(target=target, name="gptpar order watch", daemon=True)
+            for target in (self._run, self._wait_for_others)
+        )
         self.error: GptparError | None = None
 
     def start(self, name: str, *, notes_units: bool) -> None:
@@ -80,8 +90,10 @@ class OrderWatch:
         self.notes_units = notes_units
         if self._topology.mesh.world_size > 1:
             self._store, self._prefix = dist.distributed_c10d._get_default_store(), f"gptpar/order/{name}"
-            for target in (self._run, self._wait_for_others):
-                threading.Thread(target=target, name="gptpar order watch", daemon=True).start()
+            self._looking.start()
+            self._others.start()
+            quiet_end.wait_at_exit()
+            atexit.register(self._end_threads)  # one in the store at the end of the interpreter would abort the process
 
     def begin_step(self, step: int) -> None:
         """Begin another step: drop the notes of the last one."""
@@ -151,8 +163,14 @@ class OrderWatch:
             self.note("engine.close()")
             with contextlib.suppress(RuntimeError):
                 self._publish()  # other processes may wait for this one
+            atexit.unregister(self._end_threads)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         self._end.set()
         self._waiting.put(None)
+        if self._looking.is_alive():
+            self._looking.join(END_SECONDS)
 
     def _run(self) -> None:
         while not self._end.wait(LOOK_SECONDS if self.notes_units else LOOK_SECONDS_WITHOUT_UNITS):

@@ -1,0 +1,56 @@
+"""Lets C++ threads finish before the interpreter is taken apart.
+
+A thread of gloo drops its last reference to a tensor a moment after the training loop knows that the collective is
+complete. If that moment comes while the interpreter is being taken apart, the thread asks for Python's lock in vain,
+and the finished process ends with SIGABRT ("terminate called without an active exception").
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+from pathlib import Path
+
+LOOK_SECONDS = 1e-3
+"""Between two looks; a thread that waits for Python's lock gets it meanwhile."""
+
+PATIENCE_SECONDS = 1.0
+"""A thread that still runs after this time computes something of its own, and has no part in this."""
+
+NUM_QUIET_LOOKS = 3
+
+TASKS = Path("/proc/self/task")
+"""Linux: a folder for each thread."""
+
+
+@functools.cache
+def wait_at_exit() -> None:
+    """Let the end of this process wait for :func:`quiet_threads`; called again, it changes nothing."""
+    atexit.register(quiet_threads)
+
+
+def quiet_threads() -> bool:
+    """Wait until all other threads of this process sleep.
+
+    Returns:
+        Whether they do; False after ``PATIENCE_SECONDS``, and where the system does not tell.
+    """
+    quiet, until = 0, time.monotonic() + PATIENCE_SECONDS
+    while TASKS.exists() and quiet < NUM_QUIET_LOOKS and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+        quiet = 0 if _another_thread_runs() else quiet + 1
+    return quiet == NUM_QUIET_LOOKS
+
+
+def _another_thread_runs() -> bool:
+    own = str(threading.get_native_id())
+    return any(_state(task) == "R" for task in TASKS.iterdir() if task.name != own)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # the thread has ended
+        return ""

@@ -29,13 +29,13 @@ from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, ModelKind, read_options
 from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.any_module.same_model import require_same_model
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
 from gptpar.any_module.weights import Weights, are_held
 from gptpar.errors import GptparError, ModelError
-from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
@@ -73,7 +73,7 @@ def initialize(
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
         model: the module, whose parameters stay the same objects; a
-            :class:`~gptpar.pipeline.module.PipelineModule`; or its layers, which the configuration's ``pipeline``
+            :class:`~gptpar.any_module.pipeline_module.PipelineModule`; or its layers, which the configuration's ``pipeline``
             divides. The engine of the latter two is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
         optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.

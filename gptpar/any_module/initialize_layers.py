@@ -18,11 +18,11 @@ from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, 
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.pipeline_module import PipelineModule, seeded
 from gptpar.any_module.same_model import require_same_model
 from gptpar.any_module.weights import Weights
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
-from gptpar.pipeline.module import PipelineModule, seeded
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import make_topology

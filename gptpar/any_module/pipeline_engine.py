@@ -13,11 +13,11 @@ from gptpar.any_module.batches import cast_inputs, described, evaluating, mean_o
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
-from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.runtime import MicroBatch
 from gptpar.system.activity import Activity
 

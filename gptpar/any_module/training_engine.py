@@ -42,7 +42,7 @@ _UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_step", "_saver", "_froz
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs, nn.Module):
+class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
@@ -123,11 +123,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         # follows the backward pass, as in DistributedDataParallel.
         self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)
         self._has_begun = True
-
-    @property
-    def _divisor(self) -> float:
-        """The divisor of the sum over processes: the loss scale times their number."""
-        return self.loss_scaler.value * self.topology.mesh.data
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to call the scopes of these passes."""
@@ -238,9 +233,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         gathers = self.engine.gatherer.gathers_in_call_order
         if exchanging or gathers or self.engine.gradients.are_exchanged:
             self._failed.note(f"{what} of step {self.global_steps + 1}, micro-batch {self._count + 1}")
-
-    def _require_no_step(self) -> None:
-        """Raise if another step has begun."""
 
     def _require_optimizer(self) -> None:
         if not self.options.has_optimizer:

@@ -20,7 +20,6 @@ from gptpar.optim.schedule import Schedule
 from gptpar.optim.skip_step import make_skip_step
 from gptpar.optim.update import Hyperparameters
 from gptpar.pipeline.runtime import MicroBatch as StageInput
-from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
@@ -82,8 +81,7 @@ class Trainer:
         specs = (spec for stage in self.pipeline.stages_here for spec in stage.specs)
         self._layers_with_dropout = layers_with_dropout(specs)
         self._graph: StepGraph | None = None
-        if topology.device.type == "cuda" and wants_graph(config, topology.mesh.data):
-            engine = self.engine
+        if (engine := self.engine).settings.records_steps:
             self._graph = StepGraph(
                 *(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks),
                 quiet=engine.optimizer.guard.wait_until_read,

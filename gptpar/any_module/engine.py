@@ -321,7 +321,7 @@ class ModuleEngine(TrainingEngine):
         batches = self.data.take(data_iter)
         with self._watch.together("eval_batch"), evaluating(self):
             mean = self._work.evaluate(batches)
-        return self.topology.sum_over_all(self._step.addend_of_mean(mean)).to(mean.dtype)
+        return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
     def close(self) -> None:
         """See :meth:`TrainingEngine.close <gptpar.any_module.training_engine.TrainingEngine.close>`."""

@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from gptpar.any_module.argument_types import require_types
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
-from gptpar.any_module.build import move_buffers
+from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
-from gptpar.any_module.engine_parts import make_parts
 from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -171,7 +170,7 @@ def _engine_of(
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
-    parts = make_parts(stage, groups, options, topology, activity, watch, recording, notes_units=True)
+    parts = build_engine(stage, groups, options, topology, activity, watch, recording, notes_units=True)
     parts.engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     return ModuleEngine(stage, parts, groups, options, loss_fn)
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.any_module.build import move_buffers
+from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
-from gptpar.any_module.engine_parts import make_parts
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.order_watch import OrderWatch
@@ -105,7 +104,7 @@ def engine_of_pipeline(
     for layer, group in pipeline.tied_groups.items():
         _follow_first(layers[layer], group, topology.device)
     move_buffers(pipeline, topology.device, None)
-    parts = make_parts(stages, groups, options, topology, Activity.of_worker(), OrderWatch(topology))
+    parts = build_engine(stages, groups, options, topology, Activity.of_worker(), OrderWatch(topology))
     return PipelineEngine(pipeline, stages, parts, groups, options)
 
 

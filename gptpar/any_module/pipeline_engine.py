@@ -95,7 +95,7 @@ class PipelineEngine(TrainingEngine):
             return list(values) if self.is_last_stage() else None
         if to_all:
             mean = mean_of(values) if values else self._work.no_loss
-            return self.topology.sum_over_all(self._step.addend_of_mean(mean)).to(mean.dtype)
+            return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
         return (
             self.topology.sum_over_copies(torch.stack(values).sum(0) / (len(values) * self.dp_world_size))
             if values

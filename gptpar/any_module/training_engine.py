@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,14 +83,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._work, self._activity, self._watch, self._failed = work, parts.activity, parts.watch, parts.failed
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
-        self._step = StepUpdate(
-            self.engine,
-            self.topology,
-            self.skip_step,
-            60 * TIMEOUT_MINUTES,
-            sum_over_all=self._sum_over_all,
-            check=self._watch.check,
-        )
+        readings = partial(Readings, timeout_s=60 * TIMEOUT_MINUTES, check=self._watch.check)
+        self._step = StepUpdate(self.engine, self.skip_step, self._sum_over_all, readings)
         trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
         updates, of_param = self.engine.optimizer.updates, self.weights.local_of(trained)
         self.optimizer = EngineOptimizer(updates, groups, self._update, self._drop_for_user, self.loss_scaler, of_param)
@@ -143,7 +138,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         square = self.engine.square_of_grad()
         self._mean_loss, self._readings = self._step.take(
             square,
-            result.loss,
+            self._addend_of_mean(result.loss),
             self._frozen_groups.hyperparameters(),
             self._divisor,
             self._agreement.evidence(result.passes, result.late, square).unbind(),
@@ -185,6 +180,10 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         if self.topology.mesh.world_size > 1:
             self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
         return tensor
+
+    def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """This process's addend of the mean over processes; its loss is zero if another stage has the loss."""
+        return loss.double() / self.topology.mesh.data
 
     # Whole batches.
 

@@ -12,11 +12,12 @@ from gptpar.optim.skip_step import SkipStep, step_unless_outlier
 from gptpar.optim.update import Hyperparameters
 from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.runtime import MicroBatch, Observer
-from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import COPIES, TENSOR
 
 Numbers = Sequence[torch.Tensor]
 """Scalars on the device."""
+Sum = Callable[[torch.Tensor], torch.Tensor]
+MakeReadings = Callable[[Numbers], Readings]
+Judge = Callable[[torch.Tensor, Numbers], tuple[torch.Tensor, Numbers]]
 
 
 class PipelinePasses(Observer):
@@ -66,31 +67,14 @@ class StepUpdate:
 
     Args:
         engine: has the gradients.
-        topology: this process's place.
         skip_step: the rule for outliers; ``None``: no step is one.
-        timeout_s: the longest wait for a step's numbers.
-        sum_over_all: sums a tensor over all processes, in place; default: the topology's.
-        check: is called while numbers are waited for, and may raise.
+        sum_over_all: sums a tensor over all processes, in place.
+        readings: has the device copy numbers to the host.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        topology: Topology,
-        skip_step: SkipStep | None,
-        timeout_s: float,
-        *,
-        sum_over_all: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        check: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, engine: Engine, skip_step: SkipStep | None, sum_over_all: Sum, readings: MakeReadings):
         self._engine, self._skip_step = engine, skip_step
-        self._timeout_s, self._check = timeout_s, check
-        self._sum_over_all = sum_over_all or topology.sum_over_all
-        self._num_holders = topology.mesh.size(*COPIES, TENSOR)
-
-    def addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """[] fp64 this process's addend to the mean over all processes that have a loss; others have zero."""
-        return loss.double() / self._num_holders
+        self._sum_over_all, self._readings = sum_over_all, readings
 
     def take(
         self,
@@ -99,13 +83,13 @@ class StepUpdate:
         hyperparameters: tuple[Hyperparameters, ...],
         divisor: float,
         others: Numbers = (),
-        judge: Callable[[torch.Tensor, Numbers], tuple[torch.Tensor, Numbers]] = lambda norm, others: (norm, others),
+        judge: Judge = lambda norm, others: (norm, others),
     ) -> tuple[torch.Tensor, Readings]:
         """Launch the update; nothing waits for the device.
 
         Args:
             square: [] fp64 this process's part of the gradient's sum of squares.
-            loss: [] this process's mean loss, zero if it has none.
+            loss: [] fp64 this process's addend to the mean loss, zero if it has none.
             hyperparameters: by parameter group.
             divisor: of the gradient, such as the loss scale.
             others: [] fp64 each; they are summed over all processes in the same message.
@@ -115,11 +99,10 @@ class StepUpdate:
         Returns:
             [] the mean loss, on the device; readings of (mean loss, gradient norm, skipped, judge's numbers).
         """
-        sums = self._sum_over_all(torch.stack([square, self.addend_of_mean(loss), *others]))
-        square, mean_loss, *summed = sums
+        square, mean_loss, *summed = self._sum_over_all(torch.stack([square, loss, *others]))
         norm = square.sqrt() / torch.full_like(square, divisor)  # a number would be inverted and multiplied on GPUs
         norm, numbers = judge(norm, summed)
         skipped = step_unless_outlier(
             self._skip_step, mean_loss, norm, lambda judged: self._engine.step(judged, hyperparameters, divisor)
         )
-        return mean_loss, Readings([mean_loss, norm, skipped, *numbers], self._timeout_s, self._check)
+        return mean_loss, self._readings([mean_loss, norm, skipped, *numbers])

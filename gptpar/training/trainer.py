@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -93,8 +94,8 @@ class Trainer:
         self._iteration = 0
         health = config.health
         self.skip_step = make_skip_step(health.skip_step_sigma, health.skip_step_window, topology.device)
-        self._timeout_s = 60 * config.parallel.distributed_timeout_minutes
-        self._update = StepUpdate(self.engine, topology, self.skip_step, self._timeout_s)
+        self._readings = partial(Readings, timeout_s=60 * config.parallel.distributed_timeout_minutes)
+        self._update = StepUpdate(self.engine, self.skip_step, topology.sum_over_all, self._readings)
         self.layer_norms = LayerNorms(self.engine, self.pipeline.stages_here, topology)
         self._norms_of_outputs: Norms = {}
 
@@ -194,13 +195,10 @@ class Trainer:
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
         square = self.engine.square_of_grad()
         measures = self._measures_layers(iteration)
-        squares = old = None
-        if measures or self.keeps_spikes:
-            squares = Readings(self.engine.squares_of_grad(), self._timeout_s)
-        if measures:
-            old = self.layer_norms.old_weights()
-        votes = torch.full_like(square, Votes.number(stop, saves))
-        _, readings = self._update.take(square, loss, hyperparameters, scale, [votes, *self._auxiliary_addends()])
+        squares = self._readings(self.engine.squares_of_grad()) if measures or self.keeps_spikes else None
+        old = self.layer_norms.old_weights() if measures else None
+        others = [torch.full_like(square, Votes.number(stop, saves)), *self._auxiliary_addends()]
+        _, readings = self._update.take(square, self._addend_of_mean(loss), hyperparameters, scale, others)
         return Step(
             iteration,
             samples,
@@ -230,6 +228,10 @@ class Trainer:
             UPDATE: self.layer_norms.of_update(old),
         }
 
+    def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this process adds to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
+        return loss.double() / self.topology.mesh.size(*COPIES, TENSOR)
+
     def _auxiliary_addends(self) -> list[torch.Tensor]:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
         count = self.topology.mesh.size(*COPIES, TENSOR)
@@ -240,7 +242,7 @@ class Trainer:
         """The mean loss of one global batch without dropout, over all processes."""
         losses = self._losses(batches)
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
-        return self.topology.sum_over_all(self._update.addend_of_mean(mean))
+        return self.topology.sum_over_all(self._addend_of_mean(mean))
 
     @torch.no_grad()
     def evaluate_sum(self, batches: Sequence[MicroBatch]) -> torch.Tensor:

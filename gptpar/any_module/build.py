@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ def build_engine(
     watch: OrderWatch,
     recording: Recording | None = None,
     *,
-    notes_units: bool = False,
+    wait_for: Callable[[Any], None] = wait_without_limit,
 ) -> EngineParts:
     """The engine of a module and what surrounds it; all processes call this together.
 
@@ -121,13 +121,12 @@ def build_engine(
         options: of the engine.
         topology: this process's place.
         recording: makes the values of parameters without memory.
-        notes_units: whether ``watch`` notes units, where they are gathered in the order of calls, and waits for their
-            collectives.
+        wait_for: waits for collectives over the data axis. With one of its own, ``watch`` notes units where they are
+            gathered in the order of calls.
 
     Raises:
         GptparError: host memory does not suffice for offload; parameters may then be in host memory.
     """
-    wait_for = watch.wait_for if notes_units else wait_without_limit
     data, device, plan = DataAxes.of(topology, options.zero_stage, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
     of_group = [group["params"] for group in groups]
@@ -164,7 +163,7 @@ def build_engine(
         engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
     take_values(engine, frozen, values, topology)
     name = name_of_engine(topology)
-    watch.start(name, notes_units=notes_units and engine.gatherer.gathers_in_call_order)
+    watch.start(name, notes_units=wait_for is not wait_without_limit and engine.gatherer.gathers_in_call_order)
     compile_blocks(stage, options, device)
     weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)
     return EngineParts(engine, host, weights, topology, activity, watch, failed)

@@ -170,7 +170,7 @@ def _engine_of(
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
-    parts = build_engine(stage, groups, options, topology, activity, watch, recording, notes_units=True)
+    parts = build_engine(stage, groups, options, topology, activity, watch, recording, wait_for=watch.wait_for)
     parts.engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     return ModuleEngine(stage, parts, groups, options, loss_fn)
 

@@ -48,13 +48,13 @@ from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
 from gptpar.config.validate import resolve
+from gptpar.exchange.hf_export import DTYPES, Export, ExportOptions, prepare_export
+from gptpar.exchange.hf_folder import shapes_of
+from gptpar.exchange.hf_import import import_hf
+from gptpar.exchange.meta import converted_meta
 from gptpar.system import native
 from gptpar.system.host import peak_process_memory, process_memory
 from gptpar.system.snapshot import PIECE_BYTES
-from gptpar.training.exchange.hf_export import DTYPES, Export, ExportOptions, prepare_export
-from gptpar.training.exchange.hf_folder import shapes_of
-from gptpar.training.exchange.hf_import import import_hf
-from gptpar.training.exchange.meta import converted_meta
 
 FAMILIES = {
     "gpt2": "",

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from gptpar.any_module.stored_state import tag_of
 from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
-from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.errors import CheckpointError
+from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint
 from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 LATEST = "latest"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
 from gptpar.checkpoint.folders import files_of
-from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files
 from gptpar.errors import CheckpointError
+from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
+from gptpar.exchange.hf_export import DTYPES, ExportOptions, prepare_export
+from gptpar.exchange.hf_import import import_hf
+from gptpar.exchange.megatron.convert import import_megatron
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser, not_negative_int
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
-from gptpar.training.exchange.hf_export import DTYPES, ExportOptions, prepare_export
-from gptpar.training.exchange.hf_import import import_hf
-from gptpar.training.exchange.megatron.convert import import_megatron
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

@@ -11,6 +11,7 @@ from typing import Any
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files, given_tokenizer
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError
+from gptpar.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.model.dtypes import DTYPES
 from gptpar.reporting.console import task_line
 from gptpar.reporting.records import TaskRecord
@@ -24,7 +25,6 @@ from gptpar.training.evaluation.checkpoint import layout_problems, load_pipeline
 from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.items import all_problems
 from gptpar.training.evaluation.tasks import read_tasks
-from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.generation import newest_model
 
 DESCRIPTION = """Evaluate a checkpoint on questions with choices (accuracy) or on texts (bits per byte). Scores are

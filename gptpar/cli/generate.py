@@ -11,6 +11,7 @@ from unicodedata import category
 import torch
 
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
+from gptpar.config.stored import StoredModel
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable
@@ -18,7 +19,6 @@ from gptpar.pipeline.stage import Stage
 from gptpar.system.command_line import Parser, not_negative_int, path, positive_int
 from gptpar.training.generation import load_model
 from gptpar.training.sampling import Continuation, Sampling, continue_texts, make_texts
-from gptpar.training.stored import StoredModel
 
 
 def _temperature(text: str) -> float:

@@ -18,14 +18,14 @@ from gptpar.config.run_file import FILE_NAME, write_run_file
 from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
+from gptpar.exchange.start_from_hf import take_model_of_hf
+from gptpar.exchange.tokenizer_files import missing_package
 from gptpar.reporting.guards import guarded_console
 from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
 from gptpar.training.evaluation.items import all_problems
-from gptpar.training.exchange.start_from_hf import take_model_of_hf
-from gptpar.training.exchange.tokenizer_files import missing_package
 from gptpar.training.recovery import continued, with_global_batch
 from gptpar.training.resume import folder_problems
 

@@ -23,6 +23,7 @@ from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
+from gptpar.exchange.start_from_hf import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
@@ -31,7 +32,6 @@ from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
-from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 from gptpar.training.reporter import device_peak
 from gptpar.training.run import Run
 

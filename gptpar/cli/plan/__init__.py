@@ -14,6 +14,7 @@ from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
+from gptpar.exchange.start_from_hf import take_shape_of_hf
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
@@ -22,7 +23,6 @@ from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
 from gptpar.training.checkpoint_args import with_checkpoint_args
-from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout

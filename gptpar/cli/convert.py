@@ -12,10 +12,7 @@ from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files
 from gptpar.errors import CheckpointError
-from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
-from gptpar.exchange.hf_export import DTYPES, ExportOptions, prepare_export
-from gptpar.exchange.hf_import import import_hf
-from gptpar.exchange.megatron.convert import import_megatron
+from gptpar.exchange import DTYPES, ExportOptions, holds_ours, import_model, prepare_export
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser, not_negative_int
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
@@ -123,21 +120,4 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     given = [f"--{name.replace('_', '-')}" for name in only_out if getattr(args, name) is not None]
     if given:
         raise CheckpointError(f"{', '.join(given)}: for checkpoints of gptpar only, and {args.source} holds none")
-    if not args.source.exists():
-        raise CheckpointError(f"{args.source} does not exist")
-    if args.source.resolve() in args.target.resolve().parents:
-        raise CheckpointError(f"{args.target} lies in {args.source}, which stays as it is: choose another folder")
-    found = foreign_checkpoint(args.source)
-    reader = found.reader if found else None
-    if reader is ForeignReader.MEGATRON:
-        return import_megatron(args.source, args.target)
-    if found and found.inside:
-        raise CheckpointError(f"{args.source} holds {found}: give {args.source / found.inside}")
-    # The error of a folder that has config.json alone says what is missing there, or wrong.
-    if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").exists()):
-        return import_hf(args.source, args.target)
-    raise CheckpointError(
-        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert"
-        f"{their_way(found)}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
-        "config.json and its weights"
-    )
+    return import_model(args.source, args.target)

@@ -11,7 +11,7 @@ from typing import Any
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files, given_tokenizer
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError
-from gptpar.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
+from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.model.dtypes import DTYPES
 from gptpar.reporting.console import task_line
 from gptpar.reporting.records import TaskRecord

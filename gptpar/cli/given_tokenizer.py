@@ -8,7 +8,7 @@ from typing import Any
 from gptpar.config.stored import StoredModel
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.errors import CheckpointError
-from gptpar.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
+from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.system.data_flags import TOKENIZER_FILES
 from gptpar.training.data import tokenizer_of
 

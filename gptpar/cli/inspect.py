@@ -11,7 +11,7 @@ from gptpar.checkpoint.describe import summary_of
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
-from gptpar.exchange.foreign import why_not_to_show
+from gptpar.exchange import why_not_to_show
 from gptpar.reporting.banner import WIDTH, format_bytes
 from gptpar.system.command_line import Parser
 from gptpar.training.health.spikes import FILE as SPIKE_FILE

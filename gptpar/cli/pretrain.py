@@ -18,8 +18,7 @@ from gptpar.config.run_file import FILE_NAME, write_run_file
 from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
-from gptpar.exchange.start_from_hf import take_model_of_hf
-from gptpar.exchange.tokenizer_files import missing_package
+from gptpar.exchange import missing_package, take_model_of_hf
 from gptpar.reporting.guards import guarded_console
 from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment

@@ -9,7 +9,7 @@ from typing import Any
 
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
-from gptpar.exchange.foreign import why_not_to_show
+from gptpar.exchange import why_not_to_show
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser
 from gptpar.training.run_folder.survey import survey

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
@@ -45,7 +46,7 @@ class Foreign:
         inside: the folder inside that the reader is given; "": the folder itself.
         is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
         their_way: the program of their own that makes a Hugging Face folder of it; "": none is known.
-        is_file: a file of the folder itself, whose name other things may have, too.
+        lies_beside: files that may lie beside other checkpoints: weights of Hugging Face's, or a stray file.
     """
 
     what: str
@@ -53,24 +54,24 @@ class Foreign:
     inside: str = ""
     is_our_hint: bool = False
     their_way: str = ""
-    is_file: bool = False
+    lies_beside: bool = False
 
     def __str__(self) -> str:
         return self.what
 
 
-@dataclass(frozen=True)
-class _Format:
-    """A program's checkpoint: each of `names` (folders end in "/") must be matched by an entry of one folder.
+class _Format(NamedTuple):
+    """A program's checkpoint.
 
     Attributes:
+        names: alternatives; an entry of one folder must match each word of one of them. Folders end in "/".
         certain: nothing else has such names, whatever the folder is called.
         reader: what ``gptpar convert`` reads it with, if anything. Hugging Face's is given the folder of the files.
         their_way: the program of their own that makes a Hugging Face folder of it, if one is known.
     """
 
     what: str
-    names: tuple[str, ...]
+    names: Sequence[str]
     certain: bool = True
     reader: ForeignReader | None = None
     their_way: str = ""
@@ -80,52 +81,43 @@ _HUGGING_FACE = (
     *("model.safetensors", "model-*-of-*.safetensors", "*.safetensors.index.json"),
     *("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
-_MEGATRON = partial(_Format, reader=ForeignReader.MEGATRON)
-_DCP = partial(
-    _Format,
-    "a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it",
-    their_way="torchtitan's scripts/checkpoint_conversion/convert_to_hf.py (for what torchtitan saved)",
-)
-_NANOTRON = partial(_Format, "a nanotron checkpoint", their_way="nanotron's examples/llama/convert_nanotron_to_hf.py")
-_LLM_C = partial(_Format, "an llm.c checkpoint", their_way="llm.c's dev/eval/export_hf.py")
+_DCP = "a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it"
+_TORCHTITAN = "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py (for what torchtitan saved)"
+_NANOTRON = ("model/ checkpoint_metadata.json", "model/ model_config.json")
+_LLM_C = ("model_????????.bin", "state_????????_?????.bin")
 _LITGPT = "litgpt convert_from_litgpt (its model.pth renamed to pytorch_model.bin, beside config.json)"
 _OLMO_CORE = "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py"
 _META = "transformers' models/llama/convert_llama_weights_to_hf.py (for Llama)"
+_PUBLISHED = "weights as Meta and Mistral publish them"
+_MEGATRON = partial(_Format, reader=ForeignReader.MEGATRON)
+_LIKELY = partial(_Format, certain=False)
 _FORMATS = (
-    _MEGATRON("a Megatron-LM checkpoint, torch_dist format", (".metadata", "common.pt")),
-    _MEGATRON("a Megatron-LM checkpoint, torch_dist format", ("*.distcp", "common.pt")),
-    _Format("a Megatron-LM checkpoint, zarr format", ("metadata.json", "common.pt")),
-    _MEGATRON("a Megatron-LM checkpoint, legacy format", ("mp_rank_*/",)),
-    _MEGATRON("a DeepSpeed universal checkpoint", ("*model_states.pt", "zero/")),
-    _MEGATRON("a DeepSpeed checkpoint", ("*model_states.pt",)),
-    _MEGATRON("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
-    _DCP(("*.distcp",)),
-    _DCP((".metadata",)),
-    _Format("an Orbax checkpoint", ("_CHECKPOINT_METADATA",)),
-    _Format("an OLMo-core checkpoint", ("model_and_optim/",), their_way=_OLMO_CORE),
-    _NANOTRON(("model/", "checkpoint_metadata.json")),
-    _NANOTRON(("model/", "model_config.json")),
-    _Format("a picotron checkpoint", ("weights_tp_rank_*.pth",)),
-    _LLM_C(("model_????????.bin",)),
-    _LLM_C(("state_????????_?????.bin",)),
-    _Format("a LitGPT checkpoint", ("lit_model.pth",), their_way=_LITGPT),
-    *(
-        _Format("a Hugging Face model", (name,), certain=False, reader=ForeignReader.HUGGING_FACE)
-        for name in _HUGGING_FACE
-    ),
-    *(_Format("a Hugging Face model", (name,), certain=False) for name in ("tf_model.h5", "flax_model.msgpack")),
-    _Format("a Hugging Face adapter", ("adapter_model.*",), certain=False),
-    _Format("weights as Meta and Mistral publish them", ("consolidated*.pth",), certain=False, their_way=_META),
-    _Format("weights as Meta and Mistral publish them", ("consolidated*.safetensors",), certain=False),
-    _Format("a nanoGPT checkpoint", ("ckpt.pt",), certain=False),
-    _Format("a NeMo checkpoint", ("*.nemo",), certain=False),
-    _Format("a PyTorch Lightning checkpoint", ("*.ckpt",), certain=False),
-    _Format("a llama.cpp model", ("*.gguf",), certain=False),
-    _Format("a TensorFlow checkpoint", ("*.data-?????-of-?????",), certain=False),
-    _Format("a PyTorch file", ("*.pt",), certain=False),
-    _Format("a PyTorch file", ("*.pth",), certain=False),
-    _Format("a safetensors file", ("*.safetensors",), certain=False),
+    _MEGATRON("a Megatron-LM checkpoint, torch_dist format", (".metadata common.pt", "*.distcp common.pt")),
+    _Format("a Megatron-LM checkpoint, zarr format", ["metadata.json common.pt"]),
+    _MEGATRON("a Megatron-LM checkpoint, legacy format", ["mp_rank_*/"]),
+    _MEGATRON("a DeepSpeed universal checkpoint", ["*model_states.pt zero/"]),
+    _MEGATRON("a DeepSpeed checkpoint", ("*model_states.pt", "*zero_pp_rank_*_optim_states.pt")),
+    _Format(_DCP, ("*.distcp", ".metadata"), their_way=_TORCHTITAN),
+    _Format("an Orbax checkpoint", ["_CHECKPOINT_METADATA"]),
+    _Format("an OLMo-core checkpoint", ["model_and_optim/"], their_way=_OLMO_CORE),
+    _Format("a nanotron checkpoint", _NANOTRON, their_way="nanotron's examples/llama/convert_nanotron_to_hf.py"),
+    _Format("a picotron checkpoint", ["weights_tp_rank_*.pth"]),
+    _Format("an llm.c checkpoint", _LLM_C, their_way="llm.c's dev/eval/export_hf.py"),
+    _Format("a LitGPT checkpoint", ["lit_model.pth"], their_way=_LITGPT),
+    _LIKELY("a Hugging Face model", _HUGGING_FACE, reader=ForeignReader.HUGGING_FACE),
+    _LIKELY("a Hugging Face model", ("tf_model.h5", "flax_model.msgpack")),
+    _LIKELY("a Hugging Face adapter", ["adapter_model.*"]),
+    _LIKELY(_PUBLISHED, ["consolidated*.pth"], their_way=_META),
+    _LIKELY(_PUBLISHED, ["consolidated*.safetensors"]),
+    _LIKELY("a nanoGPT checkpoint", ["ckpt.pt"]),
+    _LIKELY("a NeMo checkpoint", ["*.nemo"]),
+    _LIKELY("a PyTorch Lightning checkpoint", ["*.ckpt"]),
+    _LIKELY("a llama.cpp model", ["*.gguf"]),
+    _LIKELY("a TensorFlow checkpoint", ["*.data-?????-of-?????"]),
+    _LIKELY("a PyTorch file", ("*.pt", "*.pth")),
+    _LIKELY("a safetensors file", ["*.safetensors"]),
 )
+"""The first that matches counts."""
 
 
 def foreign_checkpoint(path: str | Path) -> Foreign | None:
@@ -228,13 +220,13 @@ def _entries(folder: Path) -> list[str]:
 
 def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
     """The first format whose names are all there, with the title, or else the file, that shows it."""
-    for known in _FORMATS:
-        shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
+    for known, wanted in ((one, names_of.split()) for one in _FORMATS for names_of in one.names):
+        shown = [next((name for name in names if fnmatchcase(name, word)), None) for word in wanted]
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
-            inside = title if known.reader is ForeignReader.HUGGING_FACE else ""
-            is_file = not (title or known.certain)
-            return Foreign(what, known.reader, inside, their_way=known.their_way, is_file=is_file)
+            is_hf = known.reader is ForeignReader.HUGGING_FACE
+            beside = is_hf or not (title or known.certain)
+            return Foreign(what, known.reader, title if is_hf else "", their_way=known.their_way, lies_beside=beside)
     return None
 
 

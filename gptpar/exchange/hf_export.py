@@ -152,7 +152,9 @@ def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOpti
     end, before = _ends_of_text(exported, options), _dtype_of(exported.fields, exported.meta)
     dtype = options.dtype or before
     if CONFIG not in texts or dtype != before:
-        texts[CONFIG] = _json({**end, **exported.fields, **_dtype_fields(exported.fields, dtype)})
+        of_version = "dtype" if "dtype" in exported.fields else "torch_dtype"  # version 5 of transformers, version 4
+        dtype_field = {of_version: str(dtype).removeprefix("torch.")}
+        texts[CONFIG] = _json({**end, **exported.fields, **dtype_field})
     texts.setdefault(GENERATION_CONFIG, _json({"_from_model_config": True, **end}))
     files = _as_it_came(exported, options) or _files_anew(exported.tensors, dtype, options)
     return Export(path, manifest, files.tensors, files.headers, {**files.index, **texts})
@@ -266,11 +268,6 @@ def _dtype_of(fields: Mapping[str, Any], meta: Mapping[str, Any]) -> torch.dtype
     precision = config.get("precision") if isinstance(config, dict) else None
     chosen = [name for name in DTYPES if isinstance(precision, dict) and precision.get(name) is True]
     return DTYPES[chosen[0]] if chosen else torch.float32
-
-
-def _dtype_fields(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
-    """Version 5 of transformers reads ``dtype``, version 4 ``torch_dtype``."""
-    return {"dtype" if "dtype" in fields else "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, bytes]:

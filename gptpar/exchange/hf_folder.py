@@ -23,6 +23,7 @@ from gptpar.config.ranges import range_problems
 from gptpar.errors import CheckpointError, ConfigError, printable
 from gptpar.exchange.files.safetensors_file import DTYPES
 from gptpar.exchange.files.weight_files import WeightFile, open_all
+from gptpar.exchange.foreign_model import MAX_LISTED
 from gptpar.model.families import FAMILIES, HfTensor, flags_of, tensors_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
@@ -37,7 +38,6 @@ MAX_JSON_BYTES = 64 << 20
 NO_WEIGHT = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq|.*\.position_ids")
 """Buffers that older versions of transformers saved beside the weights; they follow from the configuration."""
 
-MAX_LISTED = 8
 MAX_LAYERS = 10_000
 
 

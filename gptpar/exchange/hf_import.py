@@ -11,52 +11,35 @@ from gptpar.checkpoint.assembly import Assembly, FileBlock, Reading, Room
 from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.patches import ParameterView, common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
-from gptpar.checkpoint.streamed import StreamedCheckpoint, write_checkpoint
+from gptpar.checkpoint.streamed import StreamedCheckpoint
 from gptpar.config import TokenizerConfig
 from gptpar.data.tokenizer import files_of
 from gptpar.errors import CheckpointError
 from gptpar.exchange.checkpoint_tokenizer import digests_of
-from gptpar.exchange.files.new_folder import new_folder, why_not_new
-from gptpar.exchange.finite import Finite
+from gptpar.exchange.foreign_model import Finite, ForeignModel, converted_meta
 from gptpar.exchange.hf_folder import HfModel, SourcePart, open_hf, read_json, shapes_of
 from gptpar.exchange.kept import files_to_keep, keep
-from gptpar.exchange.meta import converted_meta
 from gptpar.system.strided_copy import copy_elements
 from gptpar.topology.tensor_parts import TensorParts, flat_boxes
 
 
-def import_hf(source: Path, target: Path) -> Path:
-    """Make a checkpoint of a Hugging Face model, at iteration 0, parameter by parameter; the source stays as it is.
-
-    Args:
-        target: a new folder of checkpoints.
-
-    Returns:
-        The checkpoint's path.
+def hf_model(source: Path) -> ForeignModel:
+    """Open a Hugging Face folder, of which a checkpoint at iteration 0 can be made, parameter by parameter.
 
     Raises:
         CheckpointError: with all problems.
     """
-    problems = [problem] if (problem := why_not_new(target)) else []
-    try:
-        model = open_hf(source)
-        files_to_keep(source)
-    except CheckpointError as error:
-        raise CheckpointError("\n".join([*problems, str(error)])) from None
-    if problems:
-        raise CheckpointError(problems[0])
-    tokenizer = tokenizer_in(source) or TokenizerConfig(vocab_size=model.model.padded_vocab_size)
-    files = files_of(tokenizer.tokenizer_type, **tokenizer.options)
-    size = tokenizer.vocab_size or model.model.padded_vocab_size
+    model = open_hf(source)
+    files_to_keep(source)
+    rows = model.model.padded_vocab_size
+    tokenizer = tokenizer_in(source) or TokenizerConfig(vocab_size=rows)
     meta = converted_meta(
         *(model.model, tokenizer, f"huggingface {model.kind}"),
-        vocab_size=size,
+        vocab_size=tokenizer.vocab_size or rows,
         sha256=digests_of(tokenizer),
     )
-    with new_folder(target) as folder:
-        keep(model, folder)
-        path = write_checkpoint(folder, 0, partial(_write_weights, model), meta, files)
-    return target / path.name
+    files = files_of(tokenizer.tokenizer_type, **tokenizer.options)
+    return ForeignModel(meta, partial(_write_weights, model), tokenizer=files, keep=partial(keep, model))
 
 
 def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:

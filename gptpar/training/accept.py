@@ -13,7 +13,7 @@ from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import CheckpointConfig, Config
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, printable
-from gptpar.exchange.meta import CONVERTED
+from gptpar.exchange import CONVERTED
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.muon import MUON
 from gptpar.optim.optimizers import updates_of

@@ -18,7 +18,7 @@ from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError, TokenizerError
-from gptpar.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
+from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.system.data_flags import TOKENIZER_FILES
 from gptpar.training.resume import checkpoint_to_resume, folders_to_load
 from gptpar.training.same_run import RULES, Rule

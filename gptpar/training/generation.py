@@ -13,7 +13,7 @@ from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_te
 from gptpar.config import ModelConfig
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError
-from gptpar.exchange.foreign import why_not_to_load
+from gptpar.exchange import why_not_to_load
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.training.resume import instead_of

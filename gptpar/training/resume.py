@@ -24,8 +24,7 @@ from gptpar.checkpoint import (
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.engine.master_optimizer import Only
 from gptpar.errors import CheckpointError, ConfigError
-from gptpar.exchange.foreign import why_not_to_load, why_not_to_save
-from gptpar.exchange.start_from_hf import start_from_hf
+from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
 from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule
 from gptpar.system.restart import memory_folder

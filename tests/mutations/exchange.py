@@ -88,8 +88,8 @@ EXCHANGE = [
     ),
     Mutation(
         "a-tied-embedding-is-taken-from-both-stages",
-        "gptpar/exchange/megatron/zero_states.py",
-        "if one.stage == stage:",
+        "gptpar/exchange/megatron/rank_files.py",
+        "if first == stage:",
         "if True:",
         (OPTIMIZER_STATE,),
     ),

@@ -23,7 +23,7 @@ from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
-from gptpar.exchange.start_from_hf import take_shape_of_hf
+from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu

@@ -14,7 +14,7 @@ from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
-from gptpar.exchange.start_from_hf import take_shape_of_hf
+from gptpar.exchange import take_shape_of_hf
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies

@@ -86,7 +86,7 @@ class SafetensorsFile:
         return 8 + len(self.header.encode())
 
     def part_starts(self, name: str) -> list[int]:
-        """See :class:`~gptpar.exchange.files.weight_files.WeightFile`."""
+        """The first element of each part in which a tensor is best read."""
         stored = self.tensors[name]
         return piece_starts(self.data_start + stored.start, prod(stored.shape), DTYPES[stored.dtype].itemsize)
 
@@ -94,7 +94,7 @@ class SafetensorsFile:
     def part(
         self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
     ) -> Iterator[torch.Tensor]:
-        """See :class:`~gptpar.exchange.files.weight_files.WeightFile`.
+        """[stop - start] elements of a tensor, row by row; in memory of ``buffers``.
 
         Raises:
             CheckpointError: the file cannot be read, or has shrunk.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -14,31 +13,11 @@ from gptpar.checkpoint.data_file import AlignedBuffers, piece_starts
 from gptpar.checkpoint.patches import boxes_of
 from gptpar.errors import CheckpointError, printable
 from gptpar.exchange.files.safe_pickle import is_whole, load_torch_file
-from gptpar.exchange.files.safetensors_file import NAME_OF, TensorInfo, open_safetensors
+from gptpar.exchange.files.safetensors_file import NAME_OF, SafetensorsFile, TensorInfo, open_safetensors
 from gptpar.topology.tensor_parts import box_view
 
 MAX_SHARED = 4
 """Tensors may share the bytes of one; tied embeddings do."""
-
-
-class WeightFile(Protocol):
-    """A file that has been opened and checked; tensors are read in parts."""
-
-    @property
-    def path(self) -> Path:
-        """The file's path."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Number format and shape of each tensor, by name."""
-
-    def part_starts(self, name: str) -> list[int]:
-        """The first element of each part in which a tensor is best read."""
-
-    def part(
-        self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
-    ) -> AbstractContextManager[torch.Tensor]:
-        """[stop - start] elements of a tensor, row by row; in memory of ``buffers`` if they must be read into some."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,7 @@ class TorchFile:
         }
 
     def part_starts(self, name: str) -> list[int]:
-        """See :class:`WeightFile`."""
+        """See :class:`SafetensorsFile`."""
         value = self.values[name]
         return piece_starts(0, value.numel(), value.itemsize)
 
@@ -65,7 +44,7 @@ class TorchFile:
     def part(
         self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
     ) -> Iterator[torch.Tensor]:
-        """See :class:`WeightFile`; the system reads the file when the elements are used, always through its cache."""
+        """See :class:`SafetensorsFile`; the system reads the file when the elements are used, through its cache."""
         value = self.values[name].detach()
         if value.is_contiguous():
             yield value.view(-1)[start:stop]
@@ -75,6 +54,10 @@ class TorchFile:
             for box, target in boxes_of(shape, start, elements):
                 target.copy_(box_view(value, box, (0,) * len(shape)))
             yield elements
+
+
+WeightFile = SafetensorsFile | TorchFile
+"""A file that has been opened and checked; both kinds are read in the same parts, by the same methods."""
 
 
 def open_torch(path: Path) -> TorchFile:

@@ -6,81 +6,70 @@ split of a parameter as our parameter's declared placement gives it here. So spl
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gptpar.checkpoint.patches import ParameterView
-from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart, write_checkpoint
+from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
-from gptpar.exchange.files.distcp import METADATA
-from gptpar.exchange.files.new_folder import new_folder, why_not_new
 from gptpar.exchange.files.safe_pickle import is_whole
 from gptpar.exchange.files.safetensors_file import NAME_OF
-from gptpar.exchange.finite import Finite
+from gptpar.exchange.foreign_model import MAX_LISTED, Finite, ForeignModel, converted_meta
 from gptpar.exchange.megatron.arguments import count_in, model_of
 from gptpar.exchange.megatron.found import WEIGHTS, Found, RankPart
-from gptpar.exchange.megatron.progress import progress_meta
 from gptpar.exchange.megatron.rank_files import open_rank_files
-from gptpar.exchange.megatron.torch_dist import COMMON, open_torch_dist
-from gptpar.exchange.megatron.universal import FOLDER as UNIVERSAL
+from gptpar.exchange.megatron.torch_dist import open_torch_dist
 from gptpar.exchange.megatron.universal import open_universal
-from gptpar.exchange.meta import converted_meta
 from gptpar.model.gpt import gpt_model
+from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.schedule import Schedule
 from gptpar.pipeline.stage import Stage
 from gptpar.topology.mesh import TENSOR
 from gptpar.topology.placement import ParameterInfo
 
-MAX_LISTED = 8
+FORMATS: Sequence[tuple[str, Callable[[Path], Found]]] = (
+    (".metadata", open_torch_dist),
+    ("common.pt", open_torch_dist),
+    ("zero/", open_universal),
+)
+"""A name in a checkpoint's folder, and what opens the checkpoint; the first that is there counts."""
+
 MAX_GROWTH = 16
 """Bytes of our checkpoint for each byte of Megatron's; weights of 8 bits grow to 4 times their bytes."""
 _CHECKPOINT = r"(?:iter_|global_step)(\d{1,18})(_universal)?"
 
 
-@dataclass(frozen=True)
-class MegatronModel:
-    """A checkpoint that has been opened; each tensor of the model is there and has the right size.
+def _write(found: Found, infos: Mapping[str, ParameterInfo], file: StreamedCheckpoint) -> None:
+    """Write all tensors of our checkpoint, in the order in which Megatron's files are read fastest.
 
-    Attributes:
-        found: the files' contents.
-        model: the model that the checkpoint's arguments describe.
+    A parameter of ours, or an optimizer state of it, is fp64 if Megatron's tensor is fp64, else fp32.
+
+    Args:
         infos: our global name -> shape and placement.
+
+    Raises:
+        CheckpointError: values are not finite, or the disk refuses.
     """
-
-    found: Found
-    model: ModelConfig
-    infos: Mapping[str, ParameterInfo]
-
-    def write(self, file: StreamedCheckpoint) -> None:
-        """Write all tensors of our checkpoint, in the order in which Megatron's files are read fastest.
-
-        Raises:
-            CheckpointError: values are not finite, or the disk refuses.
-        """
-        finite = Finite()
-        for kind, parts in self.found.states.items():
-            for name in parts:
-                if name in self.infos:
-                    self._write_tensor(file, kind, name, finite)
-        finite.require(self.found.path)
-
-    def _write_tensor(self, file: StreamedCheckpoint, kind: str, name: str, finite: Finite) -> None:
-        """Write a parameter of ours, or an optimizer state of it: fp64 if Megatron's tensor is fp64, else fp32."""
-        info = self.infos[name]
-        splits = [part.read() for part in self.found.states[kind][name]]
+    finite = Finite()
+    for kind, name in ((kind, name) for kind, parts in found.states.items() for name in parts if name in infos):
+        splits = [part.read() for part in found.states[kind][name]]
         tensors = [tensor for one in splits for tensor in one]
         if not all(tensor.dtype in NAME_OF and is_whole(tensor) for tensor in tensors):
             raise CheckpointError(
-                f"{kind} of {name!r} in {self.found.path} is no plain tensor of {', '.join(map(str, NAME_OF))}"
+                f"{kind} of {name!r} in {found.path} is no plain tensor of {', '.join(map(str, NAME_OF))}"
             )
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        info = infos[name]
         file.write(f"{kind}/{name}", tuple(info.shape), dtype, list(_parts(info, splits)), finite.look)
+    finite.require(found.path)
 
 
 def _parts(info: ParameterInfo, splits: Sequence[Sequence[torch.Tensor]]) -> Iterator[StreamedPart]:
@@ -97,19 +86,14 @@ def _parts(info: ParameterInfo, splits: Sequence[Sequence[torch.Tensor]]) -> Ite
         start += size
 
 
-def open_megatron(folder: Path) -> MegatronModel:
+def megatron_model(folder: Path) -> ForeignModel:
     """Open a checkpoint folder, or the newest in a folder of checkpoints; tensors are not read yet.
 
     Raises:
         CheckpointError: with what is wrong, or what cannot be read.
     """
     path = _newest(folder)
-    if (path / METADATA).exists() or (path / COMMON).exists():
-        found = open_torch_dist(path)
-    elif (path / UNIVERSAL).is_dir():
-        found = open_universal(path)
-    else:
-        found = open_rank_files(path)
+    found = next((read for name, read in FORMATS if any(path.glob(name))), open_rank_files)(path)
     version = found.beside.get("checkpoint_version", 0.0)
     if type(version) not in (int, float) or version < 2:
         told = version if type(version) in (int, float) else "unknown"
@@ -128,7 +112,7 @@ def open_megatron(folder: Path) -> MegatronModel:
     if problems:
         told = "\n".join(problems[:MAX_LISTED])
         raise CheckpointError(f"the weights in {path} are not those of its arguments:\n{told}")
-    return MegatronModel(found, model, infos)
+    return ForeignModel(_meta(found, model), partial(_write, found, infos))
 
 
 def _require_proportion(path: Path, num_bytes: int) -> None:
@@ -148,37 +132,6 @@ def _require_proportion(path: Path, num_bytes: int) -> None:
         )
 
 
-def import_megatron(source: Path, target: Path) -> Path:
-    """Make a checkpoint of ours from one of Megatron's; the source stays as it is.
-
-    With the optimizer's state the new checkpoint has the same iteration, and a run can go on from it. With weights
-    alone it has iteration 0.
-
-    Args:
-        target: a new folder of checkpoints.
-
-    Returns:
-        The checkpoint's path.
-
-    Raises:
-        CheckpointError: with what is wrong.
-    """
-    if problem := why_not_new(target):
-        raise CheckpointError(problem)
-    opened = open_megatron(source)
-    found, rows = opened.found, opened.model.padded_vocab_size
-    size = _vocab_size(found)
-    known = size if size and size <= rows else None
-    meta = converted_meta(opened.model, TokenizerConfig(vocab_size=known or rows), "megatron", vocab_size=known)
-    iteration = 0
-    if found.steps is not None:
-        meta |= progress_meta(found, opened.model.seq_length)
-        iteration = meta["progress"]["iteration"]
-    with new_folder(target) as folder:
-        path = write_checkpoint(folder, iteration, opened.write, meta)
-    return target / path.name
-
-
 def _newest(folder: Path) -> Path:
     """The newest checkpoint in a folder of checkpoints; else the folder itself.
 
@@ -191,11 +144,19 @@ def _newest(folder: Path) -> Path:
     return max(numbered)[2] if numbered else [*release, folder][0]
 
 
-def _vocab_size(found: Found) -> int | None:
-    """The number of token ids without padding; ``None``: the checkpoint does not say it."""
+def _meta(found: Found, model: ModelConfig) -> dict[str, Any]:
+    """The meta of the checkpoint that is made; the number of token ids without padding is not always known.
+
+    Raises:
+        CheckpointError: the run could go on, and its iteration or its samples are not there.
+    """
     info = found.beside.get("universal_checkpoint_info")
-    of_info = count_in(info, "original_vocab_size") if isinstance(info, dict) else None
-    return of_info or count_in(vars(found.arguments), "vocab_size")
+    size = count_in(info, "original_vocab_size") if isinstance(info, dict) else None
+    size = size or count_in(vars(found.arguments), "vocab_size")
+    known = size if size and size <= model.padded_vocab_size else None
+    tokenizer = TokenizerConfig(vocab_size=known or model.padded_vocab_size)
+    progress = {} if found.steps is None else progress_meta(found, model.seq_length)
+    return converted_meta(model, tokenizer, "megatron", vocab_size=known) | progress
 
 
 def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tied: bool) -> Iterator[str]:
@@ -219,3 +180,68 @@ def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tie
 
 def _numel(part: RankPart) -> int:
     return torch.Size(part.shape).numel()
+
+
+def progress_meta(found: Found, seq_length: int) -> dict[str, Any]:
+    """The meta that lets a run go on; as ``training/stored.py`` reads it.
+
+    The loss scale of fp16 begins anew.
+
+    Raises:
+        CheckpointError: the checkpoint does not say its iteration or its consumed samples.
+    """
+    given, beside = vars(found.arguments), found.beside
+    named = (beside.get(name) for name in ("opt_param_scheduler", "lr_scheduler"))
+    scheduler: dict[str, Any] = next((value for value in named if isinstance(value, dict)), {})
+    iteration, samples = count_in(beside, "iteration"), count_in(given, "consumed_train_samples")
+    if iteration is None or samples is None:
+        raise CheckpointError(f"{found.path} does not say its iteration and its consumed_train_samples")
+    scheduled = count_in(scheduler, "num_steps")
+    return {
+        "progress": {
+            "iteration": iteration,
+            "consumed_samples": samples,
+            "scheduled_samples": samples if scheduled is None else scheduled,
+            "skipped_iterations": count_in(beside, "skipped_steps") or 0,
+            "nan_iterations": 0,
+        },
+        "optimizer_steps": found.steps,
+        "loss_scale": LossScale(1.0, dynamic=False).state(),
+        "schedule": dataclasses.asdict(_schedule({**given, **scheduler}, seq_length)),
+    }
+
+
+def _schedule(values: Mapping[str, Any], seq_length: int) -> Schedule:
+    """The schedule of a run.
+
+    Args:
+        values: the arguments, overridden by the scheduler's state.
+    """
+
+    def number(*names: str) -> float:
+        found = map(values.get, names)
+        return next((value for value in found if isinstance(value, int | float) and not isinstance(value, bool)), 0)
+
+    def word(name: str, default: str) -> str:
+        return value if isinstance(value := values.get(name), str) else default
+
+    in_tokens = values.get("lr_decay_tokens") is not None or values.get("lr_warmup_tokens") is not None
+    unit, lengths = (seq_length, "tokens") if in_tokens else (1, "steps")
+    wsd_tail = number("lr_wsd_decay_samples") or number("lr_wsd_decay_iters") * number("global_batch_size")
+    return Schedule(
+        max_lr=number("max_lr", "lr"),
+        min_lr=number("min_lr"),
+        init_lr=number("lr_warmup_init"),
+        warmup=number(f"lr_warmup_{lengths}"),
+        decay=number(f"lr_decay_{lengths}"),
+        style=word("lr_decay_style", "linear"),
+        wsd_tail=wsd_tail * unit,
+        wsd_style=word("lr_wsd_decay_style", "exponential"),
+        start_decay=number("start_wd", "start_weight_decay", "weight_decay"),
+        end_decay=number("end_wd", "end_weight_decay", "weight_decay"),
+        decay_style=word("wd_incr_style", "constant"),
+        total=number("wd_incr_steps") * unit,
+        in_tokens=in_tokens,
+        decoupled_max=number("decoupled_lr") or None,
+        decoupled_min=number("decoupled_min_lr", "min_lr") if number("decoupled_lr") else None,
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gptpar.errors import CheckpointError
+from gptpar.exchange.megatron.arguments import NEEDED
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 """Kinds of tensors, named as in our checkpoints."""
@@ -51,3 +54,54 @@ class Found:
     num_ranks: int
     states: Mapping[str, Parts]
     steps: int | None = None
+
+
+def with_arguments(arguments: object, file: Path) -> Namespace:
+    """Check that a checkpoint has its run's arguments, and return them.
+
+    Args:
+        file: the checkpoint's file that should hold them.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not isinstance(arguments, Namespace):
+        needed = ", ".join(f"{name}=..." for name in NEEDED)
+        found = "no 'args'" if arguments is None else f"'args' of type {type(arguments).__name__}"
+        raise CheckpointError(
+            f"{file} holds {found}: the arguments of the run, an argparse.Namespace, describe the model. Load and save "
+            "the checkpoint once with the Megatron that made it, or add them by torch.load and torch.save: "
+            f"args=argparse.Namespace({needed}), and those whose values are not Megatron's defaults (normalization, "
+            "swiglu, position_embedding_type, num_query_groups, ...)"
+        )
+    return arguments
+
+
+def steps_in(state: Any) -> int | None:
+    """The number of updates in an optimizer's state dictionary, which counts them in all, by group or by parameter.
+
+    Returns:
+        The number; ``None``: the dictionary has none.
+    """
+    inner = state.get("optimizer", state) if isinstance(state, dict) else None
+    found = (steps_of(place.get(name)) for place in _places(inner) for name in ("common_step", "step"))
+    return next((steps for steps in found if steps is not None), None)
+
+
+def _places(state: Any) -> Iterator[dict[Any, Any]]:
+    if not isinstance(state, dict):
+        return
+    of_state, groups = state.get("state"), state.get("param_groups")
+    if isinstance(of_state, dict):
+        yield of_state
+        yield from (one for one in of_state.values() if isinstance(one, dict))
+    if isinstance(groups, list):
+        yield from (one for one in groups if isinstance(one, dict))
+
+
+def steps_of(value: Any) -> int | None:
+    """A number of steps, given as a number or a tensor; ``None``: the value is neither."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        is_number = not value.is_complex() and bool(torch.isfinite(value))
+        value = int(value.item()) if is_number and value.item() == int(value.item()) else None
+    return value if type(value) is int and value >= 0 else None

@@ -22,10 +22,8 @@ from gptpar.errors import CheckpointError
 from gptpar.exchange.files.distcp import DistcpFolder
 from gptpar.exchange.files.safe_pickle import load_torch_file
 from gptpar.exchange.hf_folder import MAX_LAYERS
-from gptpar.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
+from gptpar.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart, steps_in, with_arguments
 from gptpar.exchange.megatron.names import EVERY_LAYER, our_name
-from gptpar.exchange.megatron.rank_files import with_arguments
-from gptpar.exchange.megatron.steps import steps_in
 
 COMMON = "common.pt"
 MASTERS = "fp32_param"

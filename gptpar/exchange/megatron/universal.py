@@ -21,10 +21,9 @@ import torch
 from gptpar.errors import CheckpointError
 from gptpar.exchange.files.safe_pickle import load_torch_file
 from gptpar.exchange.megatron.arguments import count_in
-from gptpar.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
+from gptpar.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart, steps_in, steps_of, with_arguments
 from gptpar.exchange.megatron.names import names_in_model, our_name
-from gptpar.exchange.megatron.rank_files import STATES, model_states, with_arguments
-from gptpar.exchange.megatron.steps import steps_in, steps_of
+from gptpar.exchange.megatron.rank_files import STATES, model_states
 
 FOLDER = "zero"
 OF_VOCABULARY = ("embedding.weight", "output.weight")

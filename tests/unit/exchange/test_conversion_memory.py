@@ -18,12 +18,12 @@ from gptpar.checkpoint.patches import ParameterView
 from gptpar.checkpoint.pieces import ChunkFiles
 from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart, write_checkpoint
 from gptpar.config import ModelConfig, TokenizerConfig
+from gptpar.exchange.convert import import_model as import_hf
+from gptpar.exchange.convert import import_model as import_megatron
 from gptpar.exchange.files.safetensors_file import NAME_OF, open_safetensors
+from gptpar.exchange.foreign_model import converted_meta
 from gptpar.exchange.hf_export import ExportOptions, prepare_export
 from gptpar.exchange.hf_folder import shapes_of
-from gptpar.exchange.hf_import import import_hf
-from gptpar.exchange.megatron.convert import import_megatron
-from gptpar.exchange.meta import converted_meta
 from gptpar.model.families import tensors_of
 from gptpar.topology.tensor_parts import box_view
 from tests.helpers import tiny_config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from pathlib import Path
 
@@ -16,15 +15,7 @@ from gptpar.exchange import DTYPES, ExportOptions, holds_ours, import_model, pre
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser, not_negative_int
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text)
-    if not found or found[2] not in UNITS or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text[:40]} is no size such as 5GB or 500MiB")
-    return int(found[1]) * UNITS[found[2]]
+from gptpar.system.quantities import positive_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,7 +37,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", choices=tuple(DTYPES), help="number format of the weights (default: as imported, else the run's)"
     )
     to_hf.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="largest weight file (default: as imported, else 5GB)"
+        "--max-shard-size",
+        type=positive_bytes,
+        metavar="SIZE",
+        help="largest weight file (default: as imported, else 5GB)",
     )
     to_hf.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     to_hf.add_argument(

@@ -21,7 +21,7 @@ from gptpar.exchange.foreign import (
     why_not_to_show,
 )
 from gptpar.exchange.foreign_model import CONVERTED
-from gptpar.exchange.hf_export import DTYPES, ExportOptions, prepare_export
+from gptpar.exchange.hf_export import DTYPES, ExportOptions, prepare_export, shards_of
 from gptpar.exchange.start_from_hf import start_from_hf, take_model_of_hf, take_shape_of_hf
 from gptpar.exchange.tokenizer_files import missing_package
 
@@ -35,6 +35,7 @@ __all__ = [
     "import_model",
     "missing_package",
     "prepare_export",
+    "shards_of",
     "start_from_hf",
     "take_model_of_hf",
     "take_shape_of_hf",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from gptpar.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.exchange.files.new_folder import new_folder, why_not_new
 from gptpar.exchange.files.safetensors_file import DTYPES as STORED_DTYPES
 from gptpar.exchange.files.safetensors_file import SafetensorsWriter, header_of
-from gptpar.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
+from gptpar.exchange.hf_folder import CONFIG, INDEX, model_of, shapes_of
 from gptpar.exchange.kept import Kept, kept_in
 from gptpar.exchange.tokenizer_files import tokenizer_files
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
@@ -252,10 +252,16 @@ def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
 
 def _files_anew(tensors: Sequence[HfTensor], dtype: torch.dtype, options: ExportOptions) -> _Files:
     """The files that transformers would write."""
-    shards = _shards(tensors, dtype, options.max_shard_bytes or MAX_SHARD_BYTES)
-    headers = {name: header_of({one.name: (dtype, one.shape) for one in shard}) for name, shard in shards.items()}
-    index = {INDEX: _index(shards, dtype)} if len(shards) > 1 else {}
-    return _Files({tensor.name: tensor for tensor in tensors}, headers, index)
+    by_name = {one.name: one for one in tensors}
+    sizes = {name: prod(one.shape) * dtype.itemsize for name, one in by_name.items()}
+    shards = shards_of(sizes, options.max_shard_bytes or MAX_SHARD_BYTES)
+    headers = {file: header_of({one: (dtype, by_name[one].shape) for one in names}) for file, names in shards.items()}
+    if len(shards) == 1:
+        return _Files(by_name, headers, {})
+    size = sum(sizes.values())
+    counts = {"total_parameters": size // dtype.itemsize, "total_size": size}
+    places = {name: file for file, names in shards.items() for name in names}
+    return _Files(by_name, headers, {INDEX: _json({"metadata": counts, "weight_map": dict(sorted(places.items()))})})
 
 
 def _dtype_of(fields: Mapping[str, Any], meta: Mapping[str, Any]) -> torch.dtype:
@@ -300,28 +306,27 @@ def _ends_of_text(exported: _Exported, options: ExportOptions) -> dict[str, int 
     return {"bos_token_id": begin, "eos_token_id": eod}
 
 
-def _shards(tensors: Iterable[HfTensor], dtype: torch.dtype, max_bytes: int) -> dict[str, list[HfTensor]]:
-    """Tensors by file; a file has one tensor, and further ones while it stays within `max_bytes`."""
-    shards: list[list[HfTensor]] = [[]]
+def shards_of(
+    sizes: Mapping[str, int], max_bytes: float, stem: str = "model", ending: str = "safetensors"
+) -> dict[str, list[str]]:
+    """Names of tensors by weight file, which has transformers' name.
+
+    A file has one tensor, and further ones while it stays within `max_bytes`.
+
+    Args:
+        sizes: a tensor's name -> its bytes.
+    """
+    shards: list[list[str]] = [[]]
     filled = 0
-    for tensor in tensors:
-        size = prod(tensor.shape) * dtype.itemsize
+    for name, size in sizes.items():
         if shards[-1] and filled + size > max_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(tensor)
+        shards[-1].append(name)
         filled += size
-    if len(shards) == 1:
-        return {WEIGHTS: shards[0]}
-    count = len(shards)
-    return {f"model-{number:05d}-of-{count:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
-
-
-def _index(shards: Mapping[str, Sequence[HfTensor]], dtype: torch.dtype) -> bytes:
-    elements = sum(prod(one.shape) for shard in shards.values() for one in shard)
-    places = {one.name: name for name, shard in shards.items() for one in shard}
-    counts = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
-    return _json({"metadata": counts, "weight_map": dict(sorted(places.items()))})
+    if (count := len(shards)) == 1:
+        return {f"{stem}.{ending}": shards[0]}
+    return {f"{stem}-{number:05d}-of-{count:05d}.{ending}": shard for number, shard in enumerate(shards, 1)}
 
 
 def _json(value: Any) -> bytes:

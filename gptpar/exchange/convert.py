@@ -7,7 +7,7 @@ from pathlib import Path
 from gptpar.checkpoint.streamed import write_checkpoint
 from gptpar.errors import CheckpointError
 from gptpar.exchange.files.new_folder import new_folder, why_not_new
-from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, their_way
+from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint
 from gptpar.exchange.hf_import import hf_model
 from gptpar.exchange.megatron.convert import megatron_model
 
@@ -64,6 +64,6 @@ def _reader(source: Path, target: Path) -> ForeignReader:
         return ForeignReader.HUGGING_FACE
     raise CheckpointError(
         f"{source} holds {found or 'no checkpoint'}, which gptpar cannot convert"
-        f"{their_way(found)}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
+        f"{found.their_way if found else ''}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
         "config.json and its weights"
     )

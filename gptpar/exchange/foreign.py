@@ -45,8 +45,9 @@ class Foreign:
         reader: what ``gptpar convert`` reads it with; ``None``: nothing does.
         inside: the folder inside that the reader is given; "": the folder itself.
         is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
-        their_way: the program of their own that makes a Hugging Face folder of it; "": none is known.
-        lies_beside: files that may lie beside other checkpoints: weights of Hugging Face's, or a stray file.
+        their_way: the end of a sentence: the program of their own that makes a Hugging Face folder of it; "": none is
+            known.
+        is_file: a file of the folder itself, whose name other things may have, too.
     """
 
     what: str
@@ -54,7 +55,12 @@ class Foreign:
     inside: str = ""
     is_our_hint: bool = False
     their_way: str = ""
-    lies_beside: bool = False
+    is_file: bool = False
+
+    @property
+    def lies_beside(self) -> bool:
+        """Whether these files may lie beside other checkpoints: weights of Hugging Face's, or a stray file."""
+        return self.is_file or self.reader is ForeignReader.HUGGING_FACE
 
     def __str__(self) -> str:
         return self.what
@@ -176,17 +182,10 @@ def why_not_to_show(path: Path) -> str | None:
 
 def _remedy(path: Path, found: Foreign) -> str:
     if found.reader is None:
-        return f"this version has no command that converts it{their_way(found)}"
+        return f"this version has no command that converts it{found.their_way}"
     path /= found.inside
     begin = f" (a run begins with it by --load-hf {path})" if found.reader is ForeignReader.HUGGING_FACE else ""
     return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
-
-
-def their_way(found: Foreign | None) -> str:
-    """The end of a sentence: the program of their own that makes a Hugging Face folder; "" where none is known."""
-    return (
-        f" (a Hugging Face folder, which it reads, comes from {found.their_way})" if found and found.their_way else ""
-    )
 
 
 def why_not_to_save(path: str | Path, flag: str = "--save") -> str | None:
@@ -224,9 +223,10 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
         shown = [next((name for name in names if fnmatchcase(name, word)), None) for word in wanted]
         if all(shown) and (known.certain or not certain):
             what = printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
-            is_hf = known.reader is ForeignReader.HUGGING_FACE
-            beside = is_hf or not (title or known.certain)
-            return Foreign(what, known.reader, title if is_hf else "", their_way=known.their_way, lies_beside=beside)
+            inside = title if known.reader is ForeignReader.HUGGING_FACE else ""
+            is_file = not (title or known.certain)
+            way = known.their_way and f" (a Hugging Face folder, which it reads, comes from {known.their_way})"
+            return Foreign(what, known.reader, inside, their_way=way, is_file=is_file)
     return None
 
 

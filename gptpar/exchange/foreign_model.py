@@ -38,26 +38,17 @@ class ForeignModel:
     keep: Callable[[Path], None] = lambda folder: None
 
 
-def converted_meta(
-    model: ModelConfig,
-    tokenizer: TokenizerConfig,
-    source: str,
-    *,
-    vocab_size: int | None,
-    sha256: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str, **identity: Any) -> dict[str, Any]:
     """The meta of a converted checkpoint: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
         source: the program that it comes from.
-        vocab_size: token ids that it has, if they are known.
-        sha256: of the tokenizer's files, as ``digests_of`` gives them.
+        identity: of the tokenizer, as far as it is known: ``vocab_size``, the number of its token ids, and ``sha256``
+            of its files, as ``digests_of`` gives them.
     """
-    known: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
-    known |= {"sha256": dict(sha256)} if sha256 else {}
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
-        "tokenizer": {"type": CONVERTED, **known},
+        "tokenizer": {"type": CONVERTED, **{name: value for name, value in identity.items() if value}},
         "converted_from": source,
     }
 

@@ -149,7 +149,7 @@ def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOpti
         problems.append(str(error))
     if problems:
         raise CheckpointError("\n".join(problems))
-    end, before = _ends_of_text(exported, options), _dtype_of(exported.fields, exported.meta)
+    end, before = _ends_of_text(exported, options), _dtype_of(exported.fields, exported.stored.meta)
     dtype = options.dtype or before
     if CONFIG not in texts or dtype != before:
         of_version = "dtype" if "dtype" in exported.fields else "torch_dtype"  # version 5 of transformers, version 4
@@ -171,7 +171,6 @@ class _Exported:
     """
 
     stored: StoredModel
-    meta: Mapping[str, Any]
     fields: Mapping[str, Any]
     tensors: Sequence[HfTensor]
     kept: Kept | None
@@ -198,17 +197,17 @@ def _exported(path: Path, manifest: Manifest) -> _Exported:
         CheckpointError: something cannot be read.
         ConfigError: no family computes the same as the model.
     """
-    stored, meta, kept = stored_model(path, manifest.meta), manifest.meta, kept_in(path.parent)
+    stored, kept = stored_model(path, manifest.meta), kept_in(path.parent)
     model = stored.model
     if kept is not None:
         there = model_of(kept.fields)
         same_rows = there.padded_vocab_size == model.padded_vocab_size == model.softmax_vocab_size
         if same_rows and not differences(model, there):
             tensors = tensors_of(kept.fields["model_type"], model, model.padded_vocab_size)
-            return _Exported(stored, meta, kept.fields, tensors, kept, same=True)
+            return _Exported(stored, kept.fields, tensors, kept, same=True)
     rows = model.softmax_vocab_size  # transformers' softmax is over all rows
     fields = config_of(model, rows)
-    return _Exported(stored, meta, fields, tensors_of(fields["model_type"], model, rows), kept, same=False)
+    return _Exported(stored, fields, tensors_of(fields["model_type"], model, rows), kept, same=False)
 
 
 def _tokenizer(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +286,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
     texts = {name: text for name, text in before.items() if name in of_the_model and exported.same}
     if not options.with_tokenizer:
         return texts
-    if not options.given_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
+    if not options.given_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.stored.meta)):
         return texts | {name: text for name, text in before.items() if name not in of_the_model}
     tokenizer = tokenizer_of_checkpoint(exported.stored, options.given_tokenizer, for_export=True)
     return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
@@ -295,7 +294,7 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
 
 def _ends_of_text(exported: _Exported, options: ExportOptions) -> dict[str, int | None]:
     """The tokens that begin and end documents; ``None`` without, because version 4 would put its own default."""
-    eod = _tokenizer(exported.meta).get("eod")
+    eod = _tokenizer(exported.stored.meta).get("eod")
     if type(eod) is not int:
         return {"bos_token_id": None, "eos_token_id": None}
     begin = eod

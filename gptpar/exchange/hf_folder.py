@@ -266,19 +266,15 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _files_of_index(index: Path, suffix: str) -> list[Path]:
     places = read_json(index).get("weight_map")
-    names = set(places.values()) if isinstance(places, dict) and _are_texts(places.values()) else set()
-    if not names or not all(is_weight_file(name, suffix) for name in names):
+    named = list(places.values()) if isinstance(places, dict) else []
+    if not named or not all(isinstance(name, str) and is_weight_file(name, suffix) for name in named):
         raise CheckpointError(f"{index} does not say which files of this folder have the weights")
-    return [index.parent / name for name in sorted(names)]
+    return [index.parent / name for name in sorted(set(named))]
 
 
 def is_weight_file(name: str, suffix: str = "safetensors") -> bool:
     """Whether a stranger's name is that of a weight file in the folder itself."""
     return re.fullmatch(rf"[\w.-]+\.{suffix}", name) is not None
-
-
-def _are_texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
 
 
 def _matched(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> list[tuple[HfTensor, Source | None]]:

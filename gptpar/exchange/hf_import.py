@@ -33,11 +33,8 @@ def hf_model(source: Path) -> ForeignModel:
     files_to_keep(source)
     rows = model.model.padded_vocab_size
     tokenizer = tokenizer_in(source) or TokenizerConfig(vocab_size=rows)
-    meta = converted_meta(
-        *(model.model, tokenizer, f"huggingface {model.kind}"),
-        vocab_size=tokenizer.vocab_size or rows,
-        sha256=digests_of(tokenizer),
-    )
+    identity = {"vocab_size": tokenizer.vocab_size or rows, "sha256": digests_of(tokenizer)}
+    meta = converted_meta(model.model, tokenizer, f"huggingface {model.kind}", **identity)
     files = files_of(tokenizer.tokenizer_type, **tokenizer.options)
     return ForeignModel(meta, partial(_write_weights, model), tokenizer=files, keep=partial(keep, model))
 

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gptpar.cli import VERBS
+from gptpar.cli.flags import parser_of
 from gptpar.config.values import flag_fields
 from gptpar.errors import GptparError
-from gptpar.system.command_line import DESCRIBE, Described, Parser
-
-DESCRIPTION = """Print a completion script. A shell that sources it completes verbs, flags and the values of flags, and
-other words as files. bash: gptpar completion bash > FILE, and source FILE in .bashrc. zsh: the same in .zshrc. fish:
-gptpar completion fish > ~/.config/fish/completions/gptpar.fish. Print the script again after an update of gptpar."""
+from gptpar.system.command_line import DESCRIBE, Described
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,7 @@ class FlagWords:
 
 def main(argv: list[str]) -> int:
     """Print the script."""
-    parser = Parser(prog="gptpar completion", description=DESCRIPTION)
-    parser.add_argument("shell", choices=SCRIPTS, help="the shell that will read it")
-    shell = parser.parse_args(argv).shell
+    shell = parser_of("completion", scripts=SCRIPTS).parse_args(argv).shell
     print("\n".join(SCRIPTS[shell]({verb: list(flags_of(verb)) for verb in VERBS})))
     return 0
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from unicodedata import category
 
 import torch
 
+from gptpar.cli.flags import parser_of
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable
 from gptpar.pipeline.stage import Stage
-from gptpar.system.command_line import Parser, not_negative_int, path, positive_int
 from gptpar.training.generation import load_model
 from gptpar.training.sampling import Continuation, Sampling, continue_texts, make_texts
 from gptpar.training.stored import StoredModel
@@ -61,45 +60,8 @@ def _device(text: str) -> torch.device:
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar generate", description="Continue prompts with a trained model, on a CPU or a GPU.")
-    parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
-    parser.add_argument(
-        "--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest"
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        type=str,
-        metavar="TEXT",
-        help="text to continue; give the flag again for further texts (default: the start of a document)",
-    )
-    parser.add_argument("--prompts", type=path, metavar="FILE", help="texts to continue, one on each line")
-    parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
-    parser.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.8,
-        metavar="X",
-        help="of the sampling; 0 takes the likeliest token",
-    )
-    parser.add_argument(
-        "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest tokens; 0: all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=_fraction,
-        default=1.0,
-        metavar="P",
-        help="choose among the likeliest tokens whose probabilities add up to P, after --top-k; 1: all",
-    )
-    parser.add_argument(
-        "--stop", action="append", type=_not_nothing, metavar="TEXT", help="end before this text; repeat it for others"
-    )
-    parser.add_argument(
-        "--stream", action="store_true", help="print a single continuation as it is made (on a terminal: always)"
-    )
-    parser.add_argument("--seed", type=_seed, default=1234, metavar="N", help="seed of the sampling")
-    parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
+    types = {"temperature": _temperature, "fraction": _fraction, "not_nothing": _not_nothing, "seed": _seed}
+    parser = parser_of("generate", **types, device=_device)
     add_tokenizer_flags(parser)
     return parser
 

@@ -11,9 +11,9 @@ from gptpar.checkpoint.describe import summary_of
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.foreign import why_not_to_show
 from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.cli.flags import parser_of
 from gptpar.errors import CheckpointError, printable
 from gptpar.reporting.banner import WIDTH, format_bytes
-from gptpar.system.command_line import Parser
 from gptpar.training.health.spikes import FILE as SPIKE_FILE
 from gptpar.training.health.spikes import bundles_in, describe_bundle, read_bundle
 
@@ -25,12 +25,7 @@ def main(argv: list[str]) -> int:
         CheckpointError: DIR has no checkpoint.
         GptparError: DIR is a bundle that cannot be read.
     """
-    parser = Parser(prog="gptpar inspect", description="Show the contents of a checkpoint, or of an outlier's bundle.")
-    places = "a checkpoint (iter_0000010) or a folder of checkpoints; a bundle of an outlier, or SAVE/spikes"
-    parser.add_argument("dir", type=Path, help=places)
-    parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    args = parser_of("inspect").parse_args(argv)
     if bundles := [args.dir] if (args.dir / SPIKE_FILE).exists() else bundles_in(args.dir):
         return _show_spikes(bundles, as_json=args.json)
     if problem := why_not_to_show(args.dir):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gptpar.cli.flags import description_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags, TokenizerConfig
 from gptpar.config.derive import Derived
@@ -28,10 +29,6 @@ from gptpar.training.exchange.start_from_hf import take_model_of_hf
 from gptpar.training.exchange.tokenizer_files import missing_package
 from gptpar.training.recovery import continued, with_global_batch
 from gptpar.training.resume import folder_problems
-
-DESCRIPTION = """Pretrain a GPT. Flags carry Megatron-LM's names and meanings. Without torchrun, one worker is started
-for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab-size 50257 --micro-batch-size 4
---train-iters 10 --lr 3e-4"""
 
 
 def tokenizer_checks(tokenizer: TokenizerConfig) -> Iterable[str]:
@@ -120,7 +117,7 @@ With --config {folder / FILE_NAME}, gptpar pretrain repeats it into another --sa
 
 def main(argv: list[str]) -> int:
     """Validate, start workers unless this is one, and train."""
-    parsed = parse_flags(argv, description=DESCRIPTION)
+    parsed = parse_flags(argv, description=description_of("pretrain"))
     take_model_of_hf(parsed)
     worker = is_worker()
     if worker:

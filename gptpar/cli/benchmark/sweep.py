@@ -13,6 +13,7 @@ from gptpar.cli.benchmark.machine import about_machine
 from gptpar.cli.benchmark.predict import most_promising, predict, unknown_to_plan
 from gptpar.cli.benchmark.runner import Completed, append_line, terminated_like_ctrl_c
 from gptpar.cli.benchmark.table import Measurement, draw, json_line, table, varying
+from gptpar.cli.flags import add_flags
 from gptpar.cli.launch import is_worker, workers_wanted
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.ranges import range_problems
@@ -20,7 +21,6 @@ from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS
 from gptpar.plan.planner import Plan
 from gptpar.plan.space.dimensions import cpu_ratio, layout_sizes
-from gptpar.system.command_line import positive_float, positive_int
 
 Runner = Callable[[Sequence[str], float], Completed]
 """Runs a command for at most a number of seconds."""
@@ -32,46 +32,8 @@ TIMEOUT_S = 600.0
 
 def sweep_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a sweep."""
-    group = parser.add_argument_group(
-        "sweep",
-        "Time combinations of layouts and other choices, best first. Each combination runs in processes of its own. "
-        "Give --global-batch-size; its default is the smallest batch that all combinations can have.",
-    )
-    group.add_argument("--sweep", action="store_true", help="time all combinations of the values of the flags below")
-    group.add_argument(
-        "--sweep-layouts",
-        nargs="+",
-        type=layout_sizes,
-        metavar="LAYOUT",
-        help="such as dp4 tp2pp2 tp4 (default: every layout of the processes that the command line allows); "
-        "--sequence-parallel applies to those with a tensor axis",
-    )
-    group.add_argument("--sweep-micro-batches", nargs="+", type=positive_int, metavar="N", help="micro-batch sizes")
-    group.add_argument("--sweep-recompute", nargs="+", choices=("none", "selective", "full"), help="recomputation")
-    group.add_argument("--sweep-zero", nargs="+", type=int, choices=range(4), help="ZeRO stages")
-    group.add_argument(
-        "--sweep-virtual-stages", nargs="+", type=positive_int, metavar="K", help="virtual stages of each process"
-    )
-    group.add_argument(
-        "--sweep-cpu-ratios",
-        nargs="+",
-        type=cpu_ratio,
-        metavar="X",
-        help="ratios of the CPU optimizer; 0 is without --cpu-optimizer, unless that is given",
-    )
-    group.add_argument(
-        "--sweep-top", type=positive_int, metavar="N", help="run only the N that plan expects to be the fastest"
-    )
-    group.add_argument(
-        "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
-    )
-    group.add_argument(
-        "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for a combination (default: {TIMEOUT_S:g})"
-    )
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
-    group.add_argument(
-        "--json-lines", type=Path, metavar="FILE", help="append a JSON line for each combination that was measured"
-    )
+    types = {"layout_sizes": layout_sizes, "cpu_ratio": cpu_ratio}
+    add_flags(parser, "benchmark --sweep", **types, gpus=tuple(GPUS), timeout=f"{TIMEOUT_S:g}")
 
 
 def shared_words(argv: Sequence[str]) -> list[str]:

@@ -69,28 +69,13 @@ def _outlier(record: IterationRecord) -> dict[str, Any]:
     return {"outlier_iterations": record.num_outliers, "outlier_batch": batch}
 
 
-def validation_object(record: ValidationRecord) -> dict[str, Any]:
-    """The JSON object of an evaluation."""
-    return {
-        "iteration": record.iteration,
-        "consumed_samples": record.consumed_samples,
-        "consumed_tokens": record.consumed_tokens,
-        f"{record.split}_loss": record.loss,
-    }
-
-
-def task_object(record: TaskRecord) -> dict[str, Any]:
-    """The JSON object of a task's scores."""
-    return {
-        "iteration": record.iteration,
-        "consumed_samples": record.consumed_samples,
-        "consumed_tokens": record.consumed_tokens,
-        "task": record.task,
-        **record.scores,
-        "num_items": record.num_items,
-        "num_tokens": record.num_tokens,
-        "seconds": record.seconds,
-    }
+def evaluation_object(record: ValidationRecord | TaskRecord) -> dict[str, Any]:
+    """The JSON object of an evaluation, or of a task's scores."""
+    found = {name: getattr(record, name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
+    if isinstance(record, ValidationRecord):
+        return {**found, f"{record.split}_loss": record.loss}
+    cost = {name: getattr(record, name) for name in ("num_items", "num_tokens", "seconds")}
+    return {**found, "task": record.task, **record.scores, **cost}
 
 
 def json_line(values: dict[str, Any]) -> str:

@@ -23,40 +23,24 @@ _CLASSES: dict[str, type[TokenizerBase]] = {cls.__name__: cls for cls in (*_LEAR
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int | None = None,
-) -> Tokenizer:
+def build_tokenizer(tokenizer_type: str, **given: Any) -> Tokenizer:
     """Build a tokenizer of one of TOKENIZER_TYPES. Arguments that its type does not need are ignored.
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
-        vocab_file, merge_file, tokenizer_model: paths; TOKENIZER_FILES says which type needs which.
-        vocab_size: number of ids of the NullTokenizer, without its eod.
+        given: ``vocab_file``, ``merge_file``, ``tokenizer_model``: paths, TOKENIZER_FILES says which type needs which;
+            ``vocab_size``: number of ids, of the NullTokenizer without its eod; ``tiktoken_pattern`` and
+            ``tiktoken_num_special_tokens``. ``None``: not given.
 
     Raises:
         ConfigError: flags or files are missing; it names all of them.
         TokenizerError: a file is not a tokenizer of this type.
     """
-    given = {
-        "vocab_file": vocab_file,
-        "merge_file": merge_file,
-        "tokenizer_model": tokenizer_model,
-        "vocab_size": vocab_size,
-        "tiktoken_pattern": tiktoken_pattern,
-        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
-    }
     problems = tokenizer_problems(tokenizer_type, **given)
     if problems:
         raise ConfigError(problems)
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
-    taken = {name: given[name] for name in (*cls.options, *cls.optional) if given[name] is not None}
+    taken = {name: given[name] for name in (*cls.options, *cls.optional) if given.get(name) is not None}
     tokenizer: Tokenizer = cls(**taken)  # type: ignore[assignment]
     return tokenizer
 

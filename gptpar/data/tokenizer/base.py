@@ -218,6 +218,16 @@ def utf8(text: str) -> bytes:
         raise TokenizerError(f"the text has no UTF-8 form: {error}") from None
 
 
+def joined(ids: Iterable[int], bytes_of: Sequence[bytes]) -> str:
+    """The text of tokens that are bytes; an id that does not exist becomes U+FFFD.
+
+    Args:
+        bytes_of: of each id.
+    """
+    unknown = REPLACEMENT.encode()
+    return b"".join(bytes_of[i] if 0 <= i < len(bytes_of) else unknown for i in ids).decode("utf-8", "replace")
+
+
 def decode_known(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
     """Decode consecutive existing ids with `decode`; each id that does not exist becomes one U+FFFD."""
     runs = groupby((int(i) for i in ids), lambda i: 0 <= i < vocab_size)

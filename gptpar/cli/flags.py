@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser, verb: str, **facts: Any) -> None:
         if isinstance(flags, str):
             continue
         group: Any = parser if title == "flags" else parser.add_argument_group(title, flags.get("description"))
-        either = None
+        either: Any = None
         for name, keywords in flags.items():
             if name == "description":
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,33 +30,10 @@ from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import open_world, world_from_environment
 
-SMALL = (
-    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 90 "
-    "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
-    "--attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-6"
-)
-"""With AdamW's usual 1e-8, gradients that are round-off alone would move weights by 1e-13, which another layout rounds
-otherwise: that of the bias of a key's norm without rotary positions, say. Padded to 128, the vocabulary leaves the last
-of four tensor ranks padding alone."""
-
-MODELS = {
-    "gpt": "",
-    "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm "
-    "--use-rope-scaling",
-    "olmo2": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --norm-placement post "
-    "--qk-layernorm --qk-layernorm-scope width --window-size 5 --window-pattern SSSF --z-loss-weight 0.01 "
-    "--logit-softcap 5 --weight-decay-override embedding*=0 --lr-override layers.*.mlp.*=0.5",
-    "mup": "--use-parallel-residual --norm-placement peri --squared-relu --attention-output-gate --qk-layernorm "
-    "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 4",
-    "bloom": "--num-attention-heads 12 --kv-channels 4 --position-embedding-type alibi --embed-layernorm "
-    "--apply-layernorm-1p --mlp-activation geglu_tanh --decoupled-lr 2e-2 --decoupled-min-lr 1e-2 "
-    "--no-adam-bias-correction",
-}
-MODELS["muon"] = f"{MODELS['llama']} --attention-output-gate --optimizer muon --muon-lr 2e-2"
-"""A model's flags beside SMALL. The second has weights inside a split layer that every tensor rank holds whole: the
-norms of queries and keys. The others have options that the first two do not have."""
+_SMALL = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+SMALL: str = _SMALL["small"]
+MODELS: dict[str, str] = _SMALL["models"]
+"""Name -> a model's flags beside SMALL."""
 
 
 def main(argv: list[str]) -> int:

@@ -65,15 +65,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     if problems:
         raise ConfigError(problems)
     options = parsed.rest
-    cluster = make_cluster(
-        options.gpu,
-        parsed.flags.precision.dtype,
-        gpu_memory=options.gpu_memory,
-        host_memory=options.host_memory,
-        link_bandwidth=options.link_bandwidth,
-        network_bandwidth=options.network_bandwidth,
-        gpus_per_node=options.gpus_per_node,
-    )
+    sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
+    machines = {name: getattr(options, name) for name in sizes}
+    cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)
     return Planner(parsed.flags, parsed.given, options.world_size, cluster), options
 
 

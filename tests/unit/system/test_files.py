@@ -23,9 +23,9 @@ from gptpar.data.readers import find_inputs, read_blocks
 from gptpar.data.tokenizer.base import TokenizerBase
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.reporting.metrics_file import cut_after
-from gptpar.reporting.trace import load_trace
 from gptpar.system.files import lies_in, read_regular
 from gptpar.training.exchange.hf_folder import read_json
+from tools.trace_lanes import load_trace
 
 
 class Vocabulary(TokenizerBase):

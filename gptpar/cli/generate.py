@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from unicodedata import category
 
 import torch
@@ -14,10 +14,8 @@ from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable
-from gptpar.pipeline.stage import Stage
 from gptpar.training.generation import load_model
 from gptpar.training.sampling import Continuation, Sampling, continue_texts, make_texts
-from gptpar.training.stored import StoredModel
 
 
 def _temperature(text: str) -> float:
@@ -114,17 +112,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return [*(args.prompt or []), *lines]
 
 
-def _model(args: argparse.Namespace) -> tuple[Stage, StoredModel]:
-    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return load_model(args.load, device, dtype, args.ckpt_step)
-
-
 def main(argv: list[str]) -> int:
     """Print each prompt and its continuation; a single one as it is sampled."""
     args = make_parser().parse_args(argv)
     prompts = _prompts(args)
-    stage, stored = _model(args)
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    stage, stored = load_model(args.load, device, dtype, args.ckpt_step)
     tokenizer = given_tokenizer(stored, args)
     how = Sampling(
         num_tokens=args.num_tokens,
@@ -141,12 +135,13 @@ def main(argv: list[str]) -> int:
     steps = continue_texts(stage, texts, how)
     if len(prompts) == 1 and (args.stream or sys.stdout.isatty()):
         print(prompts[0], end="", flush=True)
-        for new in _new_text(steps, texts[0], printers[0]):
-            print(new, end="", flush=True)
-        print()
+        for _ in steps:
+            print(_take(texts[0], printers[0]), end="", flush=True)
+        print(printers[0].take(texts[0].made, last=True))
         return 0
     for _ in steps:
-        _end_at_stop_texts(texts, printers if args.stop else ())
+        for text, printer in zip(texts, printers if args.stop else (), strict=False):
+            _take(text, printer)
     for number, (prompt, text, printer) in enumerate(zip(prompts, texts, printers, strict=True), 1):
         printer.take(text.made, last=True)
         print(f"--- {number} of {len(prompts)}\n" * (len(prompts) > 1) + prompt + printer.text)
@@ -158,18 +153,6 @@ def _take(text: Continuation, printer: _Printer) -> str:
     new = printer.take(text.made, last=text.is_complete)
     text.is_complete |= printer.stopped
     return new
-
-
-def _end_at_stop_texts(texts: Sequence[Continuation], printers: Sequence[_Printer]) -> None:
-    for text, printer in zip(texts, printers, strict=False):
-        _take(text, printer)
-
-
-def _new_text(steps: Iterator[None], text: Continuation, printer: _Printer) -> Iterator[str]:
-    """The parts of a text, each as soon as it is generated."""
-    for _ in steps:
-        yield _take(text, printer)
-    yield printer.take(text.made, last=True)
 
 
 def _without_controls(text: str) -> str:

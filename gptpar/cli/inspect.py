@@ -56,16 +56,12 @@ def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
     for summary in summaries:
         if "iteration" in summary:
             parts = ", ".join(f"{_name(name)} {group['elements']:,}" for name, group in summary["groups"].items())
+            tag = "" if summary["tag"] is None else f"  tag {_name(summary['tag'])}"  # the user's of an engine
             yield (
                 f"{summary['iteration']:>10} {format_bytes(summary['bytes']):>12} {summary['tensors']:>8}  "
-                f"{summary['elements']:,} ({parts}){_tag(summary['tag'])}"
+                f"{summary['elements']:,} ({parts}){tag}"
             )
         yield from _describe_health(summary)
-
-
-def _tag(tag: str | None) -> str:
-    """The tag that the user of an engine gave the checkpoint."""
-    return "" if tag is None else f"  tag {_name(tag)}"
 
 
 def _describe_one(summary: dict[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,14 +126,14 @@ class BatchLoader:
         pin_memory: bool = False,
         num_workers: int = 1,
         eod: int | None = None,
-        **rules: bool,
+        **rules: Any,
     ):
         if eod is None and any(rules.values()):
             raise DataError("resetting positions or attention, or masking the loss, at document ends needs the eod id")
         self._dataset, self._order, self._vocab_size = dataset, order, vocab_size
         self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
         self._pin_memory = pin_memory
-        self._assemble = partial(make_micro_batch, eod=eod, **rules)
+        self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, **rules)
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
         last = len(dataset) - 1

@@ -122,13 +122,16 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
+def cpuinfo() -> list[str]:
+    """The lines that Linux has of the processors; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    return []
+
+
 def processor() -> str:
     """The processor's name, as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [line.split(":", 1)[1].strip() for line in cpuinfo() if line.startswith("model name")]
     return names[0] if names else platform.machine() or "unknown processor"
 
 

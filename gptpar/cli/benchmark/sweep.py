@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
 from gptpar.cli.benchmark.machine import about_machine
@@ -67,8 +66,15 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
     measuring = _measure(queue, words, run, parsed.rest.sweep_timeout or TIMEOUT_S, varying(everything))
     rows: list[Measurement] = []
-    interrupted = _collect(measuring, rows, lambda row: _append(parsed.rest.json_lines, row, words, about))
-    if interrupted:
+    interrupted, lines = False, parsed.rest.json_lines
+    try:
+        with terminated_like_ctrl_c():
+            for row in measuring:
+                rows.append(row)
+                if lines is not None and row.outcome.result is not None:
+                    append_line(lines, json_line(row, words, about))
+    except KeyboardInterrupt:
+        interrupted = True
         print(f"\ninterrupted after {len(rows)} of {len(queue)}", flush=True)
     print(table(rows, left_out), flush=True)
     measured = any(row.outcome.result for row in rows)
@@ -77,24 +83,6 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
         draw(rows, png, about)
         print(f"wrote {png}")
     return INTERRUPTED if interrupted else int(not measured)
-
-
-def _collect(measuring: Iterator[Measurement], rows: list[Measurement], note: Callable[[Measurement], None]) -> bool:
-    """Add each measurement to ``rows`` and note it; returns whether Ctrl-C ended that early."""
-    try:
-        with terminated_like_ctrl_c():
-            for row in measuring:
-                rows.append(row)
-                note(row)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def _append(path: Path | None, row: Measurement, words: Sequence[str], about: Mapping[str, str]) -> None:
-    """Append a measurement to a file of JSON lines, if there is a file and a result."""
-    if path is not None and row.outcome.result is not None:
-        append_line(path, json_line(row, words, about))
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
@@ -114,7 +102,8 @@ def _queue(
     if parsed.rest.sweep_top is None:
         return [(one, None) for one in accepted], refused
     queue, left = most_promising(accepted, predict(parsed, accepted, count), parsed.rest.sweep_top)
-    _say_what_plan_leaves_out(accepted)
+    if unknown := sorted({flag for one in accepted for flag in unknown_to_plan(one.typed)}):
+        print(f"plan does not know {', '.join(unknown)}: its predictions are without")
     return queue, refused + left
 
 
@@ -144,9 +133,3 @@ def _duration(seconds: float) -> str:
         if seconds > 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _say_what_plan_leaves_out(accepted: Sequence[Combination]) -> None:
-    unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.typed)})
-    if unknown:
-        print(f"plan does not know {', '.join(unknown)}: its predictions are without")

@@ -65,7 +65,9 @@ def main(argv: list[str]) -> int:
     if is_worker():
         return _check_all(words, world_from_environment()[2], parsed.rest)
     _chosen(words, count, parsed.rest)
-    return start_workers(count, ["check-layouts", *_without_nproc(argv)])
+    # The workers' number is known.
+    rest = [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
+    return start_workers(count, ["check-layouts", *rest])
 
 
 def _parsed(words: Sequence[str]) -> ParsedFlags:
@@ -77,11 +79,6 @@ def _parsed(words: Sequence[str]) -> ParsedFlags:
         extra=_extra_flags,
         takes_config=False,
     )
-
-
-def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """The words in a form for torchrun, whose parser would take --nproc for an abbreviation of its own flag."""
-    return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:

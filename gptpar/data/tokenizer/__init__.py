@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase, file_at
+from gptpar.data.tokenizer.base import Tokenizer, file_at
 from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
 from gptpar.data.tokenizer.hf import HFTokenizer
 from gptpar.data.tokenizer.sentence_piece import Llama2Tokenizer, SentencePieceTokenizer
@@ -18,7 +18,7 @@ from gptpar.errors import ConfigError
 from gptpar.system.data_flags import TIKTOKEN, TOKENIZER_FILES, TOKENIZER_TYPES, TOKENIZERS
 
 _LEARNT = (GPT2BPETokenizer, SentencePieceTokenizer, Llama2Tokenizer, HFTokenizer, TikTokenizer)
-_CLASSES: dict[str, type[TokenizerBase]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
+_CLASSES: dict[str, type[Tokenizer]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
 
@@ -41,8 +41,7 @@ def build_tokenizer(tokenizer_type: str, **given: Any) -> Tokenizer:
         raise ConfigError(problems)
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
     taken = {name: given[name] for name in (*cls.options, *cls.optional) if given.get(name) is not None}
-    tokenizer: Tokenizer = cls(**taken)  # type: ignore[assignment]
-    return tokenizer
+    return cls(**taken)
 
 
 def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:

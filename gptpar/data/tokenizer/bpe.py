@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gptpar.data.tokenizer.base import REPLACEMENT, TokenizerBase, joined, utf8
+from gptpar.data.tokenizer.base import REPLACEMENT, Tokenizer, joined, utf8
 from gptpar.data.tokenizer.bpe_kernel import BPEKernel
 from gptpar.errors import TokenizerError
 
@@ -68,7 +68,7 @@ def last_cut(data: bytes) -> int:
         window *= 16
 
 
-class GPT2BPETokenizer(TokenizerBase):
+class GPT2BPETokenizer(Tokenizer):
     """The ids of GPT-2 and of Megatron-LM's tokenizer of this name; GPT-2's files give a vocab_size of 50257.
 
     "<|endoftext|>" written in a text is encoded as ordinary characters.

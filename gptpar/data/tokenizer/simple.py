@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gptpar.data.tokenizer.base import TokenizerBase, joined, utf8
+from gptpar.data.tokenizer.base import Tokenizer, joined, utf8
 from gptpar.errors import TokenizerError
 
 
-class NullTokenizer(TokenizerBase):
+class NullTokenizer(Tokenizer):
     """Text is token ids separated by white space.
 
     As in Megatron-LM, `--vocab-size N` counts the ids 0..N-1 of the data; `eod` is N and `vocab_size` is N + 1.
@@ -41,7 +41,7 @@ class NullTokenizer(TokenizerBase):
 _BYTES = [*(bytes([byte]) for byte in range(256)), b""]
 
 
-class ByteLevelTokenizer(TokenizerBase):
+class ByteLevelTokenizer(Tokenizer):
     """Ids 0..255 are the bytes of the text's UTF-8; 256 ends a document and decodes to nothing."""
 
     name = "ByteLevelTokenizer"

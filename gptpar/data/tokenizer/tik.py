@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from gptpar.data.tokenizer.base import TokenizerBase, joined, utf8
+from gptpar.data.tokenizer.base import Tokenizer, joined, utf8
 from gptpar.errors import TokenizerError
 
 NUM_IDS, NUM_SPECIAL = 1 << 17, 1000
@@ -35,7 +35,7 @@ PATTERNS = {
 """``--tiktoken-pattern`` -> regular expressions that split text before merging, in their order as alternatives."""
 
 
-class TikTokenizer(TokenizerBase):
+class TikTokenizer(Tokenizer):
     """The ids of Megatron-LM's tokenizer of this name; `eod` is the id of "</s>".
 
     A special token that is written in a text is encoded as ordinary characters. Megatron-LM would give its id instead.

@@ -20,7 +20,7 @@ from gptpar.data.identity import corpus_identity
 from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.data.readers import find_inputs, read_blocks
-from gptpar.data.tokenizer.base import TokenizerBase
+from gptpar.data.tokenizer.base import Tokenizer as TokenizerBase
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.reporting.metrics_file import cut_after
 from gptpar.system.files import lies_in, read_regular

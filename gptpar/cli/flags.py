@@ -10,7 +10,7 @@ from typing import Any
 
 from gptpar.system.command_line import Parser, not_empty, not_negative_int, positive_float, positive_int
 
-_VERBS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+FACTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 _TYPES = {
     one.__name__: one for one in (int, float, str, Path, not_empty, not_negative_int, positive_float, positive_int)
 }
@@ -23,7 +23,7 @@ def parser_of(verb: str, **facts: Any) -> Parser:
         verb: as the file names it, such as ``plan --module``.
         facts: the values of the file's ``$`` names: types, choices, and parts of help texts.
     """
-    texts = {name: _filled(text, facts) for name, text in _VERBS[verb].items() if isinstance(text, str)}
+    texts = {name: _filled(text, facts) for name, text in FACTS[verb].items() if isinstance(text, str)}
     parser = Parser(prog=f"gptpar {verb}", **texts)
     add_flags(parser, verb, **facts)
     return parser
@@ -31,12 +31,12 @@ def parser_of(verb: str, **facts: Any) -> Parser:
 
 def description_of(verb: str) -> str:
     """What a verb does, for a parser that has other flags, too."""
-    return str(_VERBS[verb]["description"])
+    return str(FACTS[verb]["description"])
 
 
 def add_flags(parser: argparse.ArgumentParser, verb: str, **facts: Any) -> None:
     """Add a verb's groups of flags to a parser; see :func:`parser_of`."""
-    for title, flags in _VERBS[verb].items():
+    for title, flags in FACTS[verb].items():
         if isinstance(flags, str):
             continue
         group: Any = parser if title == "flags" else parser.add_argument_group(title, flags.get("description"))
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser, verb: str, **facts: Any) -> None:
                 options["type"] = _TYPES.get(options["type"], options["type"])
             if "either" in keywords:
                 either = either or group.add_mutually_exclusive_group(required=True)
-            (either if "either" in keywords else group).add_argument(name, **options)
+            (either if "either" in keywords else group).add_argument(*name.split(), **options)
 
 
 def _filled(value: Any, facts: dict[str, Any]) -> Any:

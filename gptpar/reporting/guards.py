@@ -25,7 +25,7 @@ def reason(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[0]
 
 
-class GuardedSink:
+class GuardedSink(Sink):
     """A sink whose failures do not reach the run: it warns once, tries again at each checkpoint, and warns at the end.
 
     It tries to write at once, so that a folder that cannot be written is reported before the first step.

@@ -41,24 +41,20 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
     return {
         **waits,
         **restarts,
-        "iteration": record.iteration,
-        "consumed_samples": record.consumed_samples,
-        "consumed_tokens": record.consumed_tokens,
-        "lm_loss": record.lm_loss,
+        **_values(record, "iteration consumed_samples consumed_tokens lm_loss"),
         **record.auxiliary_losses,
-        "grad_norm": record.grad_norm,
-        "learning_rate": record.learning_rate,
+        **_values(record, "grad_norm learning_rate"),
         "iteration_time_ms": record.elapsed_ms,
-        "tokens_per_s": record.tokens_per_s,
-        "mfu": record.mfu,
-        "mfu_causal": record.mfu_causal,
-        "global_batch_size": record.global_batch_size,
-        "loss_scale": record.loss_scale,
+        **_values(record, "tokens_per_s mfu mfu_causal global_batch_size loss_scale"),
         "skipped_iterations": record.num_skipped,
         "nan_iterations": record.num_nan,
         **_outlier(record),
         **record.layer_norms,
     }
+
+
+def _values(record: object, names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names.split()}
 
 
 def _outlier(record: IterationRecord) -> dict[str, Any]:
@@ -71,11 +67,10 @@ def _outlier(record: IterationRecord) -> dict[str, Any]:
 
 def evaluation_object(record: ValidationRecord | TaskRecord) -> dict[str, Any]:
     """The JSON object of an evaluation, or of a task's scores."""
-    found = {name: getattr(record, name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
+    found = _values(record, "iteration consumed_samples consumed_tokens")
     if isinstance(record, ValidationRecord):
         return {**found, f"{record.split}_loss": record.loss}
-    cost = {name: getattr(record, name) for name in ("num_items", "num_tokens", "seconds")}
-    return {**found, "task": record.task, **record.scores, **cost}
+    return {**found, "task": record.task, **record.scores, **_values(record, "num_items num_tokens seconds")}
 
 
 def json_line(values: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting import csv_files, metrics_file
@@ -34,8 +34,8 @@ TENSORBOARD_FLUSH_SECONDS = 120.0
 """As TensorBoard's own writer does."""
 
 
-class Sink(Protocol):
-    """Receives a run's iterations, and its evaluations on data and on tasks, in order.
+class Sink:
+    """Receives a run's iterations, and its evaluations on data and on tasks, in order; this one keeps nothing.
 
     Attributes:
         name: for messages.
@@ -58,7 +58,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Appends whole lines to ``metrics.jsonl`` in the run's folder.
 
     Args:
@@ -89,7 +89,7 @@ class JsonlSink:
         self._file.close()
 
 
-class _ScalarSink:
+class _ScalarSink(Sink):
     """Names and chooses the scalars of records.
 
     Args:
@@ -167,7 +167,7 @@ class TensorBoardSink(_ScalarSink):
         return record.getvalue()
 
 
-class CsvSink:
+class CsvSink(Sink):
     """Writes DeepSpeed's curves as its CSV monitor does: a file each, a row a step, over the samples consumed.
 
     Args:
@@ -188,10 +188,6 @@ class CsvSink:
         """Add a row to each file."""
         rows = {name: csv_files.row(point.consumed_samples, csv_files.CURVES[name](point)) for name in self._files}
         self._each(lambda name, file: file.append(rows[name]))
-
-    def validation(self, record: ValidationRecord) -> None: ...
-
-    def task(self, record: TaskRecord) -> None: ...
 
     def flush(self) -> None:
         self._each(lambda name, file: file.flush())

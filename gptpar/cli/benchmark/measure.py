@@ -26,7 +26,8 @@ from gptpar.config.validate import resolve
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
-from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord
+from gptpar.reporting.sinks import Sink
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
@@ -38,7 +39,7 @@ OF_A_RUN = ("checkpoint", "logging", "recovery")
 """Sections that say where a run keeps its state and its records, and how it goes on after a death."""
 
 
-class _Times:
+class _Times(Sink):
     """A sink that keeps every record."""
 
     name, keeps_records = "the benchmark", True
@@ -48,14 +49,6 @@ class _Times:
 
     def iteration(self, record: IterationRecord) -> None:
         self.records.append(record)
-
-    def validation(self, record: ValidationRecord) -> None: ...
-
-    def task(self, record: TaskRecord) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None] | None = None) -> ParsedFlags:

@@ -85,9 +85,8 @@ def _rate(name: str, rate: float, what: str, least: float, slow: str) -> Finding
 
 def _processor() -> Finding:
     """The vector instructions that speed up the CPU optimizer and bf16 on a CPU."""
-    words = {
-        word for line in cpuinfo() if line.startswith(("flags", "Features")) for word in line.split(":")[1].split()
-    }
+    lines = [line for line in cpuinfo() if line.startswith(("flags", "Features"))]
+    words = {word for line in lines for word in line.split(":")[1].split()}
     found = [name for name in FEATURES if name in words]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     advice = "without AVX2 the CPU optimizer is several times slower: is it hidden by a virtual machine's CPU model?"

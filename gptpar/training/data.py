@@ -211,6 +211,8 @@ def _loader(
         vocab_size=vocabulary.size,
         pin_memory=topology.device.type == "cuda",
         eod=vocabulary.eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
         num_workers=data.num_workers,
-        **{name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")},
     )

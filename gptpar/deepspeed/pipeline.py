@@ -18,7 +18,7 @@ from gptpar.deepspeed.start import set_random_seed
 from gptpar.errors import ConfigError
 from gptpar.model import layer_spec
 from gptpar.pipeline import partition
-from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
+from gptpar.pipeline.built_layers import BuiltLayer
 from gptpar.pipeline.module import PipelineModule, as_spec
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
@@ -190,12 +190,6 @@ class _Builder:
         with torch.random.fork_rng():
             torch.set_rng_state(self._states[id(spec)])
             return spec.build().to(self._device)
-
-
-def _class_of(layer: Any) -> Any:
-    if isinstance(layer, layer_spec.LayerSpec):
-        return layer.cls
-    return type(layer) if isinstance(layer, nn.Module) else FunctionLayer
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Topology:

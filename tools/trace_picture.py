@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptpar.reporting.figures import style
-from gptpar.reporting.trace import ADAM, GPU, NCCL, TO_DEVICE, TO_HOST, WAITS, Interval, Timeline, TraceEvent
+from gptpar.reporting.trace import Interval
+from tools.trace_lanes import ADAM, GPU, NCCL, TO_DEVICE, TO_HOST, WAITS, Timeline, TraceEvent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -153,14 +153,14 @@ STATE = [
     ),
     Mutation(
         "bucket-overwritten-while-it-is-saved",
-        "gptpar/offload/updating_thread.py",
+        "gptpar/offload/kernel_queue.py",
         "        self.guard.before_write(new or old)\n",
         "",
         (BEHIND, ANNOUNCED),
     ),
     Mutation(
         "double-buffer-of-a-saved-state-overwritten",
-        "gptpar/offload/updating_thread.py",
+        "gptpar/offload/kernel_queue.py",
         "self.guard.before_write(new or old)",
         "self.guard.before_write(() if new else old)",
         (BEHIND,),
@@ -189,7 +189,7 @@ STATE = [
     Mutation(
         "state-taken-before-the-cpu-has-done-the-step",
         "gptpar/offload/host_optimizer.py",
-        "self._until(lambda: self._request is None and not any(bucket.due for bucket in self._buckets))",
+        "shared.loop_waits(lambda: shared.request is None and not any(bucket.due for bucket in shared.buckets))",
         "pass",
         (LATE,),
     ),

@@ -268,7 +268,7 @@ class Weights(NotCopied):
                 shard[one.start : one.stop].copy_(values)
         here = [one for one in engine.table.ranges(unit=unit.name) if one.param == param.name]
         self._copy_into([(one, shard[one.start : one.stop]) for one in here], value, local)
-        engine.gradients.router.replace(unit, shard)
+        engine.gradients.reducer.replace(unit, shard)
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """A parameter's ``weights``, one of the optimizer's states, or ``grad``; all processes call it.

@@ -54,8 +54,7 @@ class HostOptimizer:
         log: is told what happens to each bucket.
 
     Attributes:
-        guard: see :class:`~gptpar.offload.kernel_queue.KernelQueue`.
-        latest_updates: see :class:`~gptpar.offload.shared_state.SharedState`.
+        shared: the state that it shares with its thread, among it ``guard`` and ``latest_updates``.
         waited_s: seconds spent in :meth:`wait` since the start.
         partial_unit: the unit whose partial gradients are used; ``None``: there is none.
     """
@@ -77,7 +76,7 @@ class HostOptimizer:
     ):
         self._kernels, self._transfers = kernels, transfers
         self._buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
-        self._shared = SharedState(self._buckets, transfers, log)
+        self.shared = SharedState(self._buckets, transfers, log)
         for bucket in self._buckets:
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s, self._has_gradients = 0.0, False
@@ -90,19 +89,19 @@ class HostOptimizer:
         self.add_double_buffers(speculated_elements)
         if partial_unit is not None:
             self._prepare_partial(partial_unit)
-        self._queue = KernelQueue(self._shared, kernels)
-        self.guard, self.latest_updates = self._queue.guard, self._shared.latest_updates
-        self._thread = UpdatingThread(self._shared, self._queue, clip_grad=clip_grad, cores=cores)
+        self._queue = KernelQueue(self.shared, kernels)
+        self.guard, self.latest_updates = self.shared.guard, self.shared.latest_updates
+        self._thread = UpdatingThread(self.shared, self._queue, clip_grad=clip_grad, cores=cores)
         self._thread.start()
 
     def _prepare_partial(self, unit: str) -> None:
         """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""
-        for bucket in self._shared.of_unit[unit]:
+        for bucket in self.shared.of_unit[unit]:
             if bucket.double_buffer is not None:
                 bucket.own_copy = self._transfers.keeping_h2d_copy(bucket.parameters)
                 bucket.own_staging = self._transfers.reserve_staging()
                 self.partial_unit = unit
-                self._shared.record(What.PREPARED, bucket)
+                self.shared.record(What.PREPARED, bucket)
 
     def add_double_buffers(self, elements: int) -> None:
         """Allow speculation for the model's last ``elements`` elements."""
@@ -112,9 +111,9 @@ class HostOptimizer:
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """Announce the coming step's probable hyperparameters: speculation with them may begin."""
-        with self._shared.changed:
-            self._shared.expected = StepHyperparameters(hyperparameters, loss_scale, self._missed)
-            self._shared.changed.notify_all()
+        with self.shared.changed:
+            self.shared.expected = StepHyperparameters(hyperparameters, loss_scale, self._missed)
+            self.shared.changed.notify_all()
 
     def expect_open_ranges(self, unit: str, ranges: np.ndarray) -> None:
         """Announce the ranges in which a unit's partial gradient may still change in the coming step."""
@@ -144,29 +143,29 @@ class HostOptimizer:
             ForbiddenEvent: the unit's last step is not done.
         """
         self._has_gradients = True
-        with self._shared.changed:
+        with self.shared.changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
                 open_ranges = NOTHING
-                self._comparisons[unit].submit(grad, self._shared.of_unit[unit], is_final=formed is None)
-            for bucket in self._shared.of_unit[unit]:
+                self._comparisons[unit].submit(grad, self.shared.of_unit[unit], is_final=formed is None)
+            for bucket in self.shared.of_unit[unit]:
                 if bucket.due:
                     raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
                     bucket.take(self._transfers.fetch(part, bucket.own_staging))
-                    self._shared.advance(bucket, What.SUBMITTED)
+                    self.shared.advance(bucket, What.SUBMITTED)
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
                     its_open_ranges = between(open_ranges, bucket.start, bucket.stop) - bucket.start
                     bucket.take_partial(self._transfers.fetch(part), its_open_ranges)
-                    self._shared.advance(bucket, What.SUBMITTED_PARTIAL)
-            self._shared.changed.notify_all()
+                    self.shared.advance(bucket, What.SUBMITTED_PARTIAL)
+            self.shared.changed.notify_all()
         self._transfers.hold_back()  # without the lock, which the thread needs while this waits
 
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
         """Whether a bucket can speculate with a partial gradient, and has none yet."""
         is_formed = bucket.stop <= formed and bucket.state is BucketState.IDLE
-        return is_formed and bucket.own_copy is not None and not self.backs_off and not self._shared.holds
+        return is_formed and bucket.own_copy is not None and not self.backs_off and not self.shared.holds
 
     def step(
         self,
@@ -195,21 +194,21 @@ class HostOptimizer:
             wait: whether to return only when that is done.
         """
         not_finite = self._transfers.read_scalar(torch.tensor(float("nan")))
-        self._announce(StepRequest(not_finite, None, frozenset(self._shared.of_unit)))
+        self._announce(StepRequest(not_finite, None, frozenset(self.shared.of_unit)))
         if wait:
             self.finish()
 
     def _announce(self, request: StepRequest) -> None:
-        with self._shared.changed:
+        with self.shared.changed:
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
-            self._has_gradients = self._shared.keeps = False
+            self._has_gradients = self.shared.keeps = False
             for bucket in self._buckets:
                 bucket.due = True
-            self._shared.record(What.STEP_REQUESTED)
-            self._shared.request, self._shared.expected = request, None
-            self._shared.changed.notify_all()
+            self.shared.record(What.STEP_REQUESTED)
+            self.shared.request, self.shared.expected = request, None
+            self.shared.changed.notify_all()
 
     def wait(self, unit: str, *, block: bool = False) -> None:
         """Return when a unit's last step is done. Kernels launched afterwards read the new parameters.
@@ -221,107 +220,97 @@ class HostOptimizer:
         Raises:
             BaseException: the error that ended the thread.
         """
-        if self._shared.log is not None:
-            self._shared.log.record(What.WAITED, unit)
-        self._wait_for(self._shared.of_unit.get(unit, ()), block)
+        if self.shared.log is not None:
+            self.shared.log.record(What.WAITED, unit)
+        self._wait_for(self.shared.of_unit.get(unit, ()), block)
 
     def finish(self) -> None:
         """Return when the last step of all units is done; see :meth:`wait`."""
         self._wait_for(self._buckets)
-        self._wait_for_step()
-
-    def _wait_for_step(self) -> None:
-        """Return when the last step's state is in host memory; any thread may call it."""
-        shared = self._shared
-        shared.loop_waits(lambda: shared.request is None and not any(bucket.due for bucket in shared.buckets))
+        self.shared.wait_for_step()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
         if any(bucket.due for bucket in buckets):  # a look needs no lock: meanwhile only the thread changes it, once
             with record_function("wait for the CPU optimizer"):
-                self._shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
+                self.shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
         self.waited_s += time.perf_counter() - started
-        self._let_follow_copies(buckets, block)
-
-    def _let_follow_copies(self, buckets: Sequence[Bucket], block: bool) -> None:
-        """Let kernels launched from now on follow what the thread has sent; see :meth:`wait`."""
-        self._shared.raise_failure()
+        self.shared.raise_failure()
         for bucket in buckets:
-            sent, bucket.sent = bucket.sent, None
-            if sent is not None:
-                sent(block)
+            bucket.follow_sent(block)
 
     def updates(self) -> tuple[int, int]:
         """Number of elements updated, and ``num_ahead``, of one moment, at any time."""
-        with self._shared.changed:
-            return self._shared.num_updated, self._shared.num_ahead
+        with self.shared.changed:
+            return self.shared.num_updated, self.shared.num_ahead
 
     @property
     def num_ahead(self) -> int:
         """Number of elements updated from a speculation, over all steps."""
-        return self._shared.num_ahead
+        return self.shared.num_ahead
 
     @property
     def num_redone(self) -> int:
         """Number of steps in which a speculation was wrong."""
-        return self._shared.num_redone
+        return self.shared.num_redone
 
     @property
     def busy_s(self) -> float:
         """Seconds in which the kernel worked."""
-        return self._shared.busy_s
+        return self.shared.busy_s
 
     @property
     def backs_off(self) -> bool:
         """Whether the coming step does not speculate, because a recent speculation was wrong."""
-        return self._shared.back_off.steps > 0
+        return self.shared.back_off.steps > 0
 
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:
         """A context in which no speculation begins: the device's parameters do not change before the next step."""
-        with self._shared.changed:
-            self._shared.holds += 1
+        with self.shared.changed:
+            self.shared.holds += 1
         try:
             yield
         finally:
-            with self._shared.changed:
-                self._shared.holds -= 1
-                self._shared.changed.notify_all()
+            with self.shared.changed:
+                self.shared.holds -= 1
+                self.shared.changed.notify_all()
 
     def keep_last_step(self) -> None:
         """Give the device's parameters the values that they have before the coming step, until it is requested.
 
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
-        if not self._has_gradients or self._shared.keeps:
+        if not self._has_gradients or self.shared.keeps:
             return
-        with self._shared.changed:
-            self._shared.keeps = self._shared.taking_back = True
-            self._shared.changed.notify_all()
-        self._shared.loop_waits(lambda: not self._shared.taking_back)
+        with self.shared.changed:
+            self.shared.keeps = self.shared.taking_back = True
+            self.shared.changed.notify_all()
+        self.shared.loop_waits(lambda: not self.shared.taking_back)
         self._wait_for(self._buckets)
 
     # Updates of matrices, in two phases: see gptpar.offload.matrix_phases and Subscriber.
 
     def expect_momenta(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
         free = self._transfers.now()
-        with self._shared.changed:
-            for bucket in self._shared.matrix_buckets(unit):
+        with self.shared.changed:
+            for bucket in self.shared.matrix_buckets(unit):
                 bucket.momenta = memory(bucket.start, bucket.stop), free
-            self._shared.changed.notify_all()
+            self.shared.changed.notify_all()
 
     def wait_for_momenta(self, unit: str) -> None:
-        buckets = self._shared.matrix_buckets(unit)
-        self._shared.loop_waits(lambda: all(b.state is BucketState.AVERAGED or not b.due for b in buckets))
-        self._let_follow_copies(buckets, block=False)
+        buckets = self.shared.matrix_buckets(unit)
+        self.shared.loop_waits(lambda: all(b.state is BucketState.AVERAGED or not b.due for b in buckets))
+        for bucket in buckets:
+            bucket.follow_sent(block=False)
 
     def submit_directions(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
-        with self._shared.changed:
-            for bucket in self._shared.matrix_buckets(unit):
+        with self.shared.changed:
+            for bucket in self.shared.matrix_buckets(unit):
                 if bucket.due:  # not where the step is skipped
                     bucket.take(self._transfers.fetch(memory(bucket.start, bucket.stop), bucket.own_staging))
-                    self._shared.advance(bucket, What.DIRECTED)
-            self._shared.changed.notify_all()
+                    self.shared.advance(bucket, What.DIRECTED)
+            self.shared.changed.notify_all()
         self._transfers.hold_back()
 
     # Between steps.
@@ -354,18 +343,18 @@ class HostOptimizer:
 
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
-        for unit in self._shared.of_unit:
+        for unit in self.shared.of_unit:
             self.set_steps(unit, count)
 
     def steps_of(self, unit: str) -> int:
         """Number of a unit's updates so far; skipped steps and steps without its gradient do not count."""
         self.finish()
-        return self._shared.of_unit[unit][0].steps
+        return self.shared.of_unit[unit][0].steps
 
     def set_steps(self, unit: str, count: int) -> None:
         """Continue as if the unit had been updated ``count`` times."""
         self.finish()
-        for bucket in self._shared.of_unit[unit]:
+        for bucket in self.shared.of_unit[unit]:
             bucket.steps = count
 
     def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -375,7 +364,7 @@ class HostOptimizer:
             beside_loop: see :class:`~gptpar.engine.subscriber.Subscriber`.
         """
         if beside_loop:
-            self._wait_for_step()
+            self.shared.wait_for_step()
         else:
             self.finish()
         yield from parts_of(self._buckets, kind)

@@ -6,7 +6,7 @@ The kernel works on one bucket while Python sends the previous bucket's paramete
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ from gptpar.offload.shared_state import SharedState
 from gptpar.offload.step_request import KernelNumbers, StepHyperparameters
 from gptpar.offload.transfers import MAX_UNSENT, D2HCopy, H2DCopy
 from gptpar.optim.elementwise import Done, HostKernel
-from gptpar.system.state_guard import StateGuard
 
 MAX_QUEUED = MAX_UNSENT - 1
 """Updates that the thread gives to the kernel before it waits for their ends, while gradients still come. With one at a
@@ -53,19 +52,12 @@ class KernelQueue:
 
     Args:
         kernels: by parameter group.
-
-    Attributes:
-        guard: is asked before an update overwrites state, in place or in a double buffer. A commit may have made the
-            double buffer of state that is being saved: then it is exchanged for other memory, and an update in place
-            goes to the double buffer, so that nothing has to be copied.
     """
 
     def __init__(self, shared: SharedState, kernels: Sequence[HostKernel]):
         self._shared, self._transfers, self._kernels = shared, shared.transfers, kernels
         self._numbers = KernelNumbers(kernels)
         self._updates: deque[QueuedUpdate] = deque()
-        self.guard = StateGuard()
-        self.guard.exchanged = self._exchanged_blocks
 
     def __len__(self) -> int:
         return len(self._updates)
@@ -97,7 +89,7 @@ class KernelQueue:
         ranges = self._ranges_of(bucket, hyperparameters)
         into = self._writable_double_buffer(bucket) if aside else None
         old, new = bucket.updated(bucket.buffers), None if into is None else bucket.updated(into)
-        self.guard.before_write(new or old)
+        self._shared.guard.before_write(new or old)
         wait = bucket.kernel.order(old, grad, ranges, into=new, low=copy.values, only=only)
         self._updates.append(QueuedUpdate(bucket, copy, wait, bucket.grad, into, ends_with, sends))
         # After the request, the norm is known soon, and then the loop waits for each bucket.
@@ -110,7 +102,7 @@ class KernelQueue:
         self._shared.advance(bucket, What.AVERAGE_BEGUN)
         grad, copy = self._gradient(bucket), self._transfers.h2d_copy(*bucket.momenta)
         (momentum,) = bucket.buffers.states
-        self.guard.before_write([momentum])
+        self._shared.guard.before_write([momentum])
         wait = bucket.matrix_kernel.order_average(momentum, grad, self._ranges_of(bucket, hyperparameters), copy.values)
         self._updates.append(QueuedUpdate(bucket, copy, wait, bucket.grad, None, What.AVERAGED, sends=True))
         if len(self._updates) > 1:
@@ -194,12 +186,6 @@ class KernelQueue:
         buffer = bucket.double_buffer
         assert buffer is not None and buffer.block is not None
         # The second half of a partial gradient finds nothing to exchange: the first half did.
-        other = self.guard.exchange(buffer.block)
+        other = self._shared.guard.exchange(buffer.block)
         bucket.double_buffer = buffer if other is None else buffer.in_other(other)
         return bucket.double_buffer
-
-    def _exchanged_blocks(self) -> Iterator[torch.Tensor]:
-        """The memory of valid state that a commit makes a double buffer, so that it is never updated in place."""
-        for bucket in self._shared.buckets:
-            if bucket.double_buffer is not None and bucket.buffers.block is not None:
-                yield bucket.buffers.block

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from gptpar.offload.buckets import Bucket
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.next_action import BackOff
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
+from gptpar.system.state_guard import StateGuard
 
 NUM_LATEST_UPDATES = 1 << 14
 """Number of updates whose times are kept: several steps of the largest models."""
@@ -45,6 +48,9 @@ class SharedState:
 
     Attributes:
         changed: is notified when any of this has changed.
+        guard: is asked before an update overwrites state, in place or in a double buffer. A commit may have made the
+            double buffer of state that is being saved: then it is exchanged for other memory, and an update in place
+            goes to the double buffer, so that nothing has to be copied.
         of_unit: unit -> its buckets.
         request: the step to take; ``None``: none is requested, or it is done.
         expected: the coming step's probable hyperparameters, before it is requested.
@@ -66,6 +72,8 @@ class SharedState:
         for bucket in buckets:
             self.of_unit.setdefault(bucket.unit, []).append(bucket)
         self.changed = threading.Condition()
+        self.guard = StateGuard()
+        self.guard.exchanged = self._exchanged_blocks
         self.request: StepRequest | None = None
         self.expected: StepHyperparameters | None = None
         self.holds, self.keeps, self.taking_back, self.closing = 0, False, False, False
@@ -105,10 +113,20 @@ class SharedState:
             self.changed.wait_for(lambda: self.failure is not None or done())
         self.raise_failure()
 
+    def wait_for_step(self) -> None:
+        """Return when the last step's state is in host memory; any thread may call it."""
+        self.loop_waits(lambda: self.request is None and not any(bucket.due for bucket in self.buckets))
+
     def raise_failure(self) -> None:
         """Raise the error that ended the thread, if one did."""
         if self.failure is not None:
             raise self.failure
+
+    def _exchanged_blocks(self) -> Iterator[torch.Tensor]:
+        """The memory of valid state that a commit makes a double buffer, so that it is never updated in place."""
+        for bucket in self.buckets:
+            if bucket.double_buffer is not None and bucket.buffers.block is not None:
+                yield bucket.buffers.block
 
     def thread_waits(self, done: Callable[[], bool]) -> None:
         """The thread waits, without the lock, until the loop has done something.

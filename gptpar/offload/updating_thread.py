@@ -224,7 +224,7 @@ class UpdatingThread(threading.Thread):
             self._queue.begin(bucket, hyperparameters, What.COMMITTED, aside=True, only=bucket.partial.to_complete())
             return False
         block = bucket.buffers.block
-        aside = bucket.double_buffer is not None and block is not None and self._queue.guard.needs(block)
+        aside = bucket.double_buffer is not None and block is not None and self._shared.guard.needs(block)
         self._queue.begin(bucket, hyperparameters, What.UPDATED, aside=aside)
         return before in HOLDS_SPECULATION
 

@@ -143,7 +143,7 @@ GRADIENTS = [
     Mutation(
         "not-gathered-again-for-the-backward-pass",
         GATHERER,
-        "        self._in_backward.add(name)\n        self._acquire(name)\n",
+        "        self._in_backward.add(name)\n        self.acquire(name)\n",
         "        self._in_backward.add(name)\n",
         (TWO_WAYS,),
     ),
@@ -157,8 +157,8 @@ GRADIENTS = [
     Mutation(
         "old-parameters-used-after-a-step",
         GATHERER,
-        "        elif self._is_sharded:\n            self._present = set(self._frozen)\n",
-        "        elif self._is_sharded:\n",
+        "        elif self.acquires:\n            self._present = set(self._frozen)\n",
+        "        elif self.acquires:\n",
         (TWO_WAYS,),
     ),
     Mutation(

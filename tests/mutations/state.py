@@ -154,15 +154,15 @@ STATE = [
     Mutation(
         "bucket-overwritten-while-it-is-saved",
         "gptpar/offload/kernel_queue.py",
-        "        self.guard.before_write(new or old)\n",
+        "        self._shared.guard.before_write(new or old)\n",
         "",
         (BEHIND, ANNOUNCED),
     ),
     Mutation(
         "double-buffer-of-a-saved-state-overwritten",
         "gptpar/offload/kernel_queue.py",
-        "self.guard.before_write(new or old)",
-        "self.guard.before_write(() if new else old)",
+        "self._shared.guard.before_write(new or old)",
+        "self._shared.guard.before_write(() if new else old)",
         (BEHIND,),
     ),
     Mutation(
@@ -188,8 +188,8 @@ STATE = [
     ),
     Mutation(
         "state-taken-before-the-cpu-has-done-the-step",
-        "gptpar/offload/host_optimizer.py",
-        "shared.loop_waits(lambda: shared.request is None and not any(bucket.due for bucket in shared.buckets))",
+        "gptpar/offload/shared_state.py",
+        "self.loop_waits(lambda: self.request is None and not any(bucket.due for bucket in self.buckets))",
         "pass",
         (LATE,),
     ),

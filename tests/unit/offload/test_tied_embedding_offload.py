@@ -47,10 +47,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     def patient(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(host, unit, grad, formed=formed)
         if formed is not None and not host.backs_off:
-            assert host.log is not None
-            mine = {event.start for event in host.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
-            wait_until(lambda: mine <= starts_of(host.log, What.SPECULATION_BEGUN, unit))
-            assert mine <= starts_of(host.log, What.SPECULATION_BEGUN, unit)
+            assert host.shared.log is not None
+            mine = {event.start for event in host.shared.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
+            wait_until(lambda: mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit))
+            assert mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit)
 
     def train(
         words: str,
@@ -162,8 +162,8 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
 
     def look(trainer: Trainer) -> None:
         assert trainer.host is not None
-        assert trainer.host.log is not None
-        prepared = {event.start for event in trainer.host.log.of(What.PREPARED, unit="embedding")}
+        assert trainer.host.shared.log is not None
+        prepared = {event.start for event in trainer.host.shared.log.of(What.PREPARED, unit="embedding")}
         buckets_of_it = [first for unit, first, _ in trainer.host.parts("weights") if unit == "embedding"]
         kept = [first in prepared for first in buckets_of_it]
         assert any(kept) and not all(kept) and kept == sorted(kept)
@@ -225,7 +225,7 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
         offer(host, unit, grad, formed=formed)
         if formed is not None:
-            wait_until(lambda: bool(starts_of(host.log, What.SPECULATION_BEGUN, unit)))
+            wait_until(lambda: bool(starts_of(host.shared.log, What.SPECULATION_BEGUN, unit)))
         elif unit == "embedding":
             assert Counting.gate is not None
             Counting.gate.release(1000)

@@ -53,21 +53,23 @@ class ParameterGatherer:
     layer; to **acquire** it starts it and lets kernels launched from now on wait for its parameters; to **release** it
     frees its memory, if memory is transient; after a step, **changed** declares all parameters outdated. What is kept:
 
-    ================  ==============================================================================================
-    ``_present``      units that are started and neither released nor outdated; all that are not have to be started.
-                      With transient memory, exactly these have memory. Frozen units are never outdated
-    ``_pending``      gathers of started units for which no kernel waits yet. Who acquires or releases the unit takes
-                      its gather out; one that is started anew follows it on the device, and takes its place
-    ``_in_backward``  layers whose backward pass has begun and not ended; empty outside of backward passes. While there
-                      are any, a forward pass recomputes: it starts no next layer, and releases none of these
-    ``_next``,        the layer that is called after, and before, a layer: it is started while that layer runs. Only
-    ``_previous``     :meth:`follow` changes them
-    ``_last``         layers that stay after their forward pass, because their backward pass follows
-    ``_holds``        how many :meth:`held` contexts are open: while there are any, no unit is released
-    ``_units``,       a layer's units, and a unit's layer; only :meth:`merge` changes them
+    ==================  ============================================================================================
+    ``_present``        units that are started and neither released nor outdated: all others have to be started. With
+                        transient memory, exactly these have memory. Without it, frozen units are always present
+    ``_pending``        gathers of started units for which no kernel waits yet. Who acquires or releases the unit takes
+                        its gather out; one that is started anew follows it on the device, and takes its place
+    ``_in_backward``    layers whose backward pass has begun, until gradients of one of their units are complete. While
+                        there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
+                        With transient memory, it is empty outside of backward passes
+    ``_next``,          the layer that is called after, and before, a layer: it is started while that layer runs. Only
+    ``_previous``       :meth:`follow` changes them
+    ``_last``           layers that stay after their forward pass, because their backward pass follows at once, or
+                        because :meth:`follow` was told so
+    ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
+    ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
     ``_layer_of``
-    ``_is_prefetched``  whether gathering takes the device time, so that the next layer is started early
-    ================  ==============================================================================================
+    ``_is_prefetched``  whether a gather takes the device time, so that the next layer is started early
+    ==================  ============================================================================================
 
     Args:
         layers: name -> the layer's units, which are gathered together.

@@ -94,7 +94,8 @@ class SharedState:
     def advance(self, bucket: Bucket, what: What) -> None:
         """Change a bucket's state. The caller holds the lock, or the bucket is due and belongs to the thread alone."""
         bucket.advance(what)
-        self.record(what, bucket)
+        if self.log is not None:
+            self.record(what, bucket)
 
     def record(self, what: What, bucket: Bucket | None = None) -> None:
         """Log an event of a bucket; ``None``: of the whole step."""
@@ -113,20 +114,10 @@ class SharedState:
             self.changed.wait_for(lambda: self.failure is not None or done())
         self.raise_failure()
 
-    def wait_for_step(self) -> None:
-        """Return when the last step's state is in host memory; any thread may call it."""
-        self.loop_waits(lambda: self.request is None and not any(bucket.due for bucket in self.buckets))
-
     def raise_failure(self) -> None:
         """Raise the error that ended the thread, if one did."""
         if self.failure is not None:
             raise self.failure
-
-    def _exchanged_blocks(self) -> Iterator[torch.Tensor]:
-        """The memory of valid state that a commit makes a double buffer, so that it is never updated in place."""
-        for bucket in self.buckets:
-            if bucket.double_buffer is not None and bucket.buffers.block is not None:
-                yield bucket.buffers.block
 
     def thread_waits(self, done: Callable[[], bool]) -> None:
         """The thread waits, without the lock, until the loop has done something.
@@ -138,3 +129,13 @@ class SharedState:
             self.changed.wait_for(lambda: self.closing or done())
             if not done():
                 raise RuntimeError("the CPU optimizer was closed amid a step: the training loop had failed")
+
+    def wait_for_step(self) -> None:
+        """Return when the last step's state is in host memory; any thread may call it."""
+        self.loop_waits(lambda: self.request is None and not any(bucket.due for bucket in self.buckets))
+
+    def _exchanged_blocks(self) -> Iterator[torch.Tensor]:
+        """The memory of valid state that a commit makes a double buffer, so that it is never updated in place."""
+        for bucket in self.buckets:
+            if bucket.double_buffer is not None and bucket.buffers.block is not None:
+                yield bucket.buffers.block

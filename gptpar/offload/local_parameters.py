@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from gptpar.engine.table import ParameterTable
 from gptpar.errors import wrong_type
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.placement import ParameterInfo
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -75,18 +78,21 @@ def version_of(values: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if values is None else (values._version, local_of(values)._version)
 
 
-def split_parameters(groups: Sequence[Mapping[str, Any]], ratio: float) -> list[LocalParameter]:
-    """The parameters of all groups in order; the device updates the first elements, exact to the element."""
-    local = [(p, number, local_of(p)) for number, group in enumerate(groups) for p in group["params"]]
-    total = sum(values.numel() for *_, values in local)
-    left = total - round(ratio * total)
-    split = []
-    for place, (parameter, group, values) in enumerate(local):
-        on_device = min(left, values.numel())
-        left -= on_device
+def table_of(groups: Sequence[Mapping[str, Any]], ratio: float) -> tuple[ParameterTable, list[LocalParameter]]:
+    """The parameters of all groups, each as a unit of the engine's table, which divides them between device and CPU."""
+    given = [(parameter, number) for number, group in enumerate(groups) for parameter in group["params"]]
+    local = {str(place): local_of(parameter) for place, (parameter, _) in enumerate(given)}
+    table = ParameterTable.of(
+        {unit: {unit: ParameterInfo(values.shape, Constant(0.0))} for unit, values in local.items()},
+        ratio=ratio,
+        group_of=lambda unit, _: given[int(unit)][1],
+    )
+    parameters = []
+    for (unit, values), (parameter, group) in zip(local.items(), given, strict=True):
+        on_device = min(table.on_device[unit], values.numel())  # the table counts a unit's padding
         # .data counts its own versions: version_of() does not see the optimizer's writes, only those of others.
-        split.append(LocalParameter(parameter, str(place), group, on_device, values, values.data.view(-1)))
-    return split
+        parameters.append(LocalParameter(parameter, unit, group, on_device, values, values.data.view(-1)))
+    return table, parameters
 
 
 def tensors_of(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:

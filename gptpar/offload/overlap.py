@@ -6,7 +6,8 @@ in the last backward pass, and each submodule waits for its own parameters befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -16,8 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.local_parameters import LocalParameter, version_of
-from gptpar.offload.module_hooks import watch_gradient, watch_readers
 from gptpar.optim.update import Hyperparameters
+
+READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that read their submodules' parameters without calling the submodules."""
+
+
+class _NoHost:
+    """Stands for the CPU optimizer where it has no elements, and in a copied module: there is nothing to wait for."""
+
+    num_redone = 0
+
+    def _nothing(self, *args: object, **kwargs: object) -> tuple[()]:
+        return ()
+
+    add_double_buffers = expect_step = step = wait = finish = parts = close = _nothing
+
+
+NO_HOST = cast(HostOptimizer, _NoHost())
 
 
 class Overlap:
@@ -48,20 +65,33 @@ class Overlap:
         if self._submits_early:
             self.host.add_double_buffers(self._speculated_elements)
         unit_of = {id(local.parameter): unit for unit, local in self.parameters.items()}
-        for units, hooks in watch_readers(module, unit_of, self.before_forward, self.before_state_dict):
-            self._awaited.update(units)
-            self._hooks += hooks
+        for inner in module.modules():
+            gathers = _gathers(inner)
+            read = inner.parameters() if isinstance(inner, READ_INSIDE) else _read_by(inner, gathers)
+            if units := [unit_of[id(p)] for p in read if id(p) in unit_of]:
+                self._awaited.update(units)
+                before = partial(self.before_forward, units, gathers)
+                self._hooks.append(inner.register_forward_pre_hook(before, prepend=True))
+                self._hooks.append(inner.register_state_dict_pre_hook(self.before_state_dict))
         for local in self.parameters.values():
-            self._hooks += watch_gradient(local.parameter, partial(self._gradient_is_final, local))
+            if local.parameter.requires_grad:
+                submit = partial(self._gradient_is_final, local)
+                self._hooks.append(local.parameter.register_post_accumulate_grad_hook(submit))
 
-    def begin_last_backward(self) -> bool:
-        """From now on gradients are final; returns whether they are submitted before the step."""
-        self._in_last_backward = self._submits_early
-        return self._submits_early
+    @contextmanager
+    def last_backward(self, expected: Callable[[], tuple[tuple[Hyperparameters, ...], float]]) -> Iterator[None]:
+        """A context in which gradients are final: they are submitted at once, if an attached module permits it.
 
-    def end_last_backward(self) -> None:
-        """From now on gradients are not final."""
-        self._in_last_backward = False
+        Args:
+            expected: returns the coming step's hyperparameters and loss scale; see :meth:`HostOptimizer.expect_step`.
+        """
+        if self._submits_early:
+            self._in_last_backward = True
+            self.host.expect_step(*expected())
+        try:
+            yield
+        finally:
+            self._in_last_backward = False
 
     def submit(self, local: LocalParameter, grad: torch.Tensor | None, *, again: bool = False) -> None:
         """Submit the offloaded elements of a gradient, unless the host has them and they have not changed since."""
@@ -130,7 +160,11 @@ class Overlap:
         return _of_a_copy, ()  # a copied or pickled module has copies of the hooks, but no optimizer
 
     def before_forward(self, units: list[str], block: bool, *_: object) -> None:
-        """A hook: see :func:`~gptpar.offload.module_hooks.watch_readers`."""
+        """A hook: a submodule is about to read the parameters of these units.
+
+        Args:
+            block: whether another stream than the current one reads them.
+        """
         if not self._in_last_backward or not self.submitted.keys().isdisjoint(units):
             self.cancel()  # but not in recomputation: that forward is a part of the backward pass
         for unit in units:
@@ -150,14 +184,20 @@ class Overlap:
         self.submit(local, local.gradient())
 
 
-class _NoHost:
-    """Stands for the CPU optimizer of a copied module: there is nothing to wait for."""
-
-    def wait(self, unit: str, *, block: bool = False) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 def _of_a_copy() -> Overlap:
     """An overlap without optimizer, for the hooks of a copied or unpickled module."""
-    return Overlap(cast(HostOptimizer, _NoHost()), {}, 0)
+    return Overlap(NO_HOST, {}, 0)
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether a module is one of FSDP2's: it gathers its parameters on its own streams, before its forward."""
+    return hasattr(module, "unshard")
+
+
+def _read_by(module: nn.Module, gathers: bool) -> list[nn.Parameter]:
+    """A module's own parameters; if it gathers, also those of modules inside it that do not gather themselves."""
+    found = list(module.parameters(recurse=False))
+    for inner in module.children():
+        if gathers and not _gathers(inner):
+            found += _read_by(inner, gathers)
+    return found

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from gptpar.engine.ranges import Home
 from gptpar.offload.buckets import StateSize
 from gptpar.offload.device_optimizer import DeviceOptimizer
 from gptpar.offload.local_parameters import (
@@ -21,17 +22,17 @@ from gptpar.offload.local_parameters import (
     local_of,
     problems_of,
     problems_of_hyperparameters,
-    split_parameters,
     sum_over_shards,
+    table_of,
     tensors_of,
     version_of,
 )
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
-from gptpar.offload.overlap import Overlap
+from gptpar.offload.overlap import NO_HOST, Overlap
 from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.update import Hyperparameters
 
 
@@ -93,22 +94,18 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             + problems_of_hyperparameters(_hyperparameters_of(given, defaults))
             + _problems_of_arguments(offload_ratio, max_norm, speculation, threads)
         )
-        self._overlap: Overlap | None = None
         self._parameters: list[LocalParameter] = []
         super().__init__(given, defaults)
         self._norm_fn = norm_fn or sum_over_shards(tensors)
-        self._parameters = split_parameters(self.param_groups, offload_ratio)
-        self._max_norm = max_norm
-        self.elements = sum(local.flat.numel() for local in self._parameters)
-        self.offloaded = sum(local.offloaded for local in self._parameters)
-        self._device = _device_optimizer(self._parameters)
+        table, self._parameters = table_of(self.param_groups, offload_ratio)
+        self.elements, self.offloaded = table.elements(), table.elements(Home.HOST)
+        self._max_norm, self._loss_scale = max_norm, 1.0
+        self._device = DeviceOptimizer(self._parameters)
         self.skipped = torch.zeros((), device=self._parameters[0].flat.device)
         self.attached = self._closed = False
-        self._loss_scale = 1.0
-        if self.offloaded:
-            self._overlap = self._make_overlap(speculation, threads)
-            follow_parameters(set(self._overlap.parameters), self._state)
-            self._end = weakref.finalize(self, self._overlap.close)
+        self._overlap = self._make_overlap(table.offloaded(), speculation, threads)
+        self._end = weakref.finalize(self, self._overlap.close)
+        follow_parameters(set(self._overlap.parameters), self._state)
         self._versions = [version_of(local.parameter) for local in self._parameters]
         self._say_it_has_state()
 
@@ -116,22 +113,24 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         """Make ``state`` not empty: torch.distributed.checkpoint steps an optimizer with an empty one to fill it."""
         self.state.update((local.parameter, {}) for local in self._parameters)
 
-    def _make_overlap(self, speculation: str, threads: int | None) -> Overlap:
+    def _make_overlap(self, partitions: Sequence[OffloadedPartition], speculation: str, threads: int | None) -> Overlap:
+        """The CPU optimizer of the offloaded elements, without the padding that the table counts."""
         offloaded = {local.unit: local for local in self._parameters if local.offloaded}
+        if not offloaded:
+            return Overlap(NO_HOST, {}, 0)
+        partitions = [one.between(0, offloaded[one.unit].offloaded) for one in partitions]
+        updates = (ADAMW,) * len(self.param_groups)
         wide = torch.promote_types(self._parameters[0].flat.dtype, torch.float32)
         room = room_for_speculation(
-            StateSize(self.offloaded, ADAMW.state_bytes(wide.itemsize)),
+            StateSize.of(partitions, updates, wide.itemsize),
             speculation,
             asker="TwinFlowAdamW",
             option="speculation='on'",
             remedy="lower offload_ratio, or divide the parameters over more processes",
         )
         host = build_host_optimizer(
-            (ADAMW,) * len(self.param_groups),
-            [
-                OffloadedPartition(p.unit, n := p.offloaded, (GroupRange(0, n, p.group),), ((0, n),))
-                for p in offloaded.values()
-            ],
+            updates,
+            partitions,
             {unit: local.flat[local.on_device :] for unit, local in offloaded.items()},
             self.skipped.device,
             max(local.flat.dtype.itemsize for local in offloaded.values()),
@@ -154,8 +153,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             RuntimeError: the optimizer is closed, a gradient is sparse, or a parameter was moved to other memory.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        if self._overlap is not None:
-            self._overlap.host.finish()
+        self._overlap.host.finish()
         self._catch_up()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._loss_scale = 1.0 if scale is None else float(scale)
@@ -166,15 +164,12 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             norm = norm.where(found_inf.to(norm.device) == 0, float("inf"))
         self.skipped = (~norm.isfinite()).float()
         hyperparameters = self._hyperparameters()
-        if self._overlap is not None:
-            # GradScaler.unscale_ divides gradients without raising their version; grad_scale is not set then.
-            divided = found_inf is not None and scale is None
-            self._overlap.step(found, norm, hyperparameters, self._loss_scale, again=divided)
-        on_device = {p.unit: grads[p.unit][: p.on_device] for p in self._parameters if p.unit in grads}
-        self._device.step(norm, hyperparameters, self._loss_scale, self._max_norm, on_device)
-        if self._overlap is not None:
-            watched = self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks
-            self._overlap.wait_after_step(is_watched=bool(watched))
+        # GradScaler.unscale_ divides gradients without raising their version; grad_scale is not set then.
+        divided = found_inf is not None and scale is None
+        self._overlap.step(found, norm, hyperparameters, self._loss_scale, again=divided)
+        self._device.step(norm, hyperparameters, self._loss_scale, self._max_norm, grads)
+        watched = self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks
+        self._overlap.wait_after_step(is_watched=bool(watched))
         return loss
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
@@ -196,16 +191,15 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         pairs = zip(self._parameters, self._versions, versions, strict=True)
         changed = {local.unit for local, old, new in pairs if old != new}
         # While gradients are submitted, the optimizer itself may have changed parameters by speculation.
-        if changed and (self._overlap is None or not self._overlap.submitted):
+        if changed and not self._overlap.submitted:
             follow_parameters(changed, self._state)
         self._versions = versions
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets gradients that :meth:`last_backward` has submitted for a step not taken."""
-        if self._overlap is not None:
-            self._overlap.cancel()
-            if not set_to_none:
-                self._overlap.host.finish()
+        self._overlap.cancel()
+        if not set_to_none:
+            self._overlap.host.finish()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -225,19 +219,17 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     @property
     def num_redone(self) -> int:
         """Number of steps that the host computed twice: it had speculated that nothing would be clipped."""
-        return 0 if self._overlap is None else self._overlap.host.num_redone
+        return self._overlap.host.num_redone
 
     def finish(self) -> None:
         """Return when the last step is done, so that anyone may read the parameters."""
-        if self._overlap is not None:
-            self._overlap.finish()
+        self._overlap.finish()
 
     def close(self) -> None:
         """Finish, and end the thread; afterwards no step can be taken."""
         if not self._closed:
             self.finish()
-            if self._overlap is not None:
-                self._end()
+            self._end()
             self._closed = True
 
     def __enter__(self) -> TwinFlowAdamW:
@@ -260,8 +252,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if self.attached or self._closed:
             raise RuntimeError("TwinFlowAdamW is attached to a module already, or closed.")
         self.attached = True
-        if self._overlap is not None:
-            self._overlap.attach(module)
+        self._overlap.attach(module)
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -274,17 +265,10 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         """
         if not self.attached:
             raise RuntimeError("last_backward() needs attach(module) first.")
-        overlap = self._overlap
-        if overlap is not None:
-            overlap.cancel()
+        self._overlap.cancel()
         self._catch_up()
-        if overlap is not None and overlap.begin_last_backward():
-            overlap.host.expect_step(self._hyperparameters(), self._loss_scale)
-        try:
+        with self._overlap.last_backward(lambda: (self._hyperparameters(), self._loss_scale)):
             yield
-        finally:
-            if overlap is not None:
-                overlap.end_last_backward()
 
     # State.
 
@@ -293,15 +277,14 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         for local in self._parameters:
             if local.on_device:
                 yield local, 0, self._device.values(local.unit, kind)
-        for unit, at, values in self._overlap.host.parts(kind) if self._overlap is not None else ():
-            local = self._overlap.parameters[unit]  # type: ignore[union-attr]
+        for unit, at, values in self._overlap.host.parts(kind):
+            local = self._overlap.parameters[unit]
             yield local, local.on_device + at, values
 
     def _steps(self) -> dict[str, int]:
         """Unit -> its number of updates; for a parameter without elements on this process, the largest number."""
         known = self._device.steps_taken
-        if self._overlap is not None:
-            known |= {unit: self._overlap.host.steps_of(unit) for unit in self._overlap.parameters}
+        known |= {unit: self._overlap.host.steps_of(unit) for unit in self._overlap.parameters}
         return {local.unit: known.get(local.unit, max(known.values(), default=0)) for local in self._parameters}
 
     @torch.no_grad()
@@ -341,9 +324,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         place_state(of_unit, self._state)
         steps = {unit: int(state.get("step", 0)) for unit, state in of_unit.items()}
         self._device.steps_taken = steps
-        if self._overlap is not None:
-            for unit in self._overlap.parameters:
-                self._overlap.host.set_steps(unit, steps[unit])
+        for unit in self._overlap.parameters:
+            self._overlap.host.set_steps(unit, steps[unit])
         self._versions = [version_of(local.parameter) for local in self._parameters]
         self._say_it_has_state()
 
@@ -351,16 +333,6 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 def _hyperparameters_of(given: Sequence[Any], defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Each group's hyperparameters; a parameter that is given by itself has the defaults."""
     return ({**defaults, **item} if isinstance(item, dict) else defaults for item in given)
-
-
-def _device_optimizer(parameters: Sequence[LocalParameter]) -> DeviceOptimizer:
-    """The optimizer of the elements that the device updates: the first ones of each parameter that has some."""
-    on_device = [local for local in parameters if local.on_device]
-    return DeviceOptimizer(
-        ADAMW,
-        {local.unit: local.flat[: local.on_device] for local in on_device},
-        {local.unit: local.group for local in on_device},
-    )
 
 
 def _problems_of_arguments(offload_ratio: float, max_norm: float, speculation: str, threads: int | None) -> list[str]:

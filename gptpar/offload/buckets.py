@@ -186,12 +186,6 @@ class Bucket:
             self.grad.release()
             self.grad, self.newer = self.newer, None
 
-    def follow_sent(self, block: bool) -> None:
-        """Let kernels launched from now on follow the copy of the new parameters, if one was sent; see ``sent``."""
-        sent, self.sent = self.sent, None
-        if sent is not None:
-            sent(block)
-
     def forget_gradient(self) -> None:
         """The step is done: release the gradient, and forget the speculation."""
         if self.grad is not None:

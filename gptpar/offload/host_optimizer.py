@@ -237,7 +237,9 @@ class HostOptimizer:
         self.waited_s += time.perf_counter() - started
         self.shared.raise_failure()
         for bucket in buckets:
-            bucket.follow_sent(block)
+            sent, bucket.sent = bucket.sent, None
+            if sent is not None:
+                sent(block)
 
     def updates(self) -> tuple[int, int]:
         """Number of elements updated, and ``num_ahead``, of one moment, at any time."""
@@ -302,7 +304,9 @@ class HostOptimizer:
         buckets = self.shared.matrix_buckets(unit)
         self.shared.loop_waits(lambda: all(b.state is BucketState.AVERAGED or not b.due for b in buckets))
         for bucket in buckets:
-            bucket.follow_sent(block=False)
+            sent, bucket.sent = bucket.sent, None
+            if sent is not None:
+                sent(False)
 
     def submit_directions(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
         with self.shared.changed:

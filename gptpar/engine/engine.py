@@ -35,7 +35,7 @@ class EngineStage(Protocol):
     """Layers that this process calls one after the other: a pipeline's virtual stage, or a whole module."""
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
-        """Have the gatherer call the layers: it brings each layer's parameters first."""
+        """Have the gatherer call the layers: it acquires each layer's parameters first."""
 
     def call_order(self) -> list[str]:
         """Layers' names in the order of the forward pass, as far as it is known."""
@@ -130,7 +130,7 @@ class Engine:
     Attributes:
         stages, table, parameters, settings, device, subscriber: as given.
         optimizer: of the device's elements, through which the subscriber gets its steps, too.
-        gatherer: brings parameters before layers are called.
+        gatherer: gathers parameters before layers are called.
         gradients: collector and reducer.
         graph_breaks: where the host acts between the launches of a step.
         masters_are_parameters: whether the model's parameters have the memory of the master weights.

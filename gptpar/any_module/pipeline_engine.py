@@ -162,7 +162,7 @@ class PipelineWork:
         with self._activity.lost_ranks_explained():
             losses = self._pipeline.forward_backward(inputs, grad=self.scale, observer=observer)
             self._engine.gradients.finish()
-        self._engine.gatherer.let_all_go()
+        self._engine.gatherer.release_all()
         return self.result(mean_of(losses) if losses else None)
 
     def evaluate(

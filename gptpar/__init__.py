@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gptpar.any_module.arguments import add_config_arguments
     from gptpar.any_module.deferred import deferred_init
     from gptpar.any_module.initialize import initialize
+    from gptpar.any_module.pipeline_module import PipelineModule
     from gptpar.deepspeed.memory_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     )
     from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
     from gptpar.offload.twin_flow import TwinFlowAdamW
-    from gptpar.pipeline import PipelineModule
     from gptpar.plan.module_memory import estimate_memory
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _HOMES = {
     "add_config_arguments": "gptpar.any_module.arguments",
     "initialize": "gptpar.any_module.initialize",
     "LayerSpec": "gptpar.model.layer_spec",
-    "PipelineModule": "gptpar.pipeline",
+    "PipelineModule": "gptpar.any_module.pipeline_module",
     "TiedLayerSpec": "gptpar.model.layer_spec",
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
     "deferred_init": "gptpar.any_module.deferred",

@@ -54,7 +54,7 @@ class Agreement:
         numbers = [fingerprint, fingerprint**2, len(self._late)]
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
-    def judge(self, norm: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def judge(self, norm: torch.Tensor, sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """(the norm, or infinity if the step must not be taken; the verdict, for :meth:`error`), on the device."""
         differ = sums[0].square() != sums[1] * self._topology.mesh.world_size
         verdict = torch.where(differ, OTHER_UNITS, torch.where(sums[2] > 0, LATE, FINE))

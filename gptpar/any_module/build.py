@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.deferred import Recording
+from gptpar.any_module.engine_parts import EngineParts
+from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.matrix_groups import updates_by_group
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.tied_weight import tied_unit
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.any_module.values import move_aside, take_values, value_of
+from gptpar.any_module.weights import Weights
 from gptpar.engine.data_axes import DataAxes, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
 from gptpar.engine.parameter_memory import ParameterMemory
@@ -28,6 +33,7 @@ from gptpar.offload.buckets import StateSize
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.update import Update
+from gptpar.system.activity import Activity
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
@@ -99,10 +105,13 @@ def build_engine(
     groups: Sequence[Mapping[str, Any]],
     options: EngineOptions,
     topology: Topology,
+    activity: Activity,
+    watch: OrderWatch,
     recording: Recording | None = None,
-    wait_for: Callable[[Any], None] = wait_without_limit,
-) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
-    """(the engine of a module, its CPU optimizer if there is one, the units of frozen parameters).
+    *,
+    notes_units: bool = False,
+) -> EngineParts:
+    """The engine of a module and what surrounds it; all processes call this together.
 
     Parameters keep the module's values; of several data-parallel processes, the first one's values count.
 
@@ -112,11 +121,13 @@ def build_engine(
         options: of the engine.
         topology: this process's place.
         recording: makes the values of parameters without memory.
-        wait_for: waits for collectives over the data axis.
+        notes_units: whether ``watch`` notes units, where they are gathered in the order of calls, and waits for their
+            collectives.
 
     Raises:
         GptparError: host memory does not suffice for offload; parameters may then be in host memory.
     """
+    wait_for = watch.wait_for if notes_units else wait_without_limit
     data, device, plan = DataAxes.of(topology, options.zero_stage, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
     of_group = [group["params"] for group in groups]
@@ -152,7 +163,11 @@ def build_engine(
     if engine.gatherer.acquires:
         engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
     take_values(engine, frozen, values, topology)
-    return engine, host, frozen
+    name = name_of_engine(topology)
+    watch.start(name, notes_units=notes_units and engine.gatherer.gathers_in_call_order)
+    compile_blocks(stage, options, device)
+    weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)
+    return EngineParts(engine, host, weights, topology, activity, watch, failed)
 
 
 def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtype]:

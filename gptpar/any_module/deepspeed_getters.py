@@ -6,18 +6,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.any_module.dataset import make_loader
+from gptpar.any_module.engine_state import EngineState
 from gptpar.errors import ConfigError
 from gptpar.topology.mesh import DATA
-
-if TYPE_CHECKING:
-    from gptpar.any_module.training_engine import TrainingEngine
 
 _ZERO, _OPTIMIZER, _FP16 = "zero_optimization", "zero_optimization.offload_optimizer", "fp16"
 
@@ -58,7 +56,7 @@ _NONE = "none"
 """The device of an offload section that is off."""
 
 
-class DeepSpeedGetters:
+class DeepSpeedGetters(EngineState):
     """What programs ask of DeepSpeed's engine beside training: settings, places of processes, the module's attributes.
 
     A name that the engine does not have is looked up in the module, so that ``engine.generate`` and ``engine.config``
@@ -69,7 +67,7 @@ class DeepSpeedGetters:
         if name in SETTINGS:
             return lambda: self._setting(*SETTINGS[name])
         try:
-            return super().__getattr__(name)  # type: ignore[misc]
+            return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("__") or not hasattr(module, name):
@@ -77,7 +75,7 @@ class DeepSpeedGetters:
             return getattr(module, name)
 
     def _setting(self, key: str, default: Any) -> Any:
-        found: Any = cast("TrainingEngine", self).options.config
+        found: Any = self.options.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         if key.startswith(_ZERO) and isinstance(found, Mapping):  # a section, whose keys are read as attributes
@@ -87,7 +85,7 @@ class DeepSpeedGetters:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration."""
-        return dict(cast("TrainingEngine", self).options.config)
+        return dict(self.options.config)
 
     @property
     def is_closed(self) -> bool:
@@ -109,32 +107,31 @@ class DeepSpeedGetters:
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether the CPU updates any parameters."""
-        return cast("TrainingEngine", self).options.offload.ratio > 0
+        return self.options.offload.ratio > 0
 
     zero_cpu_offload = zero_use_cpu_optimizer
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether each process has a shard of the gradients."""
-        return cast("TrainingEngine", self).options.zero_stage >= 2
+        return self.options.zero_stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether each process has a shard of the parameters."""
-        return cast("TrainingEngine", self).options.zero_stage >= 3
+        return self.options.zero_stage >= 3
 
     @property
     def dtype(self) -> torch.dtype:
         """The number format of the parameters."""
-        engine = cast("TrainingEngine", self)
-        return engine.options.dtype or next((p.dtype for p in engine.module.parameters()), torch.float32)
+        return self.options.dtype or next((p.dtype for p in self.module.parameters()), torch.float32)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The number formats of the parameters and of the sums of gradients."""
-        settings = cast("TrainingEngine", self).engine.settings
+        settings = self.engine.settings
         return self.dtype, settings.wide if settings.adds_gradients else settings.dtype
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(samples of a step, samples of a micro-batch, micro-batches of a step)"""
-        batch = cast("TrainingEngine", self).options.batch
+        batch = self.options.batch
         return batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps
 
     # The other processes.
@@ -142,18 +139,18 @@ class DeepSpeedGetters:
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The processes with the same layers and other micro-batches."""
-        topology = cast("TrainingEngine", self).topology
+        topology = self.topology
         return topology.group(DATA) or (dist.group.WORLD if dist.is_initialized() and self._is_flat else None)
 
     seq_data_parallel_group = data_parallel_group
 
     @property
     def _is_flat(self) -> bool:
-        return cast("TrainingEngine", self).topology.mesh.pipeline == 1
+        return self.topology.mesh.pipeline == 1
 
     def get_data_parallel_rank(self) -> int:
         """This process's number among those with other micro-batches."""
-        return cast("TrainingEngine", self).topology.position(DATA)
+        return self.topology.position(DATA)
 
     def get_model_parallel_rank(self) -> int:
         """0: layers are not divided."""
@@ -167,7 +164,7 @@ class DeepSpeedGetters:
     @property
     def training_dataloader(self) -> Iterable[Any] | None:
         """The loader of ``training_data``."""
-        return cast("TrainingEngine", self).data.loader
+        return self.data.loader
 
     def deepspeed_io(
         self,
@@ -190,34 +187,31 @@ class DeepSpeedGetters:
             collate_fn: makes a micro-batch of samples.
             num_local_io_workers: processes that load.
         """
-        engine = cast("TrainingEngine", self)
-        size = batch_size or engine.options.batch.micro_batch_size
+        size = batch_size or self.options.batch.micro_batch_size
         if route == "train" and data_sampler is None and not num_local_io_workers and batch_size is None:
-            topology = engine.topology
-            return make_loader(dataset, engine.options, topology.position(DATA), topology.mesh.data, collate_fn)
+            topology = self.topology
+            return make_loader(dataset, self.options, topology.position(DATA), topology.mesh.data, collate_fn)
         if data_sampler is None:
             data_sampler = torch.utils.data.distributed.DistributedSampler(
-                dataset, engine.topology.mesh.data, engine.topology.position(DATA), shuffle=route == "train"
+                dataset, self.topology.mesh.data, self.topology.position(DATA), shuffle=route == "train"
             )
         workers = num_local_io_workers or 0
         return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Let ``train_batch()`` without an argument take its micro-batches from an iterator."""
-        cast("TrainingEngine", self).data.loader = iterator
+        self.data.loader = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Let ``train_batch()`` without an argument take its micro-batches from a loader, without end."""
-        cast("TrainingEngine", self).data.loader = loader
-
-    # The batch and the rate.
+        self.data.loader = loader
 
     # The model's file.
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The module's whole state in host memory, on the first process; all call it, the others get ``None``."""
-        state = cast("TrainingEngine", self).module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        return state if cast("TrainingEngine", self).topology.is_main else None
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.topology.is_main else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -233,10 +227,9 @@ class DeepSpeedGetters:
             Whether it was saved: with ZeRO-3 only if the configuration has
             ``zero_optimization.stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
         """
-        engine = cast("TrainingEngine", self)
         if not self._is_flat:
             raise ConfigError(["save_16bit_model of a pipeline: no process has all layers; use save_checkpoint."])
-        if engine.options.zero_stage == 3 and not engine.zero_gather_16bit_weights_on_model_save():
+        if self.options.zero_stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             return False
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if state is not None:

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.any_module.stored_state import StoredState
-from gptpar.pipeline.module import PipelineModule
 
 _PLACE = re.compile(r"chunks\.0\.layers\.(\d+)(?=\.|$)")
 

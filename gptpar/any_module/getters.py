@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from gptpar.any_module.deepspeed_getters import DeepSpeedGetters
 from gptpar.any_module.weights import copy_to_host
 from gptpar.system.host import local_rank
 
-if TYPE_CHECKING:
-    from gptpar.any_module.optimizer import EngineOptimizer
-    from gptpar.any_module.options import EngineOptions
-    from gptpar.optim.loss_scale import LossScale
-    from gptpar.topology.groups import Topology
-
 
 class Getters(DeepSpeedGetters):
     """DeepSpeed's getters. As in DeepSpeed, those of the configuration are methods, those of the process attributes."""
-
-    module: nn.Module
-    options: EngineOptions
-    topology: Topology
-    optimizer: EngineOptimizer
-    loss_scaler: LossScale
-    _norm: float
-    _skipped: float
-    _ended_step: bool
-    _read_last_step: Callable[[], None]
-    _take_note_of_last_step: Callable[[], None]
 
     # The last step.
 

@@ -17,25 +17,22 @@ from gptpar.any_module.arguments import before_meeting, chosen_config, take_argu
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
-from gptpar.any_module.compiled_blocks import compile_blocks
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
-from gptpar.any_module.engine_parts import EngineParts
-from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, ModelKind, read_options
-from gptpar.any_module.order_watch import OrderWatch, name_of_engine
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.any_module.same_model import require_same_model
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
-from gptpar.any_module.weights import Weights, are_held
+from gptpar.any_module.weights import are_held
 from gptpar.errors import GptparError, ModelError
-from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology
@@ -72,9 +69,9 @@ def initialize(
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
-        model: the module, whose parameters stay the same objects; a
-            :class:`~gptpar.pipeline.module.PipelineModule`; or its layers, which the configuration's ``pipeline``
-            divides. The engine of the latter two is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
+        model: the module, whose parameters stay the same objects; a :class:`gptpar.PipelineModule`; or its layers,
+            which the configuration's ``pipeline`` divides. The engine of the latter two is a
+            :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
         optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
@@ -173,13 +170,8 @@ def _engine_of(
 
     stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
-    engine, host, frozen = build_engine(stage, groups, options, topology, recording, watch.wait_for)
-    name = name_of_engine(topology)
-    watch.start(name, notes_units=engine.gatherer.gathers_in_call_order)
-    engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
-    compile_blocks(stage, options, topology.device)
-    weights, failed = Weights(stage, engine, frozen, topology), FailedPasses(topology, name, watch)
-    parts = EngineParts(engine, host, weights, topology, activity, watch, failed)
+    parts = build_engine(stage, groups, options, topology, activity, watch, recording, notes_units=True)
+    parts.engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     return ModuleEngine(stage, parts, groups, options, loss_fn)
 
 

@@ -11,18 +11,14 @@ from torch import nn
 
 from gptpar.any_module.build import build_engine, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
-from gptpar.any_module.compiled_blocks import compile_blocks
-from gptpar.any_module.engine_parts import EngineParts
-from gptpar.any_module.failed_passes import FailedPasses
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.order_watch import OrderWatch, name_of_engine
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.pipeline_module import PipelineModule, seeded
 from gptpar.any_module.same_model import require_same_model
-from gptpar.any_module.weights import Weights
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
-from gptpar.pipeline.module import PipelineModule, seeded
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import make_topology
@@ -108,13 +104,7 @@ def engine_of_pipeline(
     for layer, group in pipeline.tied_groups.items():
         _follow_first(layers[layer], group, topology.device)
     move_buffers(pipeline, topology.device, None)
-    engine, host, frozen = build_engine(stages, groups, options, topology)
-    compile_blocks(stages, options, topology.device)
-    weights, watch = Weights(stages, engine, frozen, topology), OrderWatch(topology)
-    name = name_of_engine(topology)
-    watch.start(name, notes_units=False)
-    failed = FailedPasses(topology, name, watch)
-    parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), watch, failed)
+    parts = build_engine(stages, groups, options, topology, Activity.of_worker(), OrderWatch(topology))
     return PipelineEngine(pipeline, stages, parts, groups, options)
 
 

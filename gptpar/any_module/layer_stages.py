@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from gptpar.any_module.built_layers import BuiltLayer
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.any_module.placed import PlacedParameters, TiedUnit
 from gptpar.any_module.refusals import problems_of
 from gptpar.any_module.units import Scope, TensorNames, UnitPlan, dtypes_of, flat_units, kinds_of
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
-from gptpar.pipeline.built_layers import BuiltLayer
-from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Stage, call_directly
 
 

@@ -93,7 +93,7 @@ class PipelineOptions:
 
     Attributes:
         stages: number of stages, over which the layers are divided.
-        partition: see :class:`~gptpar.pipeline.module.PipelineModule`.
+        partition: see :class:`~gptpar.any_module.pipeline_module.PipelineModule`.
         virtual_stages: virtual stages of each process.
         recompute: number of consecutive layers that are recomputed together in the backward pass; 0: none.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,11 +12,12 @@ from gptpar.any_module.batches import cast_inputs, described, evaluating, mean_o
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.engine.engine import Engine
+from gptpar.engine.training_step import PipelinePasses
 from gptpar.errors import GptparError
-from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.runtime import MicroBatch
 from gptpar.system.activity import Activity
 
@@ -120,18 +120,15 @@ class PipelineEngine(TrainingEngine):
         return self.topology.stage == self.topology.mesh.pipeline - 1
 
 
-class PipelineWork:
-    """Runs the passes of a step by the pipeline's schedule.
+class PipelineWork(PipelinePasses):
+    """Runs the passes of a step over a user's layers, some of which may be frozen or formed in nested passes.
 
     Args:
-        pipeline: the layers.
         stages: those of this process, on the engine.
-        engine: has their parameters.
         cast: casts the inputs of a micro-batch.
         activity: records what this process is doing.
 
     Attributes:
-        scale: the incoming gradient of each loss, on the device: the loss scale over the number of micro-batches.
         no_loss: zero, in the number format of mean losses.
     """
 
@@ -143,9 +140,8 @@ class PipelineWork:
         cast: Callable[[Any], Any],
         activity: Activity,
     ):
-        self._pipeline, self._stages, self._engine = pipeline, stages, engine
-        self._cast, self._activity = cast, activity
-        self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
+        super().__init__(engine, pipeline, activity.note)
+        self._stages, self._cast, self._activity = stages, cast, activity
         self.no_loss = torch.zeros_like(self.scale)
 
     def __call__(self, batches: Sequence[Any]) -> StepResult:
@@ -157,13 +153,25 @@ class PipelineWork:
         if not torch.is_grad_enabled():
             raise GptparError("train_batch was called under torch.no_grad(): call it outside.")
         inputs = [self._input_of(batch) for batch in batches]
-        self._engine.begin_gradients(len(inputs))
-        observer = _PassObserver(self._engine, self._stages, self._activity, len(inputs))
+        self.engine.begin_gradients(len(inputs))
         with self._activity.lost_ranks_explained():
-            losses = self._pipeline.forward_backward(inputs, grad=self.scale, observer=observer)
-            self._engine.gradients.finish()
-        self._engine.gatherer.release_all()
+            losses = self.run(inputs)
+        self.engine.gatherer.release_all()
         return self.result(mean_of(losses) if losses else None)
+
+    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
+        """Also watch where the pass enters autograd: backward passes inside of it have other numbers."""
+        super().before_backward(micro_batch, virtual_stage, output)
+        if output.requires_grad:
+            collector = self.engine.gradients.collector
+            output.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+
+    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
+        """Also let frozen units go, which have no gradient whose hook could tell."""
+        super().after_backward(micro_batch, virtual_stage)
+        for units in self._stages.stages[virtual_stage].units_by_layer().values():
+            for unit in units:
+                self.engine.gatherer.backward_done(unit)
 
     def evaluate(
         self, batches: Sequence[Any], outputs: list[torch.Tensor], *, with_loss: bool = True
@@ -179,13 +187,13 @@ class PipelineWork:
         inputs = [self._input_of(batch) for batch in batches]
         with self._activity.lost_ranks_explained():
             if with_loss:
-                return self._pipeline.evaluate(inputs, outputs.append)
-            outputs += self._pipeline.outputs(inputs)
+                return self.pipeline.evaluate(inputs, outputs.append)
+            outputs += self.pipeline.outputs(inputs)
             return []
 
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
         """The result of the passes that have ended."""
-        late = self._engine.gradients.collector.late
+        late = self.engine.gradients.collector.late
         return StepResult(self.no_loss if loss is None else loss, (), tuple(sorted(late)))
 
     def _input_of(self, batch: Any) -> MicroBatch:
@@ -197,36 +205,3 @@ class PipelineWork:
                 "collate_fn make such pairs; what layers need beside the inputs can be packed into that tensor."
             )
         return self._cast(batch[0]), {"labels": batch[1]}
-
-
-@dataclass
-class _PassObserver:
-    """Tells the engine of each forward and backward pass of the schedule."""
-
-    engine: Engine
-    stages: LayerStages
-    activity: Activity
-    num_micro_batches: int
-
-    def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
-        self._note(micro_batch, virtual_stage, "forward")
-        self.engine.gradients.begin_forward(last=self._is_last(micro_batch))
-
-    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
-        self._note(micro_batch, virtual_stage, "backward")
-        self.engine.gradients.begin_backward(virtual_stage, last=self._is_last(micro_batch))
-        if output.requires_grad:
-            collector = self.engine.gradients.collector
-            output.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
-
-    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
-        self.engine.gradients.end_backward()
-        for units in self.stages.stages[virtual_stage].units_by_layer().values():
-            for unit in units:  # frozen units have no gradient whose hook could tell
-                self.engine.gatherer.backward_done(unit)
-
-    def _is_last(self, micro_batch: int) -> bool:
-        return micro_batch == self.num_micro_batches - 1
-
-    def _note(self, micro_batch: int, virtual_stage: int, what: str) -> None:
-        self.activity.note(f"micro-batch {micro_batch + 1}, virtual stage {virtual_stage + 1}, {what}")

@@ -14,15 +14,18 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 
-from gptpar.any_module.own_clipping import refuse_clipping
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
+
+CLIPS = "torch.nn.utils.clip_grad"
+"""The module of ``clip_grad_norm_`` and ``clip_grad_value_``."""
 
 VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that give access to its elements; all others only describe it."""
@@ -208,3 +211,20 @@ class _Watched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._guard.plainly(self, lambda: self.__reduce_ex__(protocol))
+
+
+def refuse_clipping(reader: FrameType | None) -> None:
+    """Raise if it is torch's clipping that reads parameters or ``.grad``.
+
+    Args:
+        reader: the frame that reads.
+
+    Raises:
+        GptparError: it is.
+    """
+    if reader is not None and reader.f_globals.get("__name__") == CLIPS:
+        raise GptparError(
+            "torch's clipping of an engine's parameters would change nothing: with ZeRO, offload or 16-bit sums, "
+            "gradients are in the engine and not in parameter.grad. Set gradient_clipping in the configuration: each "
+            "step clips by it, and engine.get_global_grad_norm() has the norm."
+        )

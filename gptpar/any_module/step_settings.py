@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from gptpar.any_module.engine_state import EngineState
 from gptpar.errors import GptparError
 
-if TYPE_CHECKING:
-    from gptpar.any_module.batches import BatchSource
-    from gptpar.any_module.optimizer import EngineOptimizer
-    from gptpar.any_module.options import EngineOptions
-    from gptpar.engine.engine import Engine
-    from gptpar.topology.groups import Topology
 
-
-class StepSettings:
+class StepSettings(EngineState):
     """Changes the numbers of the following steps."""
-
-    engine: Engine
-    options: EngineOptions
-    topology: Topology
-    optimizer: EngineOptimizer
-    data: BatchSource
-    _require_open: Callable[[], None]
-    _require_no_step: Callable[[], None]
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches of the next steps; their size stays.

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +32,18 @@ from gptpar.any_module.whole_tensors import WholeTensors
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
 from gptpar.engine.readings import Readings
+from gptpar.engine.training_step import StepUpdate
 from gptpar.errors import GptparError
-from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outlier
+from gptpar.optim.skip_step import NOT_FINITE, make_skip_step
 
 TIMEOUT_MINUTES = 30.0
 """The longest time that a process waits for the others, at the start and for a step's numbers."""
 
-_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver", "_frozen_groups")
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_step", "_saver", "_frozen_groups")
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs, nn.Module):
+class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
@@ -81,6 +83,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._work, self._activity, self._watch, self._failed = work, parts.activity, parts.watch, parts.failed
         self.loss_scaler = copy(options.loss_scale)
         self.skip_step = make_skip_step(*options.skip_step, self.device)
+        readings = partial(Readings, timeout_s=60 * TIMEOUT_MINUTES, check=self._watch.check)
+        self._step = StepUpdate(self.engine, self.skip_step, self._sum_over_all, readings)
         trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
         updates, of_param = self.engine.optimizer.updates, self.weights.local_of(trained)
         self.optimizer = EngineOptimizer(updates, groups, self._update, self._drop_for_user, self.loss_scaler, of_param)
@@ -115,11 +119,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)
         self._has_begun = True
 
-    @property
-    def _divisor(self) -> float:
-        """The divisor of the sum over processes: the loss scale times their number."""
-        return self.loss_scaler.value * self.topology.mesh.data
-
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to call the scopes of these passes."""
 
@@ -137,16 +136,14 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._watch.note("the optimizer's step")
         result = self._result or self._result_of_calls()
         square = self.engine.square_of_grad()
-        evidence = self._agreement.evidence(result.passes, result.late, square)
-        loss = self._addend_of_mean(result.loss)
-        sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
-        norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
-        norm, verdict = self._agreement.judge(norm, sums[1:-1])
-        numbers = self._frozen_groups.hyperparameters(), self._divisor
-        skipped = step_unless_outlier(self.skip_step, sums[-1], norm, lambda judged: self.engine.step(judged, *numbers))
-        self._mean_loss = sums[-1]
-        numbers_read = [norm, skipped, verdict, self._mean_loss]
-        self._readings = Readings(numbers_read, 60 * TIMEOUT_MINUTES, self._watch.check)
+        self._mean_loss, self._readings = self._step.take(
+            square,
+            self._addend_of_mean(result.loss),
+            self._frozen_groups.hyperparameters(),
+            self._divisor,
+            self._agreement.evidence(result.passes, result.late, square).unbind(),
+            self._judged,
+        )
         self._follow(result.passes)
         self.global_steps += 1
         before, self.global_samples = self.global_samples, self.global_samples + self.options.batch.train_batch_size
@@ -159,6 +156,10 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._skipped == NOT_FINITE):
             self.lr_scheduler.step(**self._lr_kwargs)
+
+    def _judged(self, norm: torch.Tensor, sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        norm, verdict = self._agreement.judge(norm, sums)
+        return norm, [verdict]
 
     def _require_all_used(self) -> None:
         collector = self.engine.gradients.collector
@@ -232,9 +233,6 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         if exchanging or gathers or self.engine.gradients.are_exchanged:
             self._failed.note(f"{what} of step {self.global_steps + 1}, micro-batch {self._count + 1}")
 
-    def _require_no_step(self) -> None:
-        """Raise if another step has begun."""
-
     def _require_optimizer(self) -> None:
         if not self.options.has_optimizer:
             raise GptparError(
@@ -262,7 +260,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         readings, self._readings = self._readings, None
         if readings is None:
             return
-        self._norm, self._skipped, self._verdict, loss = readings.read()
+        loss, self._norm, self._skipped, self._verdict = readings.read()
         if self._verdict:
             return
         if (monitor := monitor or self._monitor) is not None:

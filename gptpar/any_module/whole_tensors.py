@@ -7,21 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from gptpar.any_module.order_watch import OrderWatch
-from gptpar.any_module.weights import Weights
+from gptpar.any_module.engine_state import EngineState
 from gptpar.errors import GptparError
 
 
-class WholeTensors:
+class WholeTensors(EngineState):
     """Reads and replaces whole gradients, and gathers whole parameters."""
-
-    weights: Weights
-    _is_final: bool
-    _watch: OrderWatch
-
-    @property
-    def _divisor(self) -> float:
-        raise NotImplementedError
 
     def full_gradient(self, name: str) -> torch.Tensor:
         """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.

@@ -11,7 +11,6 @@ import torch
 
 from gptpar.cli.flags import parser_of
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
-from gptpar.config.stored import StoredModel
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable

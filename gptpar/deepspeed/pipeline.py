@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from gptpar.any_module.built_layers import BuiltLayer
 from gptpar.any_module.deferred import deferred_init
+from gptpar.any_module.pipeline_module import PipelineModule, as_spec
 from gptpar.deepspeed.grid import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from gptpar.deepspeed.recomputation import checkpoint, non_reentrant_checkpoint
 from gptpar.deepspeed.start import set_random_seed
 from gptpar.errors import ConfigError
 from gptpar.model import layer_spec
 from gptpar.pipeline import partition
-from gptpar.pipeline.built_layers import BuiltLayer
-from gptpar.pipeline.module import PipelineModule, as_spec
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import join_world

@@ -9,8 +9,10 @@ deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def warmup_lr(
@@ -69,7 +71,7 @@ def warmup_cosine_lr(
     return lr * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * way)) / 2)
 
 
-def one_cycle_lr(
+def one_cycle(
     n: int,
     lr: float,
     cycle_min_lr: float,
@@ -84,45 +86,35 @@ def one_cycle_lr(
     cycle_min_mom: float = 0.8,
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
-) -> float:
-    """The rate grows in a cycle's first part and falls in its second, in stairs if there are any; then it decays."""
+) -> tuple[float, tuple[float, float] | None]:
+    """(the rate of a step, both betas), the latter ``None`` if the optimizer's betas stay.
+
+    The rate grows in a cycle's first part and falls in its second, in stairs if there are any; then it decays. The
+    first beta falls while the rate grows.
+    """
     second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
     total = cycle_first_step_size + second
+    rate, beta = cycle_min_lr, cycle_max_mom
     if n <= total:
         stairs = cycle_first_stair_count, cycle_second_stair_count
-        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * _height(n, cycle_first_step_size, second, stairs)
-    if not decay_step_size or not decay_lr_rate:
-        return cycle_min_lr
-    return cycle_min_lr / (1 + decay_lr_rate * (n - total) / decay_step_size)
-
-
-def one_cycle_betas(
-    n: int,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-    cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
-    decay_mom_rate: float = 0.0,
-    **rates: float,
-) -> tuple[float, float] | None:
-    """Both betas of a step of OneCycle; the first falls while the rate grows. ``None``: the optimizer's betas stay."""
-    if not cycle_momentum:
-        return None
-    second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-    total = cycle_first_step_size + second
-    beta = cycle_max_mom
-    if n == 0:
-        beta = cycle_min_mom
-    elif n <= total:
-        stairs = cycle_first_stair_count, cycle_second_stair_count
-        beta -= (cycle_max_mom - cycle_min_mom) * _height(n, cycle_first_step_size, second, stairs)
+        height = _height(n, cycle_first_step_size, second, stairs)
+        rate += (cycle_max_lr - cycle_min_lr) * height
+        beta = beta - (cycle_max_mom - cycle_min_mom) * height if n else cycle_min_mom
     elif decay_step_size:
+        rate = rate / (1 + decay_lr_rate * (n - total) / decay_step_size) if decay_lr_rate else rate
         beta *= 1 + decay_mom_rate * (n - total) / decay_step_size
-    return beta, 0.99
+    return rate, (beta, 0.99) if cycle_momentum else None
+
+
+@functools.wraps(one_cycle)
+def one_cycle_lr(*values: Any, **named: Any) -> float:
+    """The rate of :func:`one_cycle`."""
+    return one_cycle(*values, **named)[0]
+
+
+def one_cycle_betas(n: int, **params: Any) -> tuple[float, float] | None:
+    """Both betas of :func:`one_cycle`, given its parameters without the optimizer's rate."""
+    return one_cycle(n, 0.0, **params)[1]
 
 
 def lr_range_test(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,21 +25,11 @@ Boundary = Callable[[int, torch.Tensor, Fields], tuple[torch.Size, torch.dtype]]
 MicroBatch = tuple[torch.Tensor, Fields]
 
 
-class Observer(Protocol):
-    """Is called before each forward pass, and before and after each backward pass of this process.
+class Observer:
+    """Is called before each forward pass, and before and after each backward pass of this process; does nothing.
 
     ``virtual_stage`` is the index among this process's; ``output`` is the tensor from which the backward pass begins.
     """
-
-    def before_forward(self, micro_batch: int, virtual_stage: int) -> None: ...
-
-    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None: ...
-
-    def after_backward(self, micro_batch: int, virtual_stage: int) -> None: ...
-
-
-class Silent:
-    """An observer that does nothing."""
 
     def before_forward(self, micro_batch: int, virtual_stage: int) -> None: ...
 
@@ -74,7 +64,7 @@ class Runtime:
     loss_fn: Callable[[torch.Tensor, Fields], torch.Tensor]
     micro_batches: Sequence[MicroBatch]
     grad: torch.Tensor | None = None
-    observer: Observer = field(default_factory=Silent)
+    observer: Observer = field(default_factory=Observer)
     losses: list[torch.Tensor] = field(default_factory=list)
     _arriving: dict[tuple[str, int, int], Arrival] = field(default_factory=dict)
     _alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

@@ -270,7 +270,7 @@ def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: 
 
 @lru_cache(maxsize=512)
 def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """As :func:`~gptpar.pipeline.module.split_model`.
+    """As :func:`~gptpar.pipeline.layer_split.split_model`.
 
     Raises:
         ConfigError: the model cannot be divided like that.

@@ -23,7 +23,7 @@ from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.layer_split import LayerSplit, split_model
-from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
@@ -45,7 +45,7 @@ class GptEngine:
     """
 
     model: ModelSpec
-    pipeline: PipelineModule
+    pipeline: Pipeline
     engine: Engine
     host: HostOptimizer | None
     groups: ParameterGroups
@@ -121,7 +121,7 @@ def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
 
 def make_pipeline(
     config: Config, topology: Topology, tensor: TensorAxis, dtype: torch.dtype, model: ModelSpec
-) -> PipelineModule:
+) -> Pipeline:
     """The GPT cut into stages, its layers without storage."""
     recompute = config.recompute
     width = config.model.hidden_size
@@ -132,7 +132,7 @@ def make_pipeline(
     partition = None
     if recompute.distribute_saved_activations and tensor.group is not None:
         partition = (tensor.group, tensor.rank, tensor.size)
-    return PipelineModule(
+    return Pipeline(
         model.specs,
         topology=topology,
         num_virtual_stages=config.parallel.num_virtual_stages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -12,14 +13,14 @@ from gptpar.config.roles import Role
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
+from gptpar.engine.training_step import PipelinePasses, StepUpdate
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
-from gptpar.optim.skip_step import make_skip_step, step_unless_outlier
+from gptpar.optim.skip_step import make_skip_step
 from gptpar.optim.update import Hyperparameters
 from gptpar.pipeline.runtime import MicroBatch as StageInput
-from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
@@ -47,32 +48,6 @@ class Step:
     readings: Readings
     squares: Readings | None = None
     layer_norms: Mapping[str, Norms] = field(default_factory=dict)
-
-
-@dataclass
-class _StepObserver:
-    """Prepares each piece of a step: the gradient sum, and the note of what this process is doing."""
-
-    trainer: Trainer
-    iteration: int
-    num_micro_batches: int
-
-    def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
-        self._note(micro_batch, "forward")
-        self.trainer.engine.gradients.begin_forward(last=self._is_last(micro_batch))
-
-    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
-        self._note(micro_batch, "backward")
-        self.trainer.engine.gradients.begin_backward(virtual_stage, last=self._is_last(micro_batch))
-
-    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
-        self.trainer.engine.gradients.end_backward()
-
-    def _is_last(self, micro_batch: int) -> bool:
-        return micro_batch == self.num_micro_batches - 1
-
-    def _note(self, micro_batch: int, what: str) -> None:
-        self.trainer.activity.note(f"iteration {self.iteration + 1}, micro-batch {micro_batch + 1}, {what}")
 
 
 class Trainer:
@@ -107,20 +82,20 @@ class Trainer:
         specs = (spec for stage in self.pipeline.stages_here for spec in stage.specs)
         self._layers_with_dropout = layers_with_dropout(specs)
         self._graph: StepGraph | None = None
-        if topology.device.type == "cuda" and wants_graph(config, topology.mesh.data):
-            engine = self.engine
+        if (engine := self.engine).settings.records_steps:
             self._graph = StepGraph(
                 *(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks),
                 quiet=engine.optimizer.guard.wait_until_read,
             )
-        dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
-        self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
+        self._passes = PipelinePasses(self.engine, self.pipeline, self._note)
         # Of the loss of each micro-batch, where all tokens of a step are to count alike.
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
         health = config.health
         self.skip_step = make_skip_step(health.skip_step_sigma, health.skip_step_window, topology.device)
+        self._readings = partial(Readings, timeout_s=60 * config.parallel.distributed_timeout_minutes)
+        self._update = StepUpdate(self.engine, self.skip_step, topology.sum_over_all, self._readings)
         self.layer_norms = LayerNorms(self.engine, self.pipeline.stages_here, topology)
         self._norms_of_outputs: Norms = {}
 
@@ -161,9 +136,9 @@ class Trainer:
         Returns:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
-        self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.size(*COPIES)))
+        self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.size(*COPIES)))
         self._iteration = iteration
-        self.activity.note(f"iteration {iteration + 1}, forward and backward")
+        self._note("forward and backward")
         if self._divisor is not None:
             self._count_tokens(self._divisor, batches)
         if self._measures_layers(iteration + 1):
@@ -178,12 +153,11 @@ class Trainer:
         self.engine.begin_gradients(len(batches))
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
-        observer = _StepObserver(self, self._iteration, len(batches))
-        inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
-        losses = self.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
-        self.activity.note(f"iteration {self._iteration + 1}, gradient reduction")
-        self.engine.gradients.finish()
-        return torch.stack(losses).mean() if losses else torch.zeros_like(self._scale)
+        losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])
+        return torch.stack(losses).mean() if losses else torch.zeros_like(self._passes.scale)
+
+    def _note(self, what: str) -> None:
+        self.activity.note(f"iteration {self._iteration + 1}, {what}")
 
     def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
         """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
@@ -191,7 +165,7 @@ class Trainer:
         self.topology.sum_over_copies(divisor).clamp_(min=1).div_(len(batches) * self.topology.mesh.size(*COPIES))
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
-        tokens, fields = _stage_input(batch, self._scale, self._divisor)
+        tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self.topology.position(DATA)
@@ -219,23 +193,18 @@ class Trainer:
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
-        square, asked = self.engine.square_of_grad(), Votes.number(stop, saves)
-        sums = [square, self._addend_of_mean(loss), torch.full_like(square, asked), *self._auxiliary_addends()]
-        square, mean_loss, votes, *auxiliary = self.topology.sum_over_all(torch.stack(sums))
-        norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
-        timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
-        measures, keeps = self._measures_layers(iteration), self.keeps_spikes
-        squares = Readings(self.engine.squares_of_grad(), timeout_s) if measures or keeps else None
+        square = self.engine.square_of_grad()
+        measures = self._measures_layers(iteration)
+        squares = self._readings(self.engine.squares_of_grad()) if measures or self.keeps_spikes else None
         old = self.layer_norms.old_weights() if measures else None
-        skipped = step_unless_outlier(
-            self.skip_step, mean_loss, norm, lambda judged: self.engine.step(judged, hyperparameters, scale)
-        )
+        others = [torch.full_like(square, Votes.number(stop, saves)), *self._auxiliary_addends()]
+        _, readings = self._update.take(square, self._addend_of_mean(loss), hyperparameters, scale, others)
         return Step(
             iteration,
             samples,
             hyperparameters[DECAYS].lr,
             scale,
-            Readings([mean_loss, norm, skipped, votes, *auxiliary], timeout_s),
+            readings,
             squares,
             {} if old is None or squares is None else self._norms_of_layers(squares, scale, old),
         )
@@ -260,9 +229,8 @@ class Trainer:
         }
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
-        addend = loss.double() / self.topology.mesh.size(*COPIES, TENSOR)
-        return addend if self.pipeline.has_loss else torch.zeros_like(addend)
+        """What this process adds to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
+        return loss.double() / self.topology.mesh.size(*COPIES, TENSOR)
 
     def _auxiliary_addends(self) -> list[torch.Tensor]:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""

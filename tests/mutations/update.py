@@ -149,8 +149,8 @@ UPDATE = [
     ),
     Mutation(
         "norm-keeps-the-loss-scale",
-        "gptpar/training/trainer.py",
-        "norm = square.sqrt() / torch.full_like(square, scale)",
+        "gptpar/engine/training_step.py",
+        "norm = square.sqrt() / torch.full_like(square, divisor)",
         "norm = square.sqrt()",
         ("tests/unit/engine/test_optimizer_step.py::test_a_loss_scale_beyond_fp16_is_no_overflow",),
     ),

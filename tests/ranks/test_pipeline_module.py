@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.errors import ConfigError
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
-from gptpar.pipeline.module import PipelineModule
 from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Constant, draw

@@ -15,6 +15,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 
 from gptpar.reporting.trace import COMMUNICATION, HOST_UPDATE, KINDS, OTHER, TRANSFERS, Interval, covered, kind_of
+from gptpar.training.run import StepListener
 
 TRACED_STEPS = 2
 UNTRACED_BEFORE = 1
@@ -72,7 +73,7 @@ def break_down(kernels: Sequence[tuple[str, float, float]], steps: int) -> Break
     return Breakdown(kinds, (busy - computing) / steps, (span - busy) / steps, span / steps)
 
 
-class Tracer:
+class Tracer(StepListener):
     """Profiles the last steps of a run; without a GPU, the host's operators.
 
     Args:

@@ -16,6 +16,7 @@ from gptpar.model.gpt import gpt_model
 from gptpar.plan.hardware import peak_flops
 from gptpar.system.host import available_memory
 from gptpar.training.assemble import open_run
+from gptpar.training.run import StepListener
 
 GPU_SHARE_OF_PEAK = 0.35
 """Assumed fraction of a GPU's peak that training reaches; only the number of steps depends on it."""
@@ -68,18 +69,14 @@ _STEPS = "--warmup-steps 1 --steps 3"
 SLOWNESS_SECONDS = 0.2
 
 
-class _StepEnds:
+class _StepEnds(StepListener):
     """Notes when each step of a run ends."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
 
-    def begin(self) -> None: ...
-
     def step(self) -> None:
         self.at.append(time.perf_counter())
-
-    def end(self) -> None: ...
 
 
 def measure_pace(precision: str) -> Pace:

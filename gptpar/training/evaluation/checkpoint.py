@@ -18,7 +18,7 @@ from gptpar.errors import CheckpointError, ConfigError
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.pipeline.layer_split import split_model
-from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology
@@ -35,7 +35,7 @@ class CheckpointModel:
         loaded: the checkpoint.
     """
 
-    pipeline: PipelineModule
+    pipeline: Pipeline
     loaded: LoadedStages
 
 
@@ -46,7 +46,7 @@ def load_pipeline(folder: Path, topology: Topology, dtype: torch.dtype, iteratio
         CheckpointError: no checkpoint can be read, or processes read different ones.
         ConfigError: the model cannot be split that way.
     """
-    built: list[PipelineModule] = []
+    built: list[Pipeline] = []
 
     def build(stored: StoredModel) -> Sequence[Stage]:
         built[:] = [make_pipeline_without_engine(stored.model, topology, dtype)]
@@ -61,7 +61,7 @@ def load_pipeline(folder: Path, topology: Topology, dtype: torch.dtype, iteratio
     return CheckpointModel(built[0], loaded)
 
 
-def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: torch.dtype) -> PipelineModule:
+def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: torch.dtype) -> Pipeline:
     """The layers of this process, without storage.
 
     Raises:
@@ -75,7 +75,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
         return torch.Size([x.numel(), model.hidden_size]), dtype
 
-    return PipelineModule(
+    return Pipeline(
         gpt_model(model, axis).specs,
         topology=topology,
         split=split_model(gpt_model(model), mesh.pipeline, 1, "parameters"),

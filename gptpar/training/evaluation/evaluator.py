@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.module import Pipeline
 from gptpar.reporting.records import TaskScores
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
@@ -30,7 +30,7 @@ class Evaluator:
         note: is told what this process is doing.
     """
 
-    pipeline: PipelineModule
+    pipeline: Pipeline
     topology: Topology
     context: int
     tokens: int

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from gptpar.any_module.pipeline_module import PipelineModule
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.optim.adamw import ADAMW
-from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import BufferInfo, Stage, memory_for
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.initial_values import Constant

@@ -8,9 +8,9 @@ from typing import cast
 import torch
 from torch import nn
 
+from gptpar.any_module.modules_used import Used, modules_used, tensors_of
 from gptpar.errors import ConfigError
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
-from gptpar.pipeline.modules_used import Used, modules_used, tensors_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from gptpar.any_module.built_layers import BuiltLayer, BuiltTiedLayer, FunctionLayer
 from gptpar.model.layer_spec import LayerSpec, build_on_meta
-from gptpar.pipeline.built_layers import BuiltLayer, BuiltTiedLayer, FunctionLayer
 from gptpar.pipeline.stage import Fields, Stage
 
 Outputs = list[tuple[torch.Size, torch.dtype]]

@@ -1,0 +1,57 @@
+"""``EngineState``: the attributes of every engine of ``gptpar.initialize``, as its verbs and getters use them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gptpar.any_module.batches import BatchSource
+from gptpar.any_module.optimizer import EngineOptimizer
+from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.order_watch import OrderWatch
+from gptpar.any_module.weights import Weights
+from gptpar.checkpoint.saver import Saver
+from gptpar.engine.engine import Engine
+from gptpar.optim.loss_scale import LossScale
+from gptpar.topology.groups import Topology
+
+
+class EngineState(nn.Module):
+    """Base of the classes that an engine consists of; see :class:`~gptpar.any_module.training_engine.TrainingEngine`.
+
+    Attributes:
+        engine: has the parameters, their gradients and the optimizer.
+        weights: reads and changes the module's weights for its user.
+        topology: this process's place.
+    """
+
+    module: nn.Module
+    options: EngineOptions
+    engine: Engine
+    weights: Weights
+    topology: Topology
+    optimizer: EngineOptimizer
+    loss_scaler: LossScale
+    data: BatchSource
+    _saver: Saver
+    _watch: OrderWatch
+    _is_final: bool
+    _ended_step: bool
+    _norm: float
+    _skipped: float
+
+    @property
+    def _divisor(self) -> float:
+        """The divisor of the sum over processes: the loss scale times their number."""
+        return self.loss_scaler.value * self.topology.mesh.data
+
+    def _require_open(self) -> None:
+        raise NotImplementedError
+
+    def _require_no_step(self) -> None:
+        """Raise if another step has begun."""
+
+    def _read_last_step(self) -> None:
+        raise NotImplementedError
+
+    def _take_note_of_last_step(self) -> None:
+        raise NotImplementedError

@@ -48,13 +48,13 @@ from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
 from gptpar.config.validate import resolve
+from gptpar.exchange.convert import import_model
+from gptpar.exchange.foreign_model import converted_meta
+from gptpar.exchange.hf_export import DTYPES, Export, ExportOptions, prepare_export
+from gptpar.exchange.hf_folder import shapes_of
 from gptpar.system import native
 from gptpar.system.host import peak_process_memory, process_memory
 from gptpar.system.snapshot import PIECE_BYTES
-from gptpar.training.exchange.hf_export import DTYPES, Export, ExportOptions, prepare_export
-from gptpar.training.exchange.hf_folder import shapes_of
-from gptpar.training.exchange.hf_import import import_hf
-from gptpar.training.exchange.meta import converted_meta
 
 FAMILIES = {
     "gpt2": "",
@@ -268,7 +268,7 @@ def main() -> None:
     kept: list[Path] = []
     if args.imports:
         export(checkpoint, args.folder / "hf", dtype)
-        contenders["import"] = partial(import_hf, args.folder / "hf", out)
+        contenders["import"] = partial(import_model, args.folder / "hf", out)
         kept = list((args.folder / "hf").iterdir())
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     while not runs["cold"] or time.perf_counter() - started < args.seconds:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gptpar.reporting.figures.trace import draw_trace
-from gptpar.reporting.trace import ADAM, GPU, NCCL, Interval, Timeline, load_trace, window
+from gptpar.reporting.trace import Interval
 from gptpar.system.command_line import Parser, run
+from tools.trace_lanes import ADAM, GPU, NCCL, Timeline, load_trace, window
+from tools.trace_picture import draw_trace
 
 
 def table(part: Timeline, span: Interval) -> str:

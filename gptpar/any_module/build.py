@@ -159,7 +159,7 @@ def build_engine(
         families=[(group,) for group in range(len(groups))],
         learns=True,
     )
-    if engine.gatherer.brings:
+    if engine.gatherer.acquires:
         engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
     take_values(engine, frozen, values, topology)
     name = name_of_engine(topology)

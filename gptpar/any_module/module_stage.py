@@ -115,7 +115,7 @@ class ModuleStage(PlacedParameters):
         """Register the hooks that gather parameters."""
         self._gatherer = gatherer
         self.undo.callback(self._uncompiled.close)  # the first forward's backward pass may never have come
-        if gatherer.brings:
+        if gatherer.acquires:
             self._watch_reads()
         trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of an optimizer, if there is one

@@ -156,7 +156,7 @@ class PipelineWork(PipelinePasses):
         self.engine.begin_gradients(len(inputs))
         with self._activity.lost_ranks_explained():
             losses = self.run(inputs)
-        self.engine.gatherer.let_all_go()
+        self.engine.gatherer.release_all()
         return self.result(mean_of(losses) if losses else None)
 
     def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:

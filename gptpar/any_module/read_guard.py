@@ -170,7 +170,7 @@ class ReadGuard:
             raise GptparError(self._told("{} was read outside of the model's forward", read) + GATHERED)
         for unit in away:
             layer = self._gatherer.layer_of(unit)
-            self._gatherer.bring(layer)
+            self._gatherer.acquire(layer)
             for one in self._gatherer.units_of(layer):
                 self.may_change(one)
 

@@ -140,7 +140,7 @@ class StepWork:
             collector.leave_backward()
             if self._tied_weight is not None:
                 self._tied_weight.end_backward()
-            self._engine.gatherer.let_all_go()
+            self._engine.gatherer.release_all()
 
     def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step.

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from gptpar.any_module.stored_state import tag_of
 from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
-from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.errors import CheckpointError
+from gptpar.exchange import foreign_checkpoint
 from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
 LATEST = "latest"
@@ -88,7 +88,7 @@ def _require_own(folder: Path, remedy: str, *, beside_files: bool = False) -> No
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: give the folder of an engine's checkpoints.")
     found = foreign_checkpoint(folder) if folder.is_dir() else None
-    if found and not (beside_files and (found.is_file or found.reader is ForeignReader.HUGGING_FACE)):
+    if found and not (beside_files and found.lies_beside):
         raise CheckpointError(f"{folder} holds {found}: {remedy}")
     if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):
         raise CheckpointError(f"{folder} is itself a checkpoint: give {folder.parent}, the folder that it is in.")

@@ -319,7 +319,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             if whole:
                 self._drop_step()
                 self.engine.finish()
-                self.engine.gatherer.let_all_go()
+                self.engine.gatherer.release_all()
                 self.engine.release()
                 self.weights.give_back()
         finally:

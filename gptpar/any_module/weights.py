@@ -120,9 +120,9 @@ class Weights(NotCopied):
         gatherer = self._engine.gatherer
         self.catch_up()
         self._engine.finish()
-        gatherer.let_all_go()
+        gatherer.release_all()
         for scope in self._stage.plan.scopes if not gatherer.transient else ():
-            gatherer.bring(scope.path)
+            gatherer.acquire(scope.path)
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -131,12 +131,12 @@ class Weights(NotCopied):
         members = {unit.name: unit.parameters for unit in self._stage.plan.units}
         self._has_ended = True
         for scope in self._stage.plan.scopes:  # one after the other: together they may not fit twice
-            gatherer.bring(scope.path)
+            gatherer.acquire(scope.path)
             for unit in gatherer.units_of(scope.path):
                 self.guard.arrived(unit)  # the block may be inside gathered()
             for name in (name for unit in gatherer.units_of(scope.path) for name in members[unit]):
                 parameters[name].data = parameters[name].data.clone()
-            gatherer.let_go(scope.path)
+            gatherer.release(scope.path)
         gatherer.watch = None
         for name in members:
             self.guard.arrived(name)
@@ -221,7 +221,7 @@ class Weights(NotCopied):
                 return
             self._engine.gatherer.keep_last_step()  # the block may have made the step's gradient final
             self._finish_changes(None if modifier_rank is None else int(modifier_rank))
-        self._engine.gatherer.bring_held()  # this block may be inside another one
+        self._engine.gatherer.acquire_held()  # this block may be inside another one
 
     def _finish_changes(self, modifier_rank: int | None) -> None:
         self._memory_watch.check_present()
@@ -268,7 +268,7 @@ class Weights(NotCopied):
                 shard[one.start : one.stop].copy_(values)
         here = [one for one in engine.table.ranges(unit=unit.name) if one.param == param.name]
         self._copy_into([(one, shard[one.start : one.stop]) for one in here], value, local)
-        engine.gradients.router.replace(unit, shard)
+        engine.gradients.reducer.replace(unit, shard)
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """A parameter's ``weights``, one of the optimizer's states, or ``grad``; all processes call it.
@@ -371,7 +371,7 @@ class Weights(NotCopied):
         if not self._loading:
             self._engine.finish()
         self._engine.gatherer.keep_last_step()
-        self._engine.gatherer.bring(scope.path)
+        self._engine.gatherer.acquire(scope.path)
 
     def _after_saving(
         self, scope: Scope, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
@@ -380,7 +380,7 @@ class Weights(NotCopied):
             return
         here = (name for name, value in state_dict.items() if self._stage.scope_of(value) == scope.path)
         copy_to_host(state_dict, [name for name in here if name.startswith(prefix)])
-        self._engine.gatherer.let_go(scope.path)
+        self._engine.gatherer.release(scope.path)
 
     def _before_loading(self, scope: Scope, module: nn.Module, state_dict: Mapping[str, Any], *rest: Any) -> None:
         if scope.path == ROOT:
@@ -388,13 +388,13 @@ class Weights(NotCopied):
         self._loading += 1
         self._engine.finish()
         self._engine.gatherer.keep_last_step()
-        self._engine.gatherer.bring(scope.path)
+        self._engine.gatherer.acquire(scope.path)
 
     def _after_loading(self, scope: Scope, module: nn.Module, incompatible: Any) -> None:
         self._take(self._changed())
-        self._engine.gatherer.let_go(scope.path)
+        self._engine.gatherer.release(scope.path)
         self._loading -= 1
         if not self._loading:
             self._engine.publish()
-            self._engine.gatherer.bring_held()
+            self._engine.gatherer.acquire_held()
             self._memory_watch.check()

@@ -9,31 +9,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from gptpar import __version__
+from gptpar.cli.flags import FACTS
 from gptpar.system.command_line import run
 
-VERBS = {
-    "pretrain": "train a GPT",
-    "benchmark": "time training steps on synthetic tokens, of one configuration or many",
-    "launch": "start workers as torchrun or DeepSpeed does; they get the time they need to save, and may be restarted",
-    "as-deepspeed": "run a command whose programs import deepspeed: they get gptpar in its place",
-    "plan": "predict memory and speed of a run on any number of GPUs, or search the best layout",
-    "check-layouts": "prove that every layout computes the same on this machine",
-    "evaluate": "score a checkpoint on questions with choices, or on texts",
-    "generate": "continue a prompt with a trained model",
-    "convert": "turn checkpoints into Hugging Face folders, and other programs' models into checkpoints",
-    "runs": "show a run folder: checkpoints, branches, and who writes there",
-    "inspect": "list, describe and verify checkpoints",
-    "preprocess": "turn text into .bin/.idx data sets",
-    "merge": "join .bin/.idx data sets",
-    "train-tokenizer": "train a SentencePiece tokenizer",
-    "make-corpus": "make a corpus from Python's own library",
-    "doctor": "check this machine: software, memory, disk, bandwidths",
-    "completion": "print a script with which bash, zsh or fish completes verbs and flags",
-    "fit": "choose batch, length and number format for this machine",
-    "summary": "say what a run has learnt",
-    "plot": "draw runs to a PNG",
-}
-"""Each verb has a module of its name in this package, with a function ``main``."""
+VERBS: dict[str, str] = FACTS["verbs"]
+"""Verb -> what it does, in a few words; each has a module of its name in this package, with a function ``main``."""
 
 
 def usage() -> str:

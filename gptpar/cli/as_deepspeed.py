@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import gptpar
+from gptpar.cli.flags import parser_of
 from gptpar.errors import GptparError
-from gptpar.system.command_line import Parser
-
-DESCRIPTION = """Run a command in which `import deepspeed` gives gptpar.deepspeed, and the command `deepspeed` is
-`gptpar launch`. Libraries that ask whether DeepSpeed is installed (transformers, accelerate, Lightning) are told that
-it is. Processes that the command starts inherit this. --replace hides a DeepSpeed that is installed."""
 
 PACKAGE = Path(gptpar.__file__).resolve().parent
 STAND_IN = PACKAGE / "deepspeed" / "stand_in"
@@ -30,9 +26,7 @@ def main(argv: list[str]) -> NoReturn:
     Raises:
         GptparError: DeepSpeed is installed, or the command cannot be started.
     """
-    usage = "gptpar as-deepspeed [--replace] -- COMMAND"
-    parser = Parser(prog="gptpar as-deepspeed", usage=usage, description=DESCRIPTION)
-    parser.add_argument("--replace", action="store_true", help="hide an installed DeepSpeed from the command")
+    parser = parser_of("as-deepspeed")
     own = list(takewhile(lambda word: word.startswith("-") and word != "--", argv))
     args = parser.parse_args(own)
     command = argv[len(own) :]

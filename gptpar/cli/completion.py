@@ -6,15 +6,13 @@ import argparse
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from gptpar.cli import VERBS
+from gptpar.cli.flags import parser_of
 from gptpar.config.values import flag_fields
 from gptpar.errors import GptparError
-from gptpar.system.command_line import DESCRIBE, Described, Parser
-
-DESCRIPTION = """Print a completion script. A shell that sources it completes verbs, flags and the values of flags, and
-other words as files. bash: gptpar completion bash > FILE, and source FILE in .bashrc. zsh: the same in .zshrc. fish:
-gptpar completion fish > ~/.config/fish/completions/gptpar.fish. Print the script again after an update of gptpar."""
+from gptpar.system.command_line import DESCRIBE, Described
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,7 @@ class FlagWords:
 
 def main(argv: list[str]) -> int:
     """Print the script."""
-    parser = Parser(prog="gptpar completion", description=DESCRIPTION)
-    parser.add_argument("shell", choices=SCRIPTS, help="the shell that will read it")
-    shell = parser.parse_args(argv).shell
+    shell = parser_of("completion", scripts=SCRIPTS).parse_args(argv).shell
     print("\n".join(SCRIPTS[shell]({verb: list(flags_of(verb)) for verb in VERBS})))
     return 0
 
@@ -68,25 +64,15 @@ def _parser_of(verb: str) -> argparse.ArgumentParser:
 
 def bash_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:
     """A function that bash calls for each word to complete."""
-    yield "_gptpar() {"
-    yield '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""'
-    yield "    if [[ $COMP_CWORD -eq 1 ]]; then"
-    yield f'        words="{" ".join(flags)}"'
-    yield "    else"
-    yield '        case "${COMP_WORDS[1]} $before" in'
-    for verb, own in flags.items():
-        for flag in own:
-            if flag.choices:
-                yield f'            "{verb} {flag.name}") words="{" ".join(flag.choices)}" ;;'
-    yield "        esac"
-    yield '        [[ $word == -* ]] && case "${COMP_WORDS[1]}" in'
-    for verb, own in flags.items():
-        yield f'            {verb}) words="{" ".join(flag.name for flag in own)}" ;;'
-    yield "        esac"
-    yield "    fi"
-    yield '    COMPREPLY=($(compgen -W "$words" -- "$word"))'
-    yield "}"
-    yield "complete -o default -F _gptpar gptpar"
+    values = (
+        f'            "{verb} {flag.name}") words="{" ".join(flag.choices)}" ;;'
+        for verb, own in flags.items()
+        for flag in own
+        if flag.choices
+    )
+    names = (f'            {verb}) words="{" ".join(flag.name for flag in own)}" ;;' for verb, own in flags.items())
+    script = Path(__file__).with_name("completion.bash").read_text(encoding="utf-8").replace("@VERBS@", " ".join(flags))
+    yield from script.replace("@VALUES@", "\n".join(values)).replace("@FLAGS@", "\n".join(names)).splitlines()
 
 
 def zsh_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:

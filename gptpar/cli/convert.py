@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from pathlib import Path
 
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
 from gptpar.checkpoint.folders import files_of
-from gptpar.checkpoint.foreign import ForeignReader, foreign_checkpoint, holds_ours, their_way
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files
 from gptpar.errors import CheckpointError
+from gptpar.exchange import DTYPES, ExportOptions, holds_ours, import_model, prepare_export
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser, not_negative_int
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
-from gptpar.training.exchange.hf_export import DTYPES, ExportOptions, prepare_export
-from gptpar.training.exchange.hf_import import import_hf
-from gptpar.training.exchange.megatron.convert import import_megatron
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text)
-    if not found or found[2] not in UNITS or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text[:40]} is no size such as 5GB or 500MiB")
-    return int(found[1]) * UNITS[found[2]]
+from gptpar.system.quantities import positive_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,7 +37,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype", choices=tuple(DTYPES), help="number format of the weights (default: as imported, else the run's)"
     )
     to_hf.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="largest weight file (default: as imported, else 5GB)"
+        "--max-shard-size",
+        type=positive_bytes,
+        metavar="SIZE",
+        help="largest weight file (default: as imported, else 5GB)",
     )
     to_hf.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     to_hf.add_argument(
@@ -123,21 +114,4 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     given = [f"--{name.replace('_', '-')}" for name in only_out if getattr(args, name) is not None]
     if given:
         raise CheckpointError(f"{', '.join(given)}: for checkpoints of gptpar only, and {args.source} holds none")
-    if not args.source.exists():
-        raise CheckpointError(f"{args.source} does not exist")
-    if args.source.resolve() in args.target.resolve().parents:
-        raise CheckpointError(f"{args.target} lies in {args.source}, which stays as it is: choose another folder")
-    found = foreign_checkpoint(args.source)
-    reader = found.reader if found else None
-    if reader is ForeignReader.MEGATRON:
-        return import_megatron(args.source, args.target)
-    if found and found.inside:
-        raise CheckpointError(f"{args.source} holds {found}: give {args.source / found.inside}")
-    # The error of a folder that has config.json alone says what is missing there, or wrong.
-    if reader is ForeignReader.HUGGING_FACE or (found is None and (args.source / "config.json").exists()):
-        return import_hf(args.source, args.target)
-    raise CheckpointError(
-        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert"
-        f"{their_way(found)}: give a checkpoint of gptpar or Megatron, or a Hugging Face folder with "
-        "config.json and its weights"
-    )
+    return import_model(args.source, args.target)

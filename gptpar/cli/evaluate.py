@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from gptpar.cli.flags import parser_of
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files, given_tokenizer
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError
+from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.model.dtypes import DTYPES
 from gptpar.reporting.console import task_line
 from gptpar.reporting.records import TaskRecord
 from gptpar.system.activity import Activity
-from gptpar.system.command_line import Parser, not_empty, not_negative_int, positive_int
 from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.mesh import Mesh
@@ -24,40 +24,13 @@ from gptpar.training.evaluation.checkpoint import layout_problems, load_pipeline
 from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.items import all_problems
 from gptpar.training.evaluation.tasks import read_tasks
-from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.generation import newest_model
-
-DESCRIPTION = """Evaluate a checkpoint on questions with choices (accuracy) or on texts (bits per byte). Scores are
-printed on stderr as they come, and at the end as one JSON object on stdout. Several processes share the items; the
-flags of tensor and pipeline parallelism split the model. The checkpoint may be of any layout."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar evaluate", description=DESCRIPTION)
-    add = parser.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
-    add("--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest")
-    add(
-        "--eval-tasks",
-        required=True,
-        nargs="+",
-        type=not_empty,
-        metavar="FILE",
-        help=".jsonl files of questions (HellaSwag's, ARC's or PIQA's fields, or query, choices, gold) or texts (text)",
-    )
-    add("--eval-limit", type=positive_int, metavar="N", help="items of each file, drawn by a fixed seed (default: all)")
-    add("--micro-batch-size", type=positive_int, default=4, metavar="N", help="rows of the full context at once")
-    add(
-        "--dtype",
-        choices=sorted(DTYPES),
-        metavar="WORD",
-        help=f"number format: {', '.join(sorted(DTYPES))} (default: bf16 on a GPU, else fp32)",
-    )
-    for axis in ("tensor", "pipeline"):
-        help = f"processes that split {'the stack of layers' if axis == 'pipeline' else 'each layer'}"
-        add(f"--{axis}-model-parallel-size", type=positive_int, default=1, metavar="N", help=help)
-    add("--nproc-per-node", type=positive_int, metavar="N", help="processes to start (default: one for each GPU)")
+    dtypes = sorted(DTYPES)
+    parser = parser_of("evaluate", dtypes=dtypes, names=", ".join(dtypes))
     add_tokenizer_flags(parser)
     return parser
 

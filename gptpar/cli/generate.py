@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from unicodedata import category
 
 import torch
 
+from gptpar.cli.flags import parser_of
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable
-from gptpar.pipeline.stage import Stage
-from gptpar.system.command_line import Parser, not_negative_int, path, positive_int
 from gptpar.training.generation import load_model
 from gptpar.training.sampling import Continuation, Sampling, continue_texts, make_texts
-from gptpar.training.stored import StoredModel
 
 
 def _temperature(text: str) -> float:
@@ -61,45 +58,8 @@ def _device(text: str) -> torch.device:
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar generate", description="Continue prompts with a trained model, on a CPU or a GPU.")
-    parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
-    parser.add_argument(
-        "--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest"
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        type=str,
-        metavar="TEXT",
-        help="text to continue; give the flag again for further texts (default: the start of a document)",
-    )
-    parser.add_argument("--prompts", type=path, metavar="FILE", help="texts to continue, one on each line")
-    parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
-    parser.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.8,
-        metavar="X",
-        help="of the sampling; 0 takes the likeliest token",
-    )
-    parser.add_argument(
-        "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest tokens; 0: all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=_fraction,
-        default=1.0,
-        metavar="P",
-        help="choose among the likeliest tokens whose probabilities add up to P, after --top-k; 1: all",
-    )
-    parser.add_argument(
-        "--stop", action="append", type=_not_nothing, metavar="TEXT", help="end before this text; repeat it for others"
-    )
-    parser.add_argument(
-        "--stream", action="store_true", help="print a single continuation as it is made (on a terminal: always)"
-    )
-    parser.add_argument("--seed", type=_seed, default=1234, metavar="N", help="seed of the sampling")
-    parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
+    types = {"temperature": _temperature, "fraction": _fraction, "not_nothing": _not_nothing, "seed": _seed}
+    parser = parser_of("generate", **types, device=_device)
     add_tokenizer_flags(parser)
     return parser
 
@@ -152,17 +112,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return [*(args.prompt or []), *lines]
 
 
-def _model(args: argparse.Namespace) -> tuple[Stage, StoredModel]:
-    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return load_model(args.load, device, dtype, args.ckpt_step)
-
-
 def main(argv: list[str]) -> int:
     """Print each prompt and its continuation; a single one as it is sampled."""
     args = make_parser().parse_args(argv)
     prompts = _prompts(args)
-    stage, stored = _model(args)
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    stage, stored = load_model(args.load, device, dtype, args.ckpt_step)
     tokenizer = given_tokenizer(stored, args)
     how = Sampling(
         num_tokens=args.num_tokens,
@@ -179,16 +135,21 @@ def main(argv: list[str]) -> int:
     steps = continue_texts(stage, texts, how)
     if len(prompts) == 1 and (args.stream or sys.stdout.isatty()):
         print(prompts[0], end="", flush=True)
-        for new in _new_text(steps, texts[0], printers[0]):
-            print(new, end="", flush=True)
-        print()
+        for _ in steps:
+            print(_take(texts[0], printers[0]), end="", flush=True)
+        print(printers[0].take(texts[0].made, last=True))
         return 0
     for _ in steps:
-        _end_at_stop_texts(texts, printers if args.stop else ())
+        _take_all(texts, printers if args.stop else ())
     for number, (prompt, text, printer) in enumerate(zip(prompts, texts, printers, strict=True), 1):
         printer.take(text.made, last=True)
         print(f"--- {number} of {len(prompts)}\n" * (len(prompts) > 1) + prompt + printer.text)
     return 0
+
+
+def _take_all(texts: Sequence[Continuation], printers: Sequence[_Printer]) -> None:
+    for text, printer in zip(texts, printers, strict=False):
+        _take(text, printer)
 
 
 def _take(text: Continuation, printer: _Printer) -> str:
@@ -196,18 +157,6 @@ def _take(text: Continuation, printer: _Printer) -> str:
     new = printer.take(text.made, last=text.is_complete)
     text.is_complete |= printer.stopped
     return new
-
-
-def _end_at_stop_texts(texts: Sequence[Continuation], printers: Sequence[_Printer]) -> None:
-    for text, printer in zip(texts, printers, strict=False):
-        _take(text, printer)
-
-
-def _new_text(steps: Iterator[None], text: Continuation, printer: _Printer) -> Iterator[str]:
-    """The parts of a text, each as soon as it is generated."""
-    for _ in steps:
-        yield _take(text, printer)
-    yield printer.take(text.made, last=True)
 
 
 def _without_controls(text: str) -> str:

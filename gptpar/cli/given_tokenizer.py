@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from gptpar.config.stored import StoredModel
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.errors import CheckpointError
+from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.system.data_flags import TOKENIZER_FILES
 from gptpar.training.data import tokenizer_of
-from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
-from gptpar.training.stored import StoredModel
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer) -> None:

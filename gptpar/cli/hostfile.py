@@ -82,20 +82,16 @@ def selected(
     if include and exclude:
         raise ConfigError(["--include and --exclude exclude each other: name the hosts to use, or those not to use."])
     chosen = _parsed(include or exclude, hosts)
-    found = _included(chosen, hosts) if include else _left(chosen, hosts)
+    named = {host: list(slots or hosts[host]) for host, slots in chosen.items()}
+    found = named if include else _left(named, hosts)
     found = {host: slots[:num_gpus] for host, slots in list(found.items())[:num_nodes]}
     if problems := list(_shortages(found, num_nodes, num_gpus)):
         raise ConfigError(problems)
     return found
 
 
-def _included(chosen: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    return {host: list(slots or hosts[host]) for host, slots in chosen.items()}
-
-
-def _left(chosen: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """The slots that an exclusion leaves; of a host that is named without slots, none."""
-    gone = {host: set(slots or hosts[host]) for host, slots in chosen.items()}
+def _left(gone: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """The slots that an exclusion leaves."""
     left = {host: [slot for slot in slots if slot not in gone.get(host, ())] for host, slots in hosts.items()}
     return {host: slots for host, slots in left.items() if slots}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from gptpar.checkpoint.describe import summary_of
 from gptpar.checkpoint.folders import find_checkpoints
-from gptpar.checkpoint.foreign import why_not_to_show
 from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.cli.flags import parser_of
 from gptpar.errors import CheckpointError, printable
+from gptpar.exchange import why_not_to_show
 from gptpar.reporting.banner import WIDTH, format_bytes
-from gptpar.system.command_line import Parser
 from gptpar.training.health.spikes import FILE as SPIKE_FILE
 from gptpar.training.health.spikes import bundles_in, describe_bundle, read_bundle
 
@@ -25,12 +25,7 @@ def main(argv: list[str]) -> int:
         CheckpointError: DIR has no checkpoint.
         GptparError: DIR is a bundle that cannot be read.
     """
-    parser = Parser(prog="gptpar inspect", description="Show the contents of a checkpoint, or of an outlier's bundle.")
-    places = "a checkpoint (iter_0000010) or a folder of checkpoints; a bundle of an outlier, or SAVE/spikes"
-    parser.add_argument("dir", type=Path, help=places)
-    parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    args = parser_of("inspect").parse_args(argv)
     if bundles := [args.dir] if (args.dir / SPIKE_FILE).exists() else bundles_in(args.dir):
         return _show_spikes(bundles, as_json=args.json)
     if problem := why_not_to_show(args.dir):
@@ -61,16 +56,12 @@ def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
     for summary in summaries:
         if "iteration" in summary:
             parts = ", ".join(f"{_name(name)} {group['elements']:,}" for name, group in summary["groups"].items())
+            tag = "" if summary["tag"] is None else f"  tag {_name(summary['tag'])}"  # the user's of an engine
             yield (
                 f"{summary['iteration']:>10} {format_bytes(summary['bytes']):>12} {summary['tensors']:>8}  "
-                f"{summary['elements']:,} ({parts}){_tag(summary['tag'])}"
+                f"{summary['elements']:,} ({parts}){tag}"
             )
         yield from _describe_health(summary)
-
-
-def _tag(tag: str | None) -> str:
-    """The tag that the user of an engine gave the checkpoint."""
-    return "" if tag is None else f"  tag {_name(tag)}"
 
 
 def _describe_one(summary: dict[str, Any]) -> Iterator[str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gptpar.cli.flags import parser_of
 from gptpar.errors import GptparError
 from gptpar.reporting.curves import load_run
 from gptpar.reporting.figures.runs import draw_runs
 from gptpar.reporting.figures.style import save
-from gptpar.reporting.metrics_file import FILE_NAME
-from gptpar.system.command_line import Parser
 
 
 def run_names(paths: list[Path]) -> list[str]:
@@ -20,12 +19,7 @@ def run_names(paths: list[Path]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Write the picture; returns 0."""
-    parser = Parser(prog="gptpar plot", description="Draw runs into one picture.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"a run folder or its {FILE_NAME}")
-    parser.add_argument("--output", type=Path, help="the PNG (default: run.png in the first run's folder)")
-    parser.add_argument("--reference-loss", type=float, help="draw a dashed line at this loss")
-    parser.add_argument("--reference-label", default="reference", help='its label, such as "unigram entropy"')
-    args = parser.parse_args(argv)
+    args = parser_of("plot").parse_args(argv)
     first: Path = args.runs[0]
     output: Path = args.output or (first if first.is_dir() else first.parent) / "run.png"
     if output.suffix != ".png":

@@ -10,41 +10,31 @@ from typing import Any
 
 import torch
 
+from gptpar.cli.flags import description_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
-from gptpar.config import Config, Flags, TokenizerConfig
+from gptpar.config import Config, Flags
 from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import FILE_NAME, write_run_file
 from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
+from gptpar.exchange import missing_package, take_model_of_hf
 from gptpar.reporting.guards import guarded_console
 from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
 from gptpar.training.evaluation.items import all_problems
-from gptpar.training.exchange.start_from_hf import take_model_of_hf
-from gptpar.training.exchange.tokenizer_files import missing_package
 from gptpar.training.recovery import continued, with_global_batch
 from gptpar.training.resume import folder_problems
-
-DESCRIPTION = """Pretrain a GPT. Flags carry Megatron-LM's names and meanings. Without torchrun, one worker is started
-for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab-size 50257 --micro-batch-size 4
---train-iters 10 --lr 3e-4"""
-
-
-def tokenizer_checks(tokenizer: TokenizerConfig) -> Iterable[str]:
-    """Problems with the tokenizer's flags and files."""
-    kind = tokenizer.tokenizer_type
-    return [] if kind is None else tokenizer_problems(kind, **tokenizer.options)
 
 
 def start_checks(flags: Flags) -> Iterable[str]:
     """Problems with the tokenizer and its export, folders of other programs' checkpoints, and files to evaluate on."""
-    tasks = all_problems(flags.logging.eval_tasks or ())
-    tokenizer = [*tokenizer_checks(flags.tokenizer), *missing_package(flags)]
-    return [*tokenizer, *folder_problems(flags.checkpoint), *tasks]
+    kind, tasks = flags.tokenizer.tokenizer_type, all_problems(flags.logging.eval_tasks or ())
+    tokenizer = [] if kind is None else tokenizer_problems(kind, **flags.tokenizer.options)
+    return [*tokenizer, *missing_package(flags), *folder_problems(flags.checkpoint), *tasks]
 
 
 def remaining(parsed: ParsedFlags, global_batch_size: int, at_start: int) -> Callable[[int], int]:
@@ -120,7 +110,7 @@ With --config {folder / FILE_NAME}, gptpar pretrain repeats it into another --sa
 
 def main(argv: list[str]) -> int:
     """Validate, start workers unless this is one, and train."""
-    parsed = parse_flags(argv, description=DESCRIPTION)
+    parsed = parse_flags(argv, description=description_of("pretrain"))
     take_model_of_hf(parsed)
     worker = is_worker()
     if worker:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from gptpar.checkpoint.foreign import why_not_to_show
 from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.cli.flags import parser_of
 from gptpar.errors import CheckpointError, printable
+from gptpar.exchange import why_not_to_show
 from gptpar.reporting.banner import format_bytes
-from gptpar.system.command_line import Parser
 from gptpar.training.run_folder.survey import survey
-
-DESCRIPTION = """Show a run folder: its checkpoints (whole or damaged, by manifest and file sizes), the branches that a
-run left there when it went back, the run that writes there now, and what died or was moved aside."""
 
 
 def main(argv: list[str]) -> int:
@@ -24,11 +20,7 @@ def main(argv: list[str]) -> int:
     Raises:
         CheckpointError: DIR is no folder, is itself a checkpoint, or holds another program's checkpoint.
     """
-    parser = Parser(prog="gptpar runs", description=DESCRIPTION)
-    parser.add_argument("dir", type=Path, help="run folder (a --save folder, or one of its branches)")
-    parser.add_argument("--verify", action="store_true", help="re-read every byte, and remember what was found")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    args = parser_of("runs").parse_args(argv)
     if problem := why_not_to_show(args.dir):
         raise CheckpointError(problem)
     if (args.dir / MANIFEST_NAME).is_file():

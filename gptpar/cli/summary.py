@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from gptpar.cli.flags import parser_of
 from gptpar.data.build import unigram_entropy
 from gptpar.data.identity import corpus_identity
 from gptpar.data.indexed import IndexedDataset
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
 from gptpar.reporting.series import last_tenth, series
-from gptpar.system.command_line import Parser
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The verb's flags."""
-    parser = Parser(
-        prog="gptpar summary", description="Compare a run's loss with the loss that token frequencies alone would give."
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or its metrics.jsonl")
-    parser.add_argument("--data-path", metavar="PREFIX", help="the run's data set, for its unigram entropy")
-    return parser
 
 
 def main(argv: list[str]) -> int:
     """Print first and last losses and, with a data set, how far the last are below its unigram entropy."""
-    args = make_parser().parse_args(argv)
+    args = parser_of("summary").parse_args(argv)
     entropy = unigram_entropy(IndexedDataset(args.data_path)) if args.data_path else None
     file = args.run if args.run.is_file() else args.run / FILE_NAME
     losses = [loss for loss in series(file, read_metrics(file), "lm_loss") if loss is not None]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,8 +106,8 @@ class BatchLoader:
         dp_rank, dp_size: this rank's position on the data axis, and that axis's size.
         vocab_size: ids from here on are an error; None: ids are not checked.
         pin_memory: whether micro-batches are in pinned memory.
-        eod, reset_position_ids, reset_attention_mask, eod_mask_loss: see make_micro_batch.
         num_workers: threads that read in advance; 0 reads inside fetch.
+        eod, rules: see make_micro_batch; the rules are reset_position_ids, reset_attention_mask and eod_mask_loss.
 
     Raises:
         DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the
@@ -123,24 +124,16 @@ class BatchLoader:
         dp_size: int = 1,
         vocab_size: int | None = None,
         pin_memory: bool = False,
-        eod: int | None = None,
-        reset_position_ids: bool = False,
-        reset_attention_mask: bool = False,
-        eod_mask_loss: bool = False,
         num_workers: int = 1,
+        eod: int | None = None,
+        **rules: Any,
     ):
-        if eod is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
+        if eod is None and any(rules.values()):
             raise DataError("resetting positions or attention, or masking the loss, at document ends needs the eod id")
         self._dataset, self._order, self._vocab_size = dataset, order, vocab_size
         self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
         self._pin_memory = pin_memory
-        self._assemble = partial(
-            make_micro_batch,
-            eod=eod,
-            reset_position_ids=reset_position_ids,
-            reset_attention_mask=reset_attention_mask,
-            eod_mask_loss=eod_mask_loss,
-        )
+        self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, **rules)
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
         last = len(dataset) - 1

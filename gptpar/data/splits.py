@@ -8,8 +8,6 @@ from typing import Literal
 
 from gptpar.errors import DataError
 
-DEFAULT_SPLIT = "969, 30, 1"
-"""Megatron's default."""
 SplitRule = Literal["mcore", "legacy"]
 SequenceRange = tuple[int, int]
 

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from gptpar.errors import DataError
+from gptpar.system.stop import handling
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -77,14 +78,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-@contextmanager
-def terminate_cleanly() -> Iterator[None]:
+def terminate_cleanly() -> AbstractContextManager[None]:
     """Within the block SIGTERM raises SystemExit(143), so that temporary files and workers are cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    return handling(lambda *_: sys.exit(143), [signal.SIGTERM])

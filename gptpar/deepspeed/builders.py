@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
+from gptpar.deepspeed.names import FACTS
 from gptpar.errors import GptparError
 
-_OPERATORS = {
-    "AsyncIOBuilder": ("async_io", False),
-    "CPUAdagradBuilder": ("cpu_adagrad", False),
-    "CPUAdamBuilder": ("cpu_adam", True),
-    "CPULionBuilder": ("cpu_lion", False),
-    "FusedAdamBuilder": ("fused_adam", True),
-    "FusedLambBuilder": ("fused_lamb", False),
-    "FusedLionBuilder": ("fused_lion", False),
-}
+_OPERATORS: dict[str, str] = FACTS["operators"]
+_HERE = ("cpu_adam", "fused_adam")
 
-__compatible_ops__ = dict(_OPERATORS.values())
+__compatible_ops__ = {name: name in _HERE for name in _OPERATORS.values()}
 """``deepspeed.ops.__compatible_ops__``: an operator's name -> whether it is here."""
 
 
@@ -40,4 +34,4 @@ class _Builder:
 def __getattr__(name: str) -> Callable[[], Any]:
     if name not in _OPERATORS:
         raise AttributeError(f"deepspeed.ops.op_builder has no {name!r} in gptpar")
-    return type(name, (_Builder,), {"NAME": _OPERATORS[name][0]})
+    return type(name, (_Builder,), {"NAME": _OPERATORS[name]})

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import inspect
 
-from gptpar.deepspeed.names import VERSION
+from gptpar.deepspeed.names import FACTS, VERSION
 from gptpar.optim.step_schedules import FORMULAS
 
-_MAJOR, _MINOR, _PATCH = map(int, VERSION.split("."))
-
+_PARTS = ("major", "minor", "patch")
 _VALUES: dict[str, str | int] = {
-    "__version_major__": _MAJOR,
-    "__version_minor__": _MINOR,
-    "__version_patch__": _PATCH,
-    "__git_hash__": "gptpar",
-    "__git_branch__": "gptpar",
-    "ADAM_OPTIMIZER": "adam",
-    "ADAMW_OPTIMIZER": "adamw",
-    "LION_OPTIMIZER": "lion",
-    "WARMUP_LOG_RATE": "log",
-    "WARMUP_LINEAR_RATE": "linear",
+    **{f"__version_{part}__": int(number) for part, number in zip(_PARTS, VERSION.split("."), strict=True)},
     **{name.upper(): name for formula in FORMULAS.values() for name in inspect.signature(formula).parameters},
-    "WARMUP_LR": "WarmupLR",
-    "WARMUP_DECAY_LR": "WarmupDecayLR",
-    "WARMUP_COSINE_LR": "WarmupCosineLR",
-    "ONE_CYCLE": "OneCycle",
-    "LR_RANGE_TEST": "LRRangeTest",
+    **FACTS["constants"],
 }
 
 

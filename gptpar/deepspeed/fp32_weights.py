@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,12 +14,12 @@ from gptpar.any_module.stored_state import read_state, room_for_client
 from gptpar.any_module.tags import candidates
 from gptpar.checkpoint import DamagedCheckpoint, read_manifest, read_tensors
 from gptpar.errors import CheckpointError, ConfigError
+from gptpar.exchange import shards_of
 from gptpar.system.files import write_synced
+from gptpar.system.quantities import read_bytes
 
 Folder = str | os.PathLike[str]
 StateDict = dict[str, torch.Tensor]
-
-_BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -81,21 +80,19 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     folder = Path(output_dir)
-    shards = list(_shards(state, _size(max_shard_size)))
-    places: dict[str, str] = {}
+    sizes = {name: value.nbytes for name, value in state.items()}
+    shards = shards_of(sizes, _size(max_shard_size), stem, ending)
     folder.mkdir(parents=True, exist_ok=True)
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}.{ending}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}"
-        places |= dict.fromkeys(shard, name)
+    for name, keys in shards.items():
         if safe_serialization:
             from safetensors.torch import save_file
 
-            save_file({key: value.clone() for key, value in shard.items()}, folder / name, metadata={"format": "pt"})
+            save_file({key: state[key].clone() for key in keys}, folder / name, metadata={"format": "pt"})
         else:
-            torch.save(shard, folder / name)
+            torch.save({key: state[key] for key in keys}, folder / name)
     if len(shards) > 1:
-        total = sum(value.nbytes for value in state.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        places = {key: name for name, keys in shards.items() for key in keys}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
         write_synced(folder / f"{stem}.{ending}.index.json", json.dumps(index, indent=2) + "\n")
 
 
@@ -103,21 +100,10 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
-def _shards(state: Mapping[str, torch.Tensor], limit: float) -> Iterator[StateDict]:
-    """The tensors in order, in shards of at most ``limit`` bytes; a larger tensor has a shard of its own."""
-    part: StateDict = {}
-    for name, tensor in state.items():
-        if part and sum(one.nbytes for one in part.values()) + tensor.nbytes > limit:
-            yield part
-            part = {}
-        part[name] = tensor
-    yield part
-
-
 def _size(text: str | int | None) -> float:
     if text is None:
         return float("inf")
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", str(text).strip().upper())
-    if found is None or found[2] not in _BYTES:
-        raise ConfigError([f"max_shard_size {text!r} is no number of bytes: write it such as 5GB or 500MB."])
-    return float(found[1]) * _BYTES[found[2]]
+    with suppress(ValueError):
+        if (size := read_bytes(str(text))) >= 0:
+            return size
+    raise ConfigError([f"max_shard_size {text!r} is no number of bytes: write it such as 5GB or 500MB."])

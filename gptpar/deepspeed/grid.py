@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import torch.distributed as dist
 
+from gptpar.deepspeed.names import FACTS
 from gptpar.errors import ConfigError
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
+
+_ANSWERS = {name: attribute for attribute, names in FACTS["grid"].items() for name in names.split()}
+"""Function of a grid -> the attribute that it returns."""
 
 
 class ProcessTopology:
@@ -125,6 +129,8 @@ class PipelineParallelGrid:
         dp_group, pp_group, slice_group: ranks of the groups of this process along the three axes.
         dp_groups, pipe_groups: ranks of all groups along two of them.
         p2p_groups: for each rank, it and that of the next stage; the first stage follows the last.
+        rank_in_model, model_world_size: number among the processes that have one model together, and of these.
+        slice_parallel_id: this process's number on the axis ``model``.
 
     Raises:
         ConfigError: the grid has another number of processes.
@@ -156,7 +162,9 @@ class PipelineParallelGrid:
         self.pp_group, self.pp_proc_group = self._mine(self.pipe_groups)
         self.slice_group, self.slice_proc_group = self._mine(slices)
         whole = self.pp_proc_group if self.model_parallel_size == 1 else None
-        self._model_ranks, self.ds_model_proc_group = self._mine(models, whole)
+        model_ranks, self.ds_model_proc_group = self._mine(models, whole)
+        self.rank_in_model, self.model_world_size = model_ranks.index(self.global_rank), len(model_ranks)
+        self.slice_parallel_id = self.slice_group.index(self.global_rank)
 
     def _mine(self, lines: Sequence[Sequence[int]], known: Any = None) -> tuple[list[int], Any]:
         """(ranks, group) of this process's line; all processes make all groups, unless one is known."""
@@ -179,71 +187,11 @@ class PipelineParallelGrid:
         place = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **coordinates)
         return self._topo.get_rank(**place._asdict())
 
-    def get_global_rank(self) -> int:
-        """This process's rank."""
-        return self.global_rank
-
-    def get_stage_id(self) -> int:
-        """This process's stage."""
-        return self.stage_id
-
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
-
-    def get_data_parallel_id(self) -> int:
-        """The number of this process's pipeline."""
-        return self.data_parallel_id
-
-    get_data_parallel_rank = get_data_parallel_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Number of stages."""
-        return self.pipe_parallel_size
-
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of pipelines."""
-        return self.data_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        """The processes of this pipeline that differ by their stage alone."""
-        return self.pp_proc_group
-
-    def get_data_parallel_group(self) -> Any:
-        """The processes with the same layers."""
-        return self.dp_proc_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Ranks of :meth:`get_data_parallel_group`."""
-        return self.dp_group
-
-    def get_model_parallel_rank(self) -> int:
-        """This process's number in :meth:`get_model_parallel_group`."""
-        return self._model_ranks.index(self.global_rank)
-
-    def get_model_parallel_world_size(self) -> int:
-        """Number of processes of a model, on all stages together."""
-        return len(self._model_ranks)
-
-    def get_model_parallel_group(self) -> Any:
-        """The processes that have one model together."""
-        return self.ds_model_proc_group
-
-    def get_slice_parallel_rank(self) -> int:
-        """This process's number on the axis ``model``."""
-        return self.slice_group.index(self.global_rank)
-
-    def get_slice_parallel_world_size(self) -> int:
-        """Number of processes on the axis ``model``."""
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> Any:
-        """The processes that divide a layer."""
-        return self.slice_proc_group
-
-    get_tensor_model_parallel_rank = get_slice_parallel_rank
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
-    get_tensor_model_parallel_group = get_slice_parallel_group
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        """The functions of DeepSpeed's and Megatron's grids that return one of the attributes (``deepspeed.toml``)."""
+        if name not in _ANSWERS:
+            raise AttributeError(f"a grid has no {name!r} in gptpar")
+        return lambda: getattr(self, _ANSWERS[name])
 
 
 def _two_factors(number: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gptpar.any_module.built_layers import BuiltLayer, FunctionLayer
+from gptpar.any_module.built_layers import BuiltLayer
 from gptpar.any_module.deferred import deferred_init
 from gptpar.any_module.pipeline_module import PipelineModule, as_spec
 from gptpar.deepspeed.grid import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -190,12 +190,6 @@ class _Builder:
         with torch.random.fork_rng():
             torch.set_rng_state(self._states[id(spec)])
             return spec.build().to(self._device)
-
-
-def _class_of(layer: Any) -> Any:
-    if isinstance(layer, layer_spec.LayerSpec):
-        return layer.cls
-    return type(layer) if isinstance(layer, nn.Module) else FunctionLayer
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Topology:

@@ -48,8 +48,8 @@ def found(root: str, place: str, name: str) -> Any:
             return getattr(home, name)
     module = f"{root}.{place}" if place else root
     raise AttributeError(
-        f"module {module!r} has no attribute {name!r}; gptpar/deepspeed/names.py lists the names of DeepSpeed that "
-        "gptpar has"
+        f"module {module!r} has no attribute {name!r}; gptpar/deepspeed/deepspeed.toml lists the names of DeepSpeed "
+        "that gptpar has"
     )
 
 

@@ -22,31 +22,18 @@ SEED_DISTANCE = 2718
 """Distance of the model-parallel seeds from the default one, as in Megatron."""
 
 
-def _state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_state(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+def _random() -> Any:
+    """The module that has the device's random numbers."""
+    return torch.cuda if torch.cuda.is_available() else torch
 
 
 @contextlib.contextmanager
 def _kept() -> Iterator[None]:
-    before = _state()
+    before = _random().get_rng_state()
     try:
         yield
     finally:
-        _set_state(before)
+        _random().set_rng_state(before)
 
 
 class CudaRNGStatesTracker:
@@ -82,8 +69,8 @@ class CudaRNGStatesTracker:
         if name in self.states_ or seed in self.seeds_:
             raise GptparError(f"random state {name!r} with seed {seed}: the name or the seed is taken: take another.")
         with _kept():
-            _seed(seed)
-            self.states_[name] = _state()
+            _random().manual_seed(seed)
+            self.states_[name] = _random().get_rng_state()
         self.seeds_.add(seed)
 
     @contextlib.contextmanager
@@ -94,14 +81,14 @@ class CudaRNGStatesTracker:
             GptparError: there is no such state.
         """
         if name not in self.states_:
-            known = ", ".join(self.states_) or "none; call model_parallel_cuda_manual_seed(seed) before"
+            known = ", ".join(self.states_) or "none; call model_parallel_cuda_manual_random().manual_seed(seed) before"
             raise GptparError(f"there is no random state {name!r}; known: {known}.")
         with _kept():
-            _set_state(self.states_[name])
+            _random().set_rng_state(self.states_[name])
             try:
                 yield
             finally:
-                self.states_[name] = _state()
+                self.states_[name] = _random().get_rng_state()
 
     def drawing_again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function for a recomputation: calls after the first draw from the first's states, and keep none."""
@@ -131,12 +118,12 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 def seed_all(seed: int, model_parallel_rank: int) -> None:
     """Seed the default state, alike on the processes that divide a layer, and the model-parallel one, which differs."""
     _TRACKER.reset()
-    _seed(seed)
+    _random().manual_seed(seed)
     _TRACKER.add(MODEL_PARALLEL, seed + SEED_DISTANCE + model_parallel_rank)
 
 
 def reseed_model_parallel(seed: int, model_parallel_rank: int) -> None:
     """Begin the model-parallel state again."""
     with _kept():
-        _seed(seed + SEED_DISTANCE + model_parallel_rank)
-        _TRACKER.states_[MODEL_PARALLEL] = _state()
+        _random().manual_seed(seed + SEED_DISTANCE + model_parallel_rank)
+        _TRACKER.states_[MODEL_PARALLEL] = _random().get_rng_state()

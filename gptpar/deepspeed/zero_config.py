@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from gptpar.deepspeed.names import FACTS
 from gptpar.errors import ConfigError
 
 _EXPERT_BLOCKS = tuple(
@@ -32,6 +32,11 @@ class OffloadDeviceEnum(enum.StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+def _defaults_of(section: str) -> dict[str, Any]:
+    """DeepSpeed's defaults of a section's keys, in its order."""
+    return {key: None if value == "unset" else value for key, value in FACTS["defaults"][section].items()}
 
 
 class _Section:
@@ -64,32 +69,14 @@ class DeepSpeedZeroOffloadParamConfig(_Section):
     """The section ``offload_param``."""
 
     _title = "zero_optimization.offload_param"
-    _defaults = {
-        "device": OffloadDeviceEnum.none,
-        "nvme_path": None,
-        "buffer_count": 5,
-        "buffer_size": 10**8,
-        "max_in_cpu": 10**9,
-        "pin_memory": True,
-    }
+    _defaults = _defaults_of("offload_param") | {"device": OffloadDeviceEnum.none}
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     """The section ``offload_optimizer``."""
 
     _title = "zero_optimization.offload_optimizer"
-    _defaults = {
-        "device": OffloadDeviceEnum.none,
-        "nvme_path": None,
-        "buffer_count": 4,
-        "pin_memory": True,
-        "pipeline_read": False,
-        "pipeline_write": False,
-        "fast_init": False,
-        "ratio": 1.0,
-        "super_offload": False,
-        "cpuadam_cores_perc": 0.8,
-    }
+    _defaults = _defaults_of("offload_optimizer") | {"device": OffloadDeviceEnum.none}
 
     @property
     def pipeline(self) -> bool:
@@ -121,49 +108,7 @@ class DeepSpeedZeroConfig(_Section):
     """The section ``zero_optimization``; keys may have ``stage3_`` before them, deprecated ones are translated."""
 
     _title = "zero_optimization"
-    _defaults = {
-        "stage": ZeroStageEnum.disabled,
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 5 * 10**8,
-        "use_multi_rank_bucket_allreduce": True,
-        "allgather_partitions": True,
-        "allgather_bucket_size": 5 * 10**8,
-        "overlap_comm": None,
-        "load_from_fp32_weights": True,
-        "elastic_checkpoint": False,
-        "offload_param": None,
-        "offload_optimizer": None,
-        "zenflow": None,
-        "sub_group_size": 10**9,
-        "cpu_offload_use_pin_memory": None,
-        "prefetch_bucket_size": 5 * 10**7,
-        "param_persistence_threshold": 10**5,
-        "model_persistence_threshold": sys.maxsize,
-        "max_live_parameters": 10**9,
-        "max_reuse_distance": 10**9,
-        "gather_16bit_weights_on_model_save": False,
-        "module_granularity_threshold": 0,
-        "use_all_reduce_for_fetch_params": False,
-        "allgather_sequential": False,
-        "ignore_unused_parameters": True,
-        "legacy_stage1": False,
-        "round_robin_gradients": False,
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_weights": False,
-        "zero_quantized_nontrainable_weights": False,
-        "zero_quantized_gradients": False,
-        "zeropp_loco_param": None,
-        "mics_shard_size": -1,
-        "mics_hierarchical_params_gather": False,
-        "memory_efficient_linear": True,
-        "pipeline_loading_checkpoint": False,
-        "override_module_apply": True,
-        "log_trace_cache_warnings": False,
-        "enable_sanity_checks": False,
-        "save_muon_momentum_buffer_in_memory": False,
-        "leaf_module": {},
-    }
+    _defaults = _defaults_of("zero_optimization") | {"stage": ZeroStageEnum.disabled}
 
     def __init__(self, **given: Any):
         aliases = {f"stage3_{key}": key for key in _STAGE3.split()}

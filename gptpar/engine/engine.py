@@ -20,7 +20,6 @@ from gptpar.engine.matrix_step import MatrixExchange
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
-from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
@@ -36,7 +35,7 @@ class EngineStage(Protocol):
     """Layers that this process calls one after the other: a pipeline's virtual stage, or a whole module."""
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
-        """Have the gatherer call the layers: it brings each layer's parameters first."""
+        """Have the gatherer call the layers: it acquires each layer's parameters first."""
 
     def call_order(self) -> list[str]:
         """Layers' names in the order of the forward pass, as far as it is known."""
@@ -112,8 +111,8 @@ class EngineSettings:
 class Engine:
     """Runs steps over memory that is already there.
 
-    The device's optimizer updates the device's elements, and a subscriber the others. Gatherer, collector, reducer and
-    router move values during a step.
+    The device's optimizer updates the device's elements, and a subscriber the others. Gatherer, collector and reducer
+    move values during a step.
 
     Args:
         stages: the layers of this process, without storage.
@@ -131,8 +130,8 @@ class Engine:
     Attributes:
         stages, table, parameters, settings, device, subscriber: as given.
         optimizer: of the device's elements, through which the subscriber gets its steps, too.
-        gatherer: brings parameters before layers are called.
-        gradients: collector, reducer and router.
+        gatherer: gathers parameters before layers are called.
+        gradients: collector and reducer.
         graph_breaks: where the host acts between the launches of a step.
         masters_are_parameters: whether the model's parameters have the memory of the master weights.
     """
@@ -156,8 +155,8 @@ class Engine:
         families: Sequence[Family] = GPT_FAMILIES,
     ):
         # The order follows who needs whom. The optimizer reads the gradients' memory. The collector calls the reducer,
-        # the reducer the router; the collector also tells the gatherer, which frees a layer's parameters after its
-        # backward pass. Layers get their memory and their hooks last, when everyone whom the hooks call is there.
+        # and tells the gatherer, which frees a layer's parameters after its backward pass. Layers get their memory and
+        # their hooks last, when everyone whom the hooks call is there.
         self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
         self.settings, self.subscriber, self.graph_breaks = settings, subscriber, GraphBreaks()
         memory = GradientMemory(
@@ -190,23 +189,24 @@ class Engine:
             parameters, layers, data, subscriber, self.graph_breaks, frozen_units, subscribed=table.may_offload
         )
         self.gatherer.follow(orders)
-        router = GradientRouter(
+        reducer = GradientReducer(
             table,
             memory,
+            data,
+            settings.reduce_dtype,
             tensor.group,
             tied or {},
             subscriber,
             self.graph_breaks,
             counts_zeros=settings.counts_zeros,
         )
-        reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
         trained = _trained_units(orders, layers, frozen_units)
         done, final = self.gatherer.backward_done, self.gatherer.may_change
         in_order = not learns or not data.is_alone  # a process alone sends no messages, whose order would count
         collector = GradientCollector(
             table.units, trained, memory, reducer, done, kept=done, final=final, learns=learns, in_order=in_order
         )
-        self.gradients = Gradients(memory, collector, reducer, router)
+        self.gradients = Gradients(memory, collector, reducer)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.call_through(self.gatherer)
@@ -266,7 +266,7 @@ class Engine:
 
     def squares_of_grad(self) -> torch.Tensor:
         """[units of the table] the same by unit, after :meth:`square_of_grad`; nothing waits."""
-        return self.gradients.router.squares()
+        return self.gradients.reducer.squares()
 
     def square_of_weights(self) -> torch.Tensor:
         """This process's contribution to the sum of squares of all master weights (fp64)."""
@@ -275,7 +275,7 @@ class Engine:
     def own_zeros(self) -> torch.Tensor:
         """This process's contribution to the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.device)
-        return count + self.gradients.router.zeros
+        return count + self.gradients.reducer.zeros
 
 
 def _masters_are_parameters(table: ParameterTable, parameters: ParameterMemory, wide: torch.dtype) -> bool:

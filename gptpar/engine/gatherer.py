@@ -42,16 +42,38 @@ class PresenceWatch(Protocol):
 
 
 class ParameterGatherer:
-    """Brings each layer's parameters before it is called; a :class:`~gptpar.pipeline.stage.LayerCaller`.
+    """Gathers each layer's parameters before it is called; a :class:`~gptpar.pipeline.stage.LayerCaller`.
 
     Under ZeRO-1 and 2 each process updates its shard in a step, and the shards are gathered while the next forward pass
     runs: a layer waits for its own parameters only. Under ZeRO-3 a layer's parameters exist from shortly before its
     forward pass to its end, and again in the backward pass until its gradients are complete; meanwhile the following
     layer's parameters are gathered. Parameters that live in host memory are handled like this at any ZeRO stage.
 
+    Four verbs: to **start** a layer begins its gathers, after the host has waited for the subscriber's updates of this
+    layer; to **acquire** it starts it and lets kernels launched from now on wait for its parameters; to **release** it
+    frees its memory, if memory is transient; after a step, **changed** declares all parameters outdated. What is kept:
+
+    ==================  ============================================================================================
+    ``_present``        units that are started and neither released nor outdated: all others have to be started. With
+                        transient memory, exactly these have memory. Without it, frozen units are always present
+    ``_pending``        gathers of started units for which no kernel waits yet. Who acquires or releases the unit takes
+                        its gather out; one that is started anew follows it on the device, and takes its place
+    ``_in_backward``    layers whose backward pass has begun, until gradients of one of their units are complete. While
+                        there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
+                        With transient memory, it is empty outside of backward passes
+    ``_next``,          the layer that is called after, and before, a layer: it is started while that layer runs. Only
+    ``_previous``       :meth:`follow` changes them
+    ``_last``           layers that stay after their forward pass, because their backward pass follows at once, or
+                        because :meth:`follow` was told so
+    ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
+    ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
+    ``_layer_of``
+    ``_is_prefetched``  whether a gather takes the device time, so that the next layer is started early
+    ==================  ============================================================================================
+
     Args:
         layers: name -> the layer's units, which are gathered together.
-        subscriber: updates some of the parameters; a layer waits until its own are updated.
+        subscriber: updates some of the parameters; a layer is started when its own are updated.
         graph_breaks: where the host waits for the subscriber, also in a recorded step.
         frozen: units that no step changes.
         subscribed: whether a process of the data axis may have a subscriber, even if this one has none (its shards may
@@ -80,7 +102,7 @@ class ParameterGatherer:
         self._units = {name: tuple(units) for name, units in layers.items()}
         self._layer_of = {unit: name for name, units in self._units.items() for unit in units}
         self._frozen = frozenset(frozen)
-        self._travels = memory.transient or self._is_sharded
+        self._is_prefetched = memory.transient or self._is_sharded
         self._pending: dict[str, Any] = {}
         self._present = set() if memory.transient else set(memory.full)
         self._in_backward: set[str] = set()
@@ -96,9 +118,9 @@ class ParameterGatherer:
         return self._memory.transient
 
     @property
-    def brings(self) -> bool:
-        """Whether a layer has to wait for its parameters before it is called."""
-        return self._travels or self._subscribed
+    def acquires(self) -> bool:
+        """Whether a layer has to acquire its parameters before it is called."""
+        return self._is_prefetched or self._subscribed
 
     @property
     def changes_early(self) -> bool:
@@ -112,7 +134,7 @@ class ParameterGatherer:
 
     @property
     def arrives_alone(self) -> bool:
-        """Whether this process can bring a unit without a collective in this step, and the unit then stays."""
+        """Whether this process can acquire a unit without a collective in this step, and the unit then stays."""
         return not self._memory.transient and (not self._is_sharded or not self._subscribed)
 
     def is_present(self, unit: str) -> bool:
@@ -136,7 +158,7 @@ class ParameterGatherer:
         moved, self._units[name] = self._units[name], ()
         self._units[into] += moved
         self._layer_of |= dict.fromkeys(moved, into)
-        self._acquire(into)
+        self.acquire(into)
 
     def follow(self, orders: Sequence[Sequence[str]], stays: Collection[str] = ()) -> None:
         """Prefetch layers in this order.
@@ -159,20 +181,128 @@ class ParameterGatherer:
         self.changes += 1
         if self._memory.transient:
             holds, self._holds = self._holds, 0
-            self._release_all()  # inside held() as well: those values are outdated, too
+            self.release_all()  # inside held() as well: those values are outdated, too
             self._holds = holds
-        elif self._is_sharded:
+        elif self.acquires:
             self._present = set(self._frozen)
             for unit in self._full if not self._subscribed else ():
-                self._start(unit)
-        elif self._subscribed:
-            self._present = set(self._frozen)
+                self._start_unit(unit)
         if self.watch is not None and not self._memory.transient:
             for unit in self._full:
                 if unit not in self._frozen:
                     self.watch.left(unit)
 
-    def _bring(self, unit: str) -> Any:
+    def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Call a layer with its parameters in place."""
+        if name not in self._units:
+            return call(x, *args)
+        self.before_forward(name)
+        y: torch.Tensor = call(x, *args)
+        self.after_forward(name, y if y.requires_grad else None)
+        return y
+
+    def before_forward(self, name: str) -> None:
+        """Acquire a layer, and start the next one.
+
+        To start the next layer, the host waits for the subscriber's update of the *next* layer before this one is
+        called.
+        """
+        self.acquire(name)
+        if self._is_prefetched and not self._in_backward and name not in self._last:
+            self._start(self._next.get(name))  # not in recomputation: the backward pass goes the other way
+
+    def after_forward(self, name: str, output: torch.Tensor | None) -> None:
+        """A layer was called.
+
+        Args:
+            output: the layer's output, if the backward pass will come through it; else ``None``.
+        """
+        if not self._memory.transient:
+            return
+        if output is not None:
+            output.register_hook(lambda _: self.before_backward(name))
+        if name not in self._in_backward and not (output is not None and name in self._last):
+            self.release(name)
+
+    def before_backward(self, name: str) -> None:
+        """Acquire a layer whose backward pass is about to begin, or has begun already, and start the previous one."""
+        if self._memory.transient:
+            BACKWARD_PASSES.at_end(self.release_all)
+        self._in_backward.add(name)
+        self.acquire(name)
+        self._start(self._previous.get(name))
+
+    def backward_done(self, unit: str) -> None:
+        """A unit's gradients are complete: this backward pass does not need its parameters again."""
+        if self._memory.transient:
+            self._in_backward.discard(self._layer_of[unit])
+            self._release_unit(unit)
+
+    def may_change(self, unit: str) -> None:
+        """A unit's gradient is final: a subscriber may give its parameters new values before the step."""
+        if self.changes_early and self.watch is not None and unit in self._present:
+            self.watch.may_change(unit)
+
+    def keep_last_step(self) -> None:
+        """Let no subscriber change parameters before the coming step is requested, and undo what it has changed."""
+        if self._subscriber is not None:
+            self._subscriber.keep_last_step()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which all parameters are on the device, whichever layers are called."""
+        self._holds += 1
+        try:
+            for name in self._units:
+                self.acquire(name)
+            yield
+        finally:
+            self._holds -= 1
+            self.release_all()
+
+    def acquire_held(self) -> None:
+        """Inside :meth:`held`, after :meth:`changed`: gather the new values."""
+        for name in self._units if self._holds else ():
+            self.acquire(name)
+
+    def wait_for_all(self) -> None:
+        """Finish all gathers that have begun: a recorded step cannot wait for work from outside of its recording.
+
+        Where a subscriber updates parameters, each layer waits for its own parameters in the step instead.
+        """
+        if self._subscribed:
+            self._present = set(self._frozen)
+            return
+        for name in self._units if not self._memory.transient else ():
+            self.acquire(name)
+
+    def acquire(self, name: str) -> None:
+        """Let kernels launched from now on read a layer's parameters."""
+        self._start(name)
+        for unit in self._units[name]:
+            work = self._pending.pop(unit, None)
+            if work is not None:
+                self._data.wait_for(work)
+            if self.watch is not None:
+                self.watch.arrived(unit)
+
+    def _start(self, name: str | None) -> None:
+        for unit in self._units.get(name, ()) if name is not None else ():
+            self._start_unit(unit)
+
+    def _start_unit(self, unit: str) -> None:
+        if unit in self._present:
+            return
+        if self._subscriber is not None and unit not in self._frozen:
+            self._graph_breaks.at(partial(self._subscriber.wait, unit))
+        self._present.add(unit)
+        if self._memory.transient:
+            self._memory.allocate(unit)
+        work = self._fill(unit)
+        if work is not None:
+            self._pending[unit] = work
+
+    def _fill(self, unit: str) -> Any:
         """Begin to fill a unit's memory on the device; the result has a ``wait()``, or is ``None``."""
         full, shard = self._full[unit], self._shards[unit]
         if not self._memory.on_host and not self._memory.transient and not self._is_divided(unit):
@@ -196,130 +326,19 @@ class ParameterGatherer:
         group = self._data.group(self._memory.units[unit])
         return all_gather_single(full, shard, group=group, async_op=True)
 
-    def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Call a layer with its parameters in place."""
-        if name not in self._units:
-            return call(x, *args)
-        self.before_forward(name)
-        y: torch.Tensor = call(x, *args)
-        self.after_forward(name, y if y.requires_grad else None)
-        return y
+    def release(self, name: str) -> None:
+        """Free a layer's parameters until they are acquired again; without transient memory, they stay."""
+        for unit in self._units[name] if self._memory.transient else ():
+            self._release_unit(unit)
 
-    def before_forward(self, name: str) -> None:
-        """Bring a layer's parameters, and begin to gather the next layer's."""
-        self._acquire(name)
-        if self._travels and not self._in_backward and name not in self._last:
-            self._start_layer(self._next.get(name))  # not in recomputation: the backward pass goes the other way
-
-    def after_forward(self, name: str, output: torch.Tensor | None) -> None:
-        """A layer was called.
-
-        Args:
-            output: the layer's output, if the backward pass will come through it; else ``None``.
-        """
-        if not self._memory.transient:
-            return
-        if output is not None:
-            output.register_hook(lambda _: self.before_backward(name))
-        if name not in self._in_backward and not (output is not None and name in self._last):
-            self._release_layer(name)
-
-    def before_backward(self, name: str) -> None:
-        """A layer's backward pass is about to begin, or has begun already."""
+    def release_all(self) -> None:
+        """Release all layers, for instance when a backward pass has ended."""
         if self._memory.transient:
-            BACKWARD_PASSES.at_end(self.let_all_go)
-        self._in_backward.add(name)
-        self._acquire(name)
-        self._start_layer(self._previous.get(name))
+            self._in_backward.clear()
+            for unit in self._full:
+                self._release_unit(unit)
 
-    def backward_done(self, unit: str) -> None:
-        """A unit's gradients are complete: this backward pass does not need its parameters again."""
-        if self._memory.transient:
-            self._in_backward.discard(self._layer_of[unit])
-            self._release(unit)
-
-    def may_change(self, unit: str) -> None:
-        """A unit's gradient is final: a subscriber may give its parameters new values before the step."""
-        if self.changes_early and self.watch is not None and unit in self._present:
-            self.watch.may_change(unit)
-
-    def bring(self, name: str) -> None:
-        """Bring a layer's parameters for use outside of its forward."""
-        self._acquire(name)
-
-    def keep_last_step(self) -> None:
-        """Let no subscriber change parameters before the coming step is requested, and undo what it has changed."""
-        if self._subscriber is not None:
-            self._subscriber.keep_last_step()
-
-    def let_go(self, name: str) -> None:
-        """End the use that :meth:`bring` began."""
-        if self._memory.transient:
-            self._release_layer(name)
-
-    def let_all_go(self) -> None:
-        """Free all layers' parameters, for instance when a backward pass has ended."""
-        if self._memory.transient:
-            self._release_all()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A context in which all parameters are on the device, whichever layers are called."""
-        self._holds += 1
-        try:
-            for name in self._units:
-                self._acquire(name)
-            yield
-        finally:
-            self._holds -= 1
-            self.let_all_go()
-
-    def bring_held(self) -> None:
-        """Inside :meth:`held`, after :meth:`changed`: gather the new values."""
-        for name in self._units if self._holds else ():
-            self._acquire(name)
-
-    def wait_for_all(self) -> None:
-        """Finish all gathers that have begun: a recorded step cannot wait for work from outside of its recording.
-
-        Where a subscriber updates parameters, each layer waits for its own parameters in the step instead.
-        """
-        if self._subscribed:
-            self._present = set(self._frozen)
-            return
-        for name in self._units if not self._memory.transient else ():
-            self._acquire(name)
-
-    def _acquire(self, name: str) -> None:
-        self._start_layer(name)
-        for unit in self._units[name]:
-            work = self._pending.pop(unit, None)
-            if work is not None:
-                self._data.wait_for(work)
-            if self.watch is not None:
-                self.watch.arrived(unit)
-
-    def _start_layer(self, name: str | None) -> None:
-        for unit in self._units.get(name, ()) if name is not None else ():
-            self._start(unit)
-
-    def _start(self, unit: str) -> None:
-        if unit in self._present:
-            return
-        if self._subscriber is not None and unit not in self._frozen:
-            self._graph_breaks.at(partial(self._subscriber.wait, unit))
-        self._present.add(unit)
-        if self._memory.transient:
-            self._memory.allocate(unit)
-        work = self._bring(unit)
-        if work is not None:
-            self._pending[unit] = work
-
-    def _release_layer(self, name: str) -> None:
-        for unit in self._units[name]:
-            self._release(unit)
-
-    def _release(self, unit: str) -> None:
+    def _release_unit(self, unit: str) -> None:
         if unit in self._present and not self._holds:
             work = self._pending.pop(unit, None)
             if work is not None:
@@ -328,8 +347,3 @@ class ParameterGatherer:
                 self.watch.left(unit)
             self._memory.free(unit)
             self._present.discard(unit)
-
-    def _release_all(self) -> None:
-        self._in_backward.clear()
-        for unit in self._full:
-            self._release(unit)

@@ -1,4 +1,4 @@
-"""Connects the stations of a step's gradients: collector, reducer and router."""
+"""Connects the stations of a step's gradients: collector and reducer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import torch
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.reducer import GradientReducer
-from gptpar.engine.router import GradientRouter
 
 
 class Gradients:
-    """Tells the collector, the reducer and the router how far the step is."""
+    """Tells the collector and the reducer how far the step is."""
 
-    def __init__(
-        self, memory: GradientMemory, collector: GradientCollector, reducer: GradientReducer, router: GradientRouter
-    ):
-        self.memory, self.collector, self.router, self._reducer = memory, collector, router, reducer
+    def __init__(self, memory: GradientMemory, collector: GradientCollector, reducer: GradientReducer):
+        self.memory, self.collector, self.reducer = memory, collector, reducer
 
     @property
     def shard(self) -> torch.Tensor:
@@ -31,12 +28,11 @@ class Gradients:
     @property
     def are_exchanged(self) -> bool:
         """Whether processes have begun to sum gradients of this step."""
-        return self._reducer.has_begun
+        return self.reducer.has_begun
 
     def begin(self, num_micro_batches: int) -> None:
         """A step begins."""
-        self.router.begin()
-        self._reducer.begin()
+        self.reducer.begin()
         self.collector.begin()
         # A unit that two virtual stages share gets a second gradient even in a step of one micro-batch.
         self.memory.begin(num_micro_batches + self.collector.shares_units)
@@ -57,9 +53,8 @@ class Gradients:
 
     def finish(self) -> None:
         """All passes are over: wait for the reductions, and sum the gradients of tied units over their stages."""
-        self._reducer.finish()
-        self.router.finish()
+        self.reducer.finish()
 
     def square(self) -> torch.Tensor:
         """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
-        return self.router.square()
+        return self.reducer.square()

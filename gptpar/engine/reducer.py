@@ -1,9 +1,9 @@
-"""Sums gradients over the copies of their unit while the backward pass still runs, a limited number at a time."""
+"""Sums gradients over the processes that share a unit, and divides final ones between device and subscriber."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +13,14 @@ import torch.distributed as dist
 
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.gradient_memory import GradientMemory
-from gptpar.engine.router import GradientRouter
+from gptpar.engine.ranges import Home
+from gptpar.engine.step_graph import GraphBreaks
+from gptpar.engine.subscriber import Subscriber
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
+from gptpar.optim.grad_norm import GradientNorm, Measured
 from gptpar.topology.groups import reduce_scatter_single
+from gptpar.topology.mesh import TENSOR
 
 MAX_IN_FLIGHT = 2
 """Under ZeRO-2 and 3, the number of reductions that may hold a whole unit's buffer at once."""
@@ -37,26 +42,58 @@ class _Reduction:
 
 
 class GradientReducer:
-    """Reduces each unit's gradient to this process's shard, and hands the final shard on to the router.
+    """Reduces each unit's gradient to this process's shard, and divides the final shard between device and subscriber.
+
+    A unit's gradient is summed over the processes that hold copies of it while the backward pass still runs, a limited
+    number at a time, and then over the tensor axis. The norm is measured, and the shard divided. Sums and norms are
+    formed over a unit's whole shard before it is divided: so neither the norm nor the gradient depends on the twin-flow
+    ratio. Units that the device updates wholly are completed together at the end of the step, others as soon as they
+    are final over the data axis.
 
     Args:
+        table: of this process's parameters.
         dtype: number format in which processes exchange gradients.
+        tensor_group: the ranks that split each layer; ``None`` when alone.
+        tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
+        subscriber: updates the elements that the device does not; ``None``: their gradients are dropped.
+        counts_zeros: whether zeros are counted.
 
     Attributes:
         has_begun: whether any reduction over processes has begun in this step.
+        zeros: how many of the subscriber's elements that this process counts are zero (fp64 scalar on the device).
     """
 
-    def __init__(self, memory: GradientMemory, data: DataAxes, dtype: torch.dtype, router: GradientRouter):
-        self._memory, self._data, self._dtype, self._router = memory, data, dtype, router
-        self._summed: set[str] = set()
+    def __init__(
+        self,
+        table: ParameterTable,
+        memory: GradientMemory,
+        data: DataAxes,
+        dtype: torch.dtype,
+        tensor_group: dist.ProcessGroup | None,
+        tied: Mapping[str, dist.ProcessGroup],
+        subscriber: Subscriber | None,
+        graph_breaks: GraphBreaks,
+        *,
+        counts_zeros: bool,
+    ):
+        self._table, self._memory, self._data, self._dtype = table, memory, data, dtype
+        self._tensor_group, self._tied = tensor_group, tied
+        self._subscriber, self._graph_breaks, self._counts_zeros = subscriber, graph_breaks, counts_zeros
         self.has_begun = False
         self._pending: deque[_Reduction] = deque()
-        self._bounded = data.zero_stage >= 2 or router.divides
-        on_side_stream = router.divides and not data.is_alone and memory.shard.is_cuda
+        self._summed: set[str] = set()
+        self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
+        self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
+        self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
+        self.zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
+        divides = len(memory.undivided) < len(table.units)  # the subscriber gets its elements in the backward pass
+        self._bounded = data.zero_stage >= 2 or divides
+        on_side_stream = divides and not data.is_alone and memory.shard.is_cuda
         self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
 
     def begin(self) -> None:
         """A step begins; reductions of a step that was dropped write no more, and are not added."""
+        self.zeros.zero_()
         while self._pending:
             dropped = self._pending.popleft()  # holds the tensors until they are usable
             dropped.wait()
@@ -85,7 +122,7 @@ class GradientReducer:
             self._pending.append(self._begun(work, unit, sent, last, (sent,)))
         self._memory.release(unit)
         while self._bounded and len(self._pending) > MAX_IN_FLIGHT:
-            self._complete_one()
+            self._finish_oldest()
 
     def _begun(
         self, work: Any, unit: Unit, shard: torch.Tensor, last: bool, in_use: tuple[torch.Tensor, ...]
@@ -111,15 +148,101 @@ class GradientReducer:
             shard = total.add_(shard) if unit.name in self._summed else total.copy_(shard)
             self._summed.add(unit.name)
         if last:
-            self._router.route(unit, shard)
+            self._complete(unit, shard)
 
-    def _complete_one(self) -> None:
+    def _complete(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Use this process's shard of a unit's gradient, which is final over the data axis.
+
+        The subscriber's elements of ``shard`` must not change until the unit's next backward pass.
+        """
+        on_device = self._memory.shards[unit.name]
+        if on_device.numel() == unit.shard_length:
+            if shard is not on_device:
+                on_device.copy_(shard)
+        elif unit.name in self._tied:
+            self._held_back[unit.name] = (unit, shard)
+        else:
+            self._divide(unit, shard)
+
+    def _finish_oldest(self) -> None:
         oldest = self._pending.popleft()
         oldest.wait()
         oldest.add()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait until this process's shards are complete."""
+        """All passes are over: wait for the reductions, and complete the units that wait for the end of the step."""
         while self._pending:
-            self._complete_one()
+            self._finish_oldest()
+        shards = self._undivided
+        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
+        for name, group in self._tied.items():
+            held = self._held_back.pop(name, None)
+            # Sum the whole shard: the stages that have the unit may divide it at different elements.
+            sum_together([self._memory.shards[name] if held is None else held[1]], group)
+            if held is not None:
+                self._divide(*held)
+
+    def square(self) -> torch.Tensor:
+        """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
+        self._norm.take(self._norm.measured(self._undivided))
+        return self._norm.square(self._memory.shard.device)
+
+    def squares(self) -> torch.Tensor:
+        """[units] that :meth:`square`, which comes first in a step, unit by unit."""
+        return self._norm.squares(self._memory.shard.device)
+
+    def replace(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Use another final gradient of a unit, before :meth:`square`; other processes that hold the shard do so, too.
+
+        Args:
+            shard: [unit.shard_length] new memory; its sums over all axes are formed.
+        """
+        on_device = self._memory.shards[unit.name]
+        if on_device.numel() == unit.shard_length:
+            on_device.copy_(shard)
+        else:
+            self._give_out(unit, shard)
+
+    @property
+    def _undivided(self) -> dict[str, torch.Tensor]:
+        return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
+
+    def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a unit's gradient that are still to be summed over the tensor axis."""
+        return [shard[start:stop] for start, stop in self._messages[unit]]
+
+    @torch.no_grad()
+    def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
+        sum_together(self._addends(unit.name, shard), self._tensor_group)
+        self._give_out(unit, shard)
+
+    def _give_out(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Measure a shard whose sums are formed, and give device and subscriber their elements."""
+        norms = self._norm.measured({unit.name: shard})
+        on_device = self._memory.shards[unit.name]
+        low = on_device.numel()
+        if low:
+            on_device.copy_(shard[:low])
+        if self._counts_zeros:
+            self._count_zeros(unit, shard)
+        # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.
+        self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))
+
+    def _hand_over(self, unit: str, norms: Measured, offloaded: torch.Tensor) -> None:
+        self._norm.take(norms)
+        if self._subscriber is not None:
+            self._subscriber.submit_gradient(unit, offloaded)
+
+    def _count_zeros(self, unit: Unit, shard: torch.Tensor) -> None:
+        for one in self._table.ranges(unit=unit.name, home=Home.HOST):
+            if one.counted:
+                self.zeros += (shard[one.start : one.stop] == 0).sum()
+
+
+def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum each part over a group, in one message; ``None``: this process is alone in the group."""
+    if group is not None and any(part.numel() for part in parts):
+        flat = torch.cat(parts)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))

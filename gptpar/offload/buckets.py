@@ -297,6 +297,13 @@ def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, t
             yield bucket.unit, bucket.start, bucket.buffers.vectors[kind]
 
 
+def square_of_weights(buckets: Sequence[Bucket]) -> float:
+    """Sum of squares of the master weights that this process counts."""
+    return sum(
+        bucket.kernel.square(bucket.buffers.weights[start:stop]) for bucket in buckets for start, stop in bucket.counted
+    )
+
+
 def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
     """Bytes of master weights and optimizer state, and bytes of their double buffers."""
     doubled = (b.double_buffer.nbytes for b in buckets if b.double_buffer is not None)

@@ -13,13 +13,9 @@ two times, with the same result:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,27 +23,21 @@ import torch
 from torch.profiler import record_function
 
 from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
-from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of
+from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of, square_of_weights
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import NOTHING, between
-from gptpar.offload.matrix_phases import MatrixPhases
+from gptpar.offload.kernel_queue import KernelQueue
 from gptpar.offload.row_comparison import RowComparison
+from gptpar.offload.shared_state import SharedState
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
+from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.update import Hyperparameters
-from gptpar.system.switch_interval import SWITCH_INTERVAL
-
-SWITCH_SECONDS = 1e-3
-"""How long a thread may keep Python's lock. With the default of 5 ms, the updating thread would wait 5 ms after each
-bucket while the training loop launches kernels; with 50 us, they would interrupt each other all the time."""
-
-CLOSE_SECONDS = 60.0
-EXIT_SECONDS = 10.0
 
 
-class HostOptimizer(MatrixPhases):
+class HostOptimizer:
     """The CPU optimizer: the engine's :class:`~gptpar.engine.subscriber.Subscriber`, which the training loop calls.
 
     Args:
@@ -64,6 +54,7 @@ class HostOptimizer(MatrixPhases):
         log: is told what happens to each bucket.
 
     Attributes:
+        shared: the state that it shares with its thread, among it ``guard`` and ``latest_updates``.
         waited_s: seconds spent in :meth:`wait` since the start.
         partial_unit: the unit whose partial gradients are used; ``None``: there is none.
     """
@@ -83,32 +74,34 @@ class HostOptimizer(MatrixPhases):
         partial_unit: str | None = None,
         log: EventLog | None = None,
     ):
-        # Buckets come first: the base class works on them. Double buffers come before the partial gradients' memory,
-        # which only buckets with a double buffer get. The thread starts last, when all it reads is there.
-        buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
-        super().__init__(buckets, kernels=kernels, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
-        for bucket in buckets:
+        self._kernels, self._transfers = kernels, transfers
+        self._buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
+        self.shared = SharedState(self._buckets, transfers, log)
+        for bucket in self._buckets:
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s, self._has_gradients = 0.0, False
+        self._missed: tuple[int, ...] = ()
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
         self._comparisons: dict[str, RowComparison] = {}
+        # Double buffers come before the partial gradients' memory, which only buckets with a double buffer get. The
+        # thread starts last, when all it reads is there.
         self.add_double_buffers(speculated_elements)
         if partial_unit is not None:
             self._prepare_partial(partial_unit)
-        SWITCH_INTERVAL.shorten(SWITCH_SECONDS)
+        self._queue = KernelQueue(self.shared, kernels)
+        self.guard, self.latest_updates = self.shared.guard, self.shared.latest_updates
+        self._thread = UpdatingThread(self.shared, self._queue, clip_grad=clip_grad, cores=cores)
         self._thread.start()
-        self._at_exit = partial(_close_at_exit, weakref.ref(self), os.getpid())
-        atexit.register(self._at_exit)
 
     def _prepare_partial(self, unit: str) -> None:
         """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""
-        for bucket in self._of_unit[unit]:
+        for bucket in self.shared.of_unit[unit]:
             if bucket.double_buffer is not None:
                 bucket.own_copy = self._transfers.keeping_h2d_copy(bucket.parameters)
                 bucket.own_staging = self._transfers.reserve_staging()
                 self.partial_unit = unit
-                self._record(What.PREPARED, bucket)
+                self.shared.record(What.PREPARED, bucket)
 
     def add_double_buffers(self, elements: int) -> None:
         """Allow speculation for the model's last ``elements`` elements."""
@@ -118,9 +111,9 @@ class HostOptimizer(MatrixPhases):
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """Announce the coming step's probable hyperparameters: speculation with them may begin."""
-        with self._changed:
-            self._expected = StepHyperparameters(hyperparameters, loss_scale, self._missed)
-            self._changed.notify_all()
+        with self.shared.changed:
+            self.shared.expected = StepHyperparameters(hyperparameters, loss_scale, self._missed)
+            self.shared.changed.notify_all()
 
     def expect_open_ranges(self, unit: str, ranges: np.ndarray) -> None:
         """Announce the ranges in which a unit's partial gradient may still change in the coming step."""
@@ -150,39 +143,29 @@ class HostOptimizer(MatrixPhases):
             ForbiddenEvent: the unit's last step is not done.
         """
         self._has_gradients = True
-        with self._changed:
+        with self.shared.changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
                 open_ranges = NOTHING
-                self._compare(unit, grad, is_final=formed is None)
-            for bucket in self._of_unit[unit]:
+                self._comparisons[unit].submit(grad, self.shared.of_unit[unit], is_final=formed is None)
+            for bucket in self.shared.of_unit[unit]:
                 if bucket.due:
                     raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
                     bucket.take(self._transfers.fetch(part, bucket.own_staging))
-                    self._advance(bucket, What.SUBMITTED)
+                    self.shared.advance(bucket, What.SUBMITTED)
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
                     its_open_ranges = between(open_ranges, bucket.start, bucket.stop) - bucket.start
                     bucket.take_partial(self._transfers.fetch(part), its_open_ranges)
-                    self._advance(bucket, What.SUBMITTED_PARTIAL)
-            self._changed.notify_all()
+                    self.shared.advance(bucket, What.SUBMITTED_PARTIAL)
+            self.shared.changed.notify_all()
         self._transfers.hold_back()  # without the lock, which the thread needs while this waits
-
-    def _compare(self, unit: str, grad: torch.Tensor, *, is_final: bool) -> None:
-        """Note a partial gradient, or tell the buckets that have one where the final one differs."""
-        with_partial = [bucket for bucket in self._of_unit[unit] if bucket.partial is not None]
-        if not is_final:
-            self._comparisons[unit].take_partial(grad)
-        elif with_partial:
-            changed = self._comparisons[unit].changed(grad)
-            for bucket in with_partial:
-                bucket.take_changes(changed)
 
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
         """Whether a bucket can speculate with a partial gradient, and has none yet."""
         is_formed = bucket.stop <= formed and bucket.state is BucketState.IDLE
-        return is_formed and bucket.own_copy is not None and not self.backs_off and not self._holds
+        return is_formed and bucket.own_copy is not None and not self.backs_off and not self.shared.holds
 
     def step(
         self,
@@ -211,22 +194,21 @@ class HostOptimizer(MatrixPhases):
             wait: whether to return only when that is done.
         """
         not_finite = self._transfers.read_scalar(torch.tensor(float("nan")))
-        self._announce(StepRequest(not_finite, None, frozenset(self._of_unit)))
+        self._announce(StepRequest(not_finite, None, frozenset(self.shared.of_unit)))
         if wait:
             self.finish()
 
     def _announce(self, request: StepRequest) -> None:
-        with self._changed:
+        with self.shared.changed:
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
-            self._has_gradients = self._keeps = False
+            self._has_gradients = self.shared.keeps = False
             for bucket in self._buckets:
                 bucket.due = True
-            if self.log is not None:
-                self.log.record(What.STEP_REQUESTED)
-            self._request, self._expected = request, None
-            self._changed.notify_all()
+            self.shared.record(What.STEP_REQUESTED)
+            self.shared.request, self.shared.expected = request, None
+            self.shared.changed.notify_all()
 
     def wait(self, unit: str, *, block: bool = False) -> None:
         """Return when a unit's last step is done. Kernels launched afterwards read the new parameters.
@@ -238,75 +220,114 @@ class HostOptimizer(MatrixPhases):
         Raises:
             BaseException: the error that ended the thread.
         """
-        if self.log is not None:
-            self.log.record(What.WAITED, unit)
-        self._wait_for(self._of_unit.get(unit, ()), block)
+        if self.shared.log is not None:
+            self.shared.log.record(What.WAITED, unit)
+        self._wait_for(self.shared.of_unit.get(unit, ()), block)
 
     def finish(self) -> None:
         """Return when the last step of all units is done; see :meth:`wait`."""
         self._wait_for(self._buckets)
-        self._wait_for_step()
-
-    def _wait_for_step(self) -> None:
-        """Return when the last step's state is in host memory; any thread may call it."""
-        with self._changed:
-            self._until(lambda: self._request is None and not any(bucket.due for bucket in self._buckets))
-        self._raise()
+        self.shared.wait_for_step()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
         if any(bucket.due for bucket in buckets):  # a look needs no lock: meanwhile only the thread changes it, once
-            with record_function("wait for the CPU optimizer"), self._changed:
-                self._until(lambda: not any(bucket.due for bucket in buckets))
+            with record_function("wait for the CPU optimizer"):
+                self.shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
         self.waited_s += time.perf_counter() - started
-        self._raise()
+        self.shared.raise_failure()
         for bucket in buckets:
             sent, bucket.sent = bucket.sent, None
             if sent is not None:
                 sent(block)
 
     def updates(self) -> tuple[int, int]:
-        """``num_updated`` and ``num_ahead`` of one moment, at any time."""
-        with self._changed:
-            return self.num_updated, self.num_ahead
+        """Number of elements updated, and ``num_ahead``, of one moment, at any time."""
+        with self.shared.changed:
+            return self.shared.num_updated, self.shared.num_ahead
+
+    @property
+    def num_ahead(self) -> int:
+        """Number of elements updated from a speculation, over all steps."""
+        return self.shared.num_ahead
+
+    @property
+    def num_redone(self) -> int:
+        """Number of steps in which a speculation was wrong."""
+        return self.shared.num_redone
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the kernel worked."""
+        return self.shared.busy_s
 
     @property
     def backs_off(self) -> bool:
         """Whether the coming step does not speculate, because a recent speculation was wrong."""
-        return self._back_off.steps > 0
+        return self.shared.back_off.steps > 0
 
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:
         """A context in which no speculation begins: the device's parameters do not change before the next step."""
-        with self._changed:
-            self._holds += 1
+        with self.shared.changed:
+            self.shared.holds += 1
         try:
             yield
         finally:
-            with self._changed:
-                self._holds -= 1
-                self._changed.notify_all()
+            with self.shared.changed:
+                self.shared.holds -= 1
+                self.shared.changed.notify_all()
 
     def keep_last_step(self) -> None:
         """Give the device's parameters the values that they have before the coming step, until it is requested.
 
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
-        if not self._has_gradients or self._keeps:
+        if not self._has_gradients or self.shared.keeps:
             return
-        with self._changed:
-            self._keeps = self._taking_back = True
-            self._changed.notify_all()
-            self._until(lambda: not self._taking_back)
+        with self.shared.changed:
+            self.shared.keeps = self.shared.taking_back = True
+            self.shared.changed.notify_all()
+        self.shared.loop_waits(lambda: not self.shared.taking_back)
         self._wait_for(self._buckets)
 
+    # Updates of matrices, in two phases: see gptpar.offload.matrix_phases and Subscriber.
+
+    def expect_momenta(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
+        free = self._transfers.now()
+        with self.shared.changed:
+            for bucket in self.shared.matrix_buckets(unit):
+                bucket.momenta = memory(bucket.start, bucket.stop), free
+            self.shared.changed.notify_all()
+
+    def wait_for_momenta(self, unit: str) -> None:
+        buckets = self.shared.matrix_buckets(unit)
+        self.shared.loop_waits(lambda: all(b.state is BucketState.AVERAGED or not b.due for b in buckets))
+        for bucket in buckets:
+            sent, bucket.sent = bucket.sent, None
+            if sent is not None:
+                sent(False)
+
+    def submit_directions(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
+        with self.shared.changed:
+            for bucket in self.shared.matrix_buckets(unit):
+                if bucket.due:  # not where the step is skipped
+                    bucket.take(self._transfers.fetch(memory(bucket.start, bucket.stop), bucket.own_staging))
+                    self.shared.advance(bucket, What.DIRECTED)
+            self.shared.changed.notify_all()
+        self._transfers.hold_back()
+
     # Between steps.
+
+    def miss(self, steps: tuple[int, ...]) -> None:
+        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        self._missed = steps
 
     def publish(self) -> None:
         """Copy all master weights to the device, after they were changed from outside."""
         self.finish()
         for bucket in self._buckets:
-            self._send_weights(bucket)
+            self._queue.send_weights(bucket)
         self.finish()
 
     def close(self, patience: float | None = None) -> None:
@@ -316,15 +337,7 @@ class HostOptimizer(MatrixPhases):
             patience: seconds after which a device counts as silent. Then the thread ends with the process. Default:
                 ``CLOSE_SECONDS``.
         """
-        with self._changed:
-            closed, self._closing = self._closing, True
-            self._changed.notify_all()
-        self._thread.join(CLOSE_SECONDS if patience is None else patience)
-        if not closed:
-            atexit.unregister(self._at_exit)
-            SWITCH_INTERVAL.restore(SWITCH_SECONDS)
-            if not self._thread.is_alive():
-                self._transfers.close()
+        self._thread.close(patience)
 
     @property
     def steps_taken(self) -> int:
@@ -334,18 +347,18 @@ class HostOptimizer(MatrixPhases):
 
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
-        for unit in self._of_unit:
+        for unit in self.shared.of_unit:
             self.set_steps(unit, count)
 
     def steps_of(self, unit: str) -> int:
         """Number of a unit's updates so far; skipped steps and steps without its gradient do not count."""
         self.finish()
-        return self._of_unit[unit][0].steps
+        return self.shared.of_unit[unit][0].steps
 
     def set_steps(self, unit: str, count: int) -> None:
         """Continue as if the unit had been updated ``count`` times."""
         self.finish()
-        for bucket in self._of_unit[unit]:
+        for bucket in self.shared.of_unit[unit]:
             bucket.steps = count
 
     def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -355,7 +368,7 @@ class HostOptimizer(MatrixPhases):
             beside_loop: see :class:`~gptpar.engine.subscriber.Subscriber`.
         """
         if beside_loop:
-            self._wait_for_step()
+            self.shared.wait_for_step()
         else:
             self.finish()
         yield from parts_of(self._buckets, kind)
@@ -363,11 +376,7 @@ class HostOptimizer(MatrixPhases):
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""
         self.finish()
-        return sum(
-            bucket.kernel.square(bucket.buffers.weights[start:stop])
-            for bucket in self._buckets
-            for start, stop in bucket.counted
-        )
+        return square_of_weights(self._buckets)
 
     @property
     def state_bytes(self) -> tuple[int, int]:
@@ -382,13 +391,3 @@ class HostOptimizer(MatrixPhases):
     def kernel(self) -> str:
         """The kernel's instruction set and number of threads, for the banner."""
         return f"{self._kernels[0].isa}, {self._kernels[0].threads} thread(s)"
-
-
-def _close_at_exit(optimizer: weakref.ref[HostOptimizer], process: int) -> None:
-    """End the thread before Python ends: it ends threads amid C++ functions, which may abort the process.
-
-    Args:
-        process: that has the thread; a forked child has not.
-    """
-    if (open_one := optimizer()) is not None and os.getpid() == process:
-        open_one.close(EXIT_SECONDS)

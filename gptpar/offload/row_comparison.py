@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 import torch
 
+from gptpar.offload.buckets import Bucket
 from gptpar.offload.index_ranges import ranges_of_marked
 from gptpar.offload.transfers import Transfers
 
@@ -24,6 +25,16 @@ class RowComparison:
     def __init__(self, width: int, first: int, transfers: Transfers):
         self._width, self._before, self._transfers = width, first % width, transfers
         self._partial: torch.Tensor | None = None
+
+    def submit(self, grad: torch.Tensor, buckets: Sequence[Bucket], *, is_final: bool) -> None:
+        """Note a partial gradient, or tell those of the unit's buckets that have one where the final one differs."""
+        with_partial = [bucket for bucket in buckets if bucket.partial is not None]
+        if not is_final:
+            self.take_partial(grad)
+        elif with_partial:
+            changed = self.changed(grad)
+            for bucket in with_partial:
+                bucket.take_changes(changed)
 
     def take_partial(self, grad: torch.Tensor) -> None:
         """Compare with this partial gradient, whose memory does not change until the final one is submitted."""

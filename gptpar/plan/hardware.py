@@ -7,7 +7,9 @@ blocks), once for all layouts. Other GPUs are assumed to reach the same fraction
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from gptpar.errors import ConfigError
 
@@ -31,19 +33,8 @@ class Gpu:
     link_bandwidth: float
 
 
-# Memory as the driver reports it; bandwidths from the makers' data sheets (NVLink, Infinity Fabric or PCIe).
-GPUS: dict[str, Gpu] = {
-    "a100": Gpu("NVIDIA A100", 79.1, 2.04e12, 300e9),
-    "a100-40": Gpu("NVIDIA A100", 39.4, 1.56e12, 300e9),
-    "h100": Gpu("NVIDIA H100", 79.1, 3.35e12, 450e9),
-    "h200": Gpu("NVIDIA H200", 139.8, 4.8e12, 450e9),
-    "h20": Gpu("NVIDIA H20", 95.1, 4.0e12, 450e9),
-    "b200": Gpu("NVIDIA B200", 178.4, 8.0e12, 900e9),
-    "l40s": Gpu("NVIDIA L40S", 44.4, 0.864e12, 32e9),
-    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 23.5, 1.008e12, 32e9),
-    "v100": Gpu("NVIDIA V100", 31.7, 0.9e12, 150e9),
-    "mi300x": Gpu("AMD Instinct MI300X", 191.5, 5.3e12, 448e9),
-}
+_SHEETS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+GPUS = {name: Gpu(**sheet) for name, sheet in _SHEETS["gpus"].items()}
 
 
 @dataclass(frozen=True)
@@ -201,38 +192,6 @@ def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak: float | None)
     return None if peak is None else tokens_per_s_per_gpu * flops_per_token / peak
 
 
-# Dense TFLOP/s of one device at (bf16, fp16, tf32, fp32) from the makers' data sheets, half-precision
-# products summed in fp32; None where the device lacks the type. A row applies when all its words are in the
-# device's name, and the first such row counts, so variants stand before the plain name.
-_PEAK_TFLOPS: tuple[tuple[str, tuple[float | None, float | None, float | None, float]], ...] = (
-    ("b200", (2250, 2250, 1125, 75)),
-    ("gh200", (989, 989, 494.5, 67)),
-    ("h200 nvl", (835.5, 835.5, 417.5, 60)),
-    ("h200", (989, 989, 494.5, 67)),
-    ("h100 nvl", (835.5, 835.5, 417.5, 60)),
-    ("h100 pcie", (756, 756, 378, 51)),
-    ("h100", (989, 989, 494.5, 67)),
-    ("h800 pcie", (756, 756, 378, 51)),
-    ("h800", (989, 989, 494.5, 67)),
-    ("h20", (148, 148, 74, 44)),
-    ("a100", (312, 312, 156, 19.5)),
-    ("a800", (312, 312, 156, 19.5)),
-    ("a40", (149.7, 149.7, 74.8, 37.4)),
-    ("a30", (165, 165, 82, 10.3)),
-    ("a10", (125, 125, 62.5, 31.2)),
-    ("a10g", (70, 70, 35, 35)),
-    ("rtx a6000", (154.8, 154.8, 77.4, 38.7)),
-    ("l40s", (362, 362, 183, 91.6)),
-    ("l40", (181, 181, 90.5, 90.5)),
-    ("l4", (121, 121, 60, 30.3)),
-    ("rtx 6000 ada", (364.2, 364.2, 182.1, 91.1)),
-    ("rtx 4090", (165.2, 165.2, 82.6, 82.6)),
-    ("rtx 3090", (71, 71, 35.6, 35.6)),
-    ("v100 pcie", (None, 112, None, 14)),
-    ("v100", (None, 125, None, 15.7)),
-    ("t4", (None, 65, None, 8.1)),
-    ("mi300x", (1307.4, 1307.4, 653.7, 163.4)),
-)
 _COLUMN = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3}
 
 # A MIG slice, a laptop chip or a sister card shares the name but not the speed.
@@ -249,8 +208,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if words & _OTHER_VARIANTS or precision not in _COLUMN:
         return None
-    for row, peaks in _PEAK_TFLOPS:
+    for row, peaks in _SHEETS["peak_tflops"].items():
         if words.issuperset(row.split()):
-            peak = peaks[_COLUMN[precision]]
-            return None if peak is None else peak * 1e12
+            return peaks[_COLUMN[precision]] * 1e12 or None
     return None

@@ -25,7 +25,7 @@ def reason(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[0]
 
 
-class GuardedSink:
+class GuardedSink(Sink):
     """A sink whose failures do not reach the run: it warns once, tries again at each checkpoint, and warns at the end.
 
     It tries to write at once, so that a folder that cannot be written is reported before the first step.
@@ -137,15 +137,12 @@ def guarded_console() -> Iterator[None]:
     """Within the block no code that prints can fail because of stdout or stderr."""
     before = sys.stdout, sys.stderr
 
-    def say_on_stdout(sentence: str) -> None:
+    def say(stream: TextIO, sentence: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(f"warning: {sentence}", file=before[0], flush=True)
+            print(f"warning: {sentence}", file=stream, flush=True)
 
-    def say_on_stderr(sentence: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"warning: {sentence}", file=before[1], flush=True)
-
-    out, err = GuardedStream(before[0], "stdout", say_on_stderr), GuardedStream(before[1], "stderr", say_on_stdout)
+    out = GuardedStream(before[0], "stdout", partial(say, before[1]))
+    err = GuardedStream(before[1], "stderr", partial(say, before[0]))
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     try:
         yield

@@ -41,24 +41,20 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
     return {
         **waits,
         **restarts,
-        "iteration": record.iteration,
-        "consumed_samples": record.consumed_samples,
-        "consumed_tokens": record.consumed_tokens,
-        "lm_loss": record.lm_loss,
+        **_values(record, "iteration consumed_samples consumed_tokens lm_loss"),
         **record.auxiliary_losses,
-        "grad_norm": record.grad_norm,
-        "learning_rate": record.learning_rate,
+        **_values(record, "grad_norm learning_rate"),
         "iteration_time_ms": record.elapsed_ms,
-        "tokens_per_s": record.tokens_per_s,
-        "mfu": record.mfu,
-        "mfu_causal": record.mfu_causal,
-        "global_batch_size": record.global_batch_size,
-        "loss_scale": record.loss_scale,
+        **_values(record, "tokens_per_s mfu mfu_causal global_batch_size loss_scale"),
         "skipped_iterations": record.num_skipped,
         "nan_iterations": record.num_nan,
         **_outlier(record),
         **record.layer_norms,
     }
+
+
+def _values(record: object, names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names.split()}
 
 
 def _outlier(record: IterationRecord) -> dict[str, Any]:
@@ -69,28 +65,12 @@ def _outlier(record: IterationRecord) -> dict[str, Any]:
     return {"outlier_iterations": record.num_outliers, "outlier_batch": batch}
 
 
-def validation_object(record: ValidationRecord) -> dict[str, Any]:
-    """The JSON object of an evaluation."""
-    return {
-        "iteration": record.iteration,
-        "consumed_samples": record.consumed_samples,
-        "consumed_tokens": record.consumed_tokens,
-        f"{record.split}_loss": record.loss,
-    }
-
-
-def task_object(record: TaskRecord) -> dict[str, Any]:
-    """The JSON object of a task's scores."""
-    return {
-        "iteration": record.iteration,
-        "consumed_samples": record.consumed_samples,
-        "consumed_tokens": record.consumed_tokens,
-        "task": record.task,
-        **record.scores,
-        "num_items": record.num_items,
-        "num_tokens": record.num_tokens,
-        "seconds": record.seconds,
-    }
+def evaluation_object(record: ValidationRecord | TaskRecord) -> dict[str, Any]:
+    """The JSON object of an evaluation, or of a task's scores."""
+    found = _values(record, "iteration consumed_samples consumed_tokens")
+    if isinstance(record, ValidationRecord):
+        return {**found, f"{record.split}_loss": record.loss}
+    return {**found, "task": record.task, **record.scores, **_values(record, "num_items num_tokens seconds")}
 
 
 def json_line(values: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from gptpar.reporting.records import IterationRecord, MemoryStats, TaskRecord, ValidationRecord
 
@@ -86,14 +86,7 @@ def _time_scalars(record: IterationRecord) -> dict[str, float | None]:
 
 
 def _memory_scalars(memory: MemoryStats | None) -> dict[str, float | None]:
-    if memory is None:
-        return {}
-    return {
-        "mem-reserved-bytes": memory.reserved_bytes,
-        "mem-allocated-bytes": memory.allocated_bytes,
-        "mem-max-allocated-bytes": memory.max_allocated_bytes,
-        "mem-allocated-count": memory.allocated_count,
-    }
+    return {} if memory is None else {f"mem-{name.replace('_', '-')}": value for name, value in asdict(memory).items()}
 
 
 def validation_scalars(record: ValidationRecord, options: ScalarOptions) -> dict[str, float]:

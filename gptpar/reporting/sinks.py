@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting import csv_files, metrics_file
@@ -34,8 +34,8 @@ TENSORBOARD_FLUSH_SECONDS = 120.0
 """As TensorBoard's own writer does."""
 
 
-class Sink(Protocol):
-    """Receives a run's iterations, and its evaluations on data and on tasks, in order.
+class Sink:
+    """Receives a run's iterations, and its evaluations on data and on tasks, in order; this one keeps nothing.
 
     Attributes:
         name: for messages.
@@ -58,7 +58,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Appends whole lines to ``metrics.jsonl`` in the run's folder.
 
     Args:
@@ -77,11 +77,10 @@ class JsonlSink:
     def iteration(self, record: IterationRecord) -> None:
         self._file.append(metrics_file.json_line(metrics_file.iteration_object(record)).encode())
 
-    def validation(self, record: ValidationRecord) -> None:
-        self._file.append(metrics_file.json_line(metrics_file.validation_object(record)).encode())
+    def validation(self, record: ValidationRecord | TaskRecord) -> None:
+        self._file.append(metrics_file.json_line(metrics_file.evaluation_object(record)).encode())
 
-    def task(self, record: TaskRecord) -> None:
-        self._file.append(metrics_file.json_line(metrics_file.task_object(record)).encode())
+    task = validation
 
     def flush(self) -> None:
         self._file.flush()
@@ -90,7 +89,32 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
+class _ScalarSink(Sink):
+    """Names and chooses the scalars of records.
+
+    Args:
+        options: which scalars are written, and how often.
+        world_size: number of processes.
+    """
+
+    def __init__(self, options: ScalarOptions, world_size: int):
+        self._options, self._world_size = options, world_size
+
+    def iteration(self, record: IterationRecord) -> None:
+        if record.iteration % self._options.interval == 0:
+            self._write(iteration_scalars(record, self._options, self._world_size), record)
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._write(validation_scalars(record, self._options), record)
+
+    def task(self, record: TaskRecord) -> None:
+        self._write(task_scalars(record), record)
+
+    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord | TaskRecord) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardSink(_ScalarSink):
     """Writes TensorBoard event files with Megatron-LM's scalar names, over iterations and some over samples, too.
 
     TensorBoard's own writer is not used: it writes in a thread, which a full disk ends for good.
@@ -114,18 +138,7 @@ class TensorBoardSink:
         self._file = RecordFile(
             folder / name, header=header, queue_size=queue_size, flush_seconds=TENSORBOARD_FLUSH_SECONDS
         )
-        self._options = options
-        self._world_size = world_size
-
-    def iteration(self, record: IterationRecord) -> None:
-        if record.iteration % self._options.interval == 0:
-            self._write(iteration_scalars(record, self._options, self._world_size), record)
-
-    def validation(self, record: ValidationRecord) -> None:
-        self._write(validation_scalars(record, self._options), record)
-
-    def task(self, record: TaskRecord) -> None:
-        self._write(task_scalars(record), record)
+        super().__init__(options, world_size)
 
     def flush(self) -> None:
         self._file.flush()
@@ -154,7 +167,7 @@ class TensorBoardSink:
         return record.getvalue()
 
 
-class CsvSink:
+class CsvSink(Sink):
     """Writes DeepSpeed's curves as its CSV monitor does: a file each, a row a step, over the samples consumed.
 
     Args:
@@ -176,10 +189,6 @@ class CsvSink:
         rows = {name: csv_files.row(point.consumed_samples, csv_files.CURVES[name](point)) for name in self._files}
         self._each(lambda name, file: file.append(rows[name]))
 
-    def validation(self, record: ValidationRecord) -> None: ...
-
-    def task(self, record: TaskRecord) -> None: ...
-
     def flush(self) -> None:
         self._each(lambda name, file: file.flush())
 
@@ -198,7 +207,7 @@ class CsvSink:
             raise problems[0]
 
 
-class WandbSink:
+class WandbSink(_ScalarSink):
     """Logs to Weights & Biases under the same names; with WANDB_MODE=offline it needs no network.
 
     Args:
@@ -230,20 +239,12 @@ class WandbSink:
             raise GptparError(
                 f"Weights & Biases cannot be started ({error}): set WANDB_MODE=offline, or drop --wandb-project."
             ) from error
-        self._options = options
-        self._world_size = world_size
+        super().__init__(options, world_size)
         self._problem: Exception | None = None
 
-    def iteration(self, record: IterationRecord) -> None:
-        if record.iteration % self._options.interval == 0:
-            scalars = iteration_scalars(record, self._options, self._world_size)
-            self.log(scalars | {"samples vs steps": record.consumed_samples}, record.iteration)
-
-    def validation(self, record: ValidationRecord) -> None:
-        self.log(validation_scalars(record, self._options), record.iteration)
-
-    def task(self, record: TaskRecord) -> None:
-        self.log(task_scalars(record), record.iteration)
+    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord | TaskRecord) -> None:
+        samples = {"samples vs steps": record.consumed_samples} if isinstance(record, IterationRecord) else {}
+        self.log(scalars | samples, record.iteration)
 
     def flush(self) -> None:
         """Raise the last record's failure; only the next record shows whether the service works again."""

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 
-TOKENIZERS = {
-    "GPT2BPETokenizer": "GPT2BPETokenizer",
-    "SentencePieceTokenizer": "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-    "Llama2Tokenizer": "Llama2Tokenizer",
-    "HFTokenizer": "HFTokenizer",
-    "PretrainedFromHF": "HFTokenizer",
-    "HuggingFaceTokenizer": "HFTokenizer",
-    "TikTokenizer": "TikTokenizer",
-    "NullTokenizer": "NullTokenizer",
-    "ByteLevelTokenizer": "ByteLevelTokenizer",
-}
-"""``--tokenizer-type`` -> the class that it names. The names are Megatron-LM's; some classes have two."""
-
+_TOKENIZERS = tomllib.loads(Path(__file__).with_name("tokenizers.toml").read_text(encoding="utf-8"))
+TOKENIZERS: dict[str, str] = _TOKENIZERS["types"]
 TOKENIZER_TYPES = tuple(TOKENIZERS)
-
-TOKENIZER_FILES = {
-    "vocab_file": "encoder.json of GPT2BPETokenizer",
-    "merge_file": "vocab.bpe of GPT2BPETokenizer",
-    "tokenizer_model": (
-        ".model file of a SentencePieceTokenizer or a Llama2Tokenizer, tokenizer.json of an HFTokenizer, or the folder "
-        "that holds it; .json file of a TikTokenizer"
-    ),
-}
-"""Flag of a tokenizer's file, underscored -> its help."""
-
-TIKTOKEN = {
-    "tiktoken_pattern": "how a TikTokenizer cuts text before merging: v1 or v2 (default: v2)",
-    "tiktoken_num_special_tokens": "ids of a TikTokenizer that are special tokens (default: 1000)",
-}
-"""Further flag of a TikTokenizer, underscored -> its help."""
+TOKENIZER_FILES: dict[str, str] = _TOKENIZERS["files"]
+TIKTOKEN: dict[str, str] = _TOKENIZERS["tiktoken"]
 
 
 def split_weights(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:

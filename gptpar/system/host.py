@@ -19,16 +19,17 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: of the file system that is asked.
     """
-    free = _of_system(root, "MemAvailable")
+    free = of_system(root, "MemAvailable")
     return 0 if free is None else max(0, min([free, *_free_in_groups(root)]))
 
 
 def free_swap(root: Path = Path("/")) -> int:
     """Bytes of swap space that are free; 0 where the system does not say."""
-    return _of_system(root, "SwapFree") or 0
+    return of_system(root, "SwapFree") or 0
 
 
-def _of_system(root: Path, name: str) -> int | None:
+def of_system(root: Path, name: str) -> int | None:
+    """Bytes that the system says of its memory under a name such as ``MemTotal``; ``None``: it does not say."""
     try:
         with (root / "proc/meminfo").open() as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
@@ -121,13 +122,16 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
+def cpuinfo() -> list[str]:
+    """The lines that Linux has of the processors; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    return []
+
+
 def processor() -> str:
     """The processor's name, as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [line.split(":", 1)[1].strip() for line in cpuinfo() if line.startswith("model name")]
     return names[0] if names else platform.machine() or "unknown processor"
 
 

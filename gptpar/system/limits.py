@@ -6,7 +6,7 @@ import contextlib
 import resource
 from pathlib import Path
 
-from gptpar.system.host import cores, group_folders
+from gptpar.system.host import cores, group_folders, of_system
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
@@ -57,9 +57,7 @@ def total_memory(root: Path = Path("/")) -> int:
     Args:
         root: of the file system that is asked.
     """
-    with contextlib.suppress(OSError, StopIteration), (root / "proc/meminfo").open() as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    return 0
+    return of_system(root, "MemTotal") or 0
 
 
 def lockable_memory() -> int | None:

@@ -45,15 +45,20 @@ def read_bytes(text: str, unit: str = "B") -> int:
     return int(number * scale)
 
 
-def positive_gib(text: str) -> float:
-    """An argparse type: a size above 0, returned in GiB; a number without a unit is in GiB."""
+def positive_bytes(text: str, unit: str = "B") -> int:
+    """An argparse type: a size above 0; a number alone is in ``unit``."""
     try:
-        size = read_bytes(text, "GiB")
+        size = read_bytes(text, unit)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return size / 2**30
+    return size
+
+
+def positive_gib(text: str) -> float:
+    """An argparse type: a size above 0, returned in GiB; a number without a unit is in GiB."""
+    return positive_bytes(text, "GiB") / 2**30
 
 
 def _number(text: str) -> Decimal | None:

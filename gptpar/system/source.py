@@ -9,11 +9,11 @@ from pathlib import Path
 
 @cache
 def source_hash(package: Path = Path(__file__).parents[1]) -> str:
-    """A hash of all Python files of a package, by their names and contents; takes hundredths of a second once.
+    """A hash of all Python and data files of a package, by their names and contents; takes hundredths of a second once.
 
     What is edited later is not the code that runs.
     """
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for ending in ("py", "toml") for path in package.rglob(f"*.{ending}")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size} ".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

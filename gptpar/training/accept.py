@@ -11,7 +11,9 @@ from typing import Any
 from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import CheckpointConfig, Config
+from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, printable
+from gptpar.exchange import CONVERTED
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.muon import MUON
 from gptpar.optim.optimizers import updates_of
@@ -19,10 +21,9 @@ from gptpar.optim.schedule import Schedule, make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import data_order, other_order
-from gptpar.training.exchange.meta import CONVERTED
 from gptpar.training.progress import Progress
 from gptpar.training.same_run import Corpora, Rule
-from gptpar.training.stored import StoredRun, stored_config, stored_run
+from gptpar.training.stored import StoredRun, stored_run
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
+from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError, TokenizerError
+from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.system.data_flags import TOKENIZER_FILES
-from gptpar.training.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.training.resume import checkpoint_to_resume, folders_to_load
 from gptpar.training.same_run import RULES, Rule
-from gptpar.training.stored import StoredModel, stored_model
 
 _REASON = "--use-checkpoint-args"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_tensors
-from gptpar.checkpoint.foreign import why_not_to_load
 from gptpar.config import ModelConfig
+from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError
+from gptpar.exchange import why_not_to_load
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.training.resume import instead_of
-from gptpar.training.stored import StoredModel, stored_model
 
 
 def load_model(

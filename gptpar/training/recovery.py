@@ -11,7 +11,8 @@ from pathlib import Path
 from gptpar.checkpoint import DamagedCheckpoint, Manifest, checkpoints_in, read_manifest
 from gptpar.config import CheckpointConfig, Flags
 from gptpar.config.flags import ParsedFlags
-from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord
+from gptpar.reporting.sinks import Sink
 from gptpar.system.restart import Restart, has_begun, memory_folder
 
 
@@ -50,7 +51,7 @@ def newest_of_own(checkpoint: CheckpointConfig) -> Manifest | None:
     return None
 
 
-class RecoveryTimes:
+class RecoveryTimes(Sink):
     """A sink that prints, after the first step of a restart, how long each part of the restart took.
 
     Args:
@@ -82,15 +83,3 @@ class RecoveryTimes:
             f" > restart {number} took {sum(self._parts.values()):.2f} s up to the end of iteration "
             f"{record.iteration} ({parts})"
         )
-
-    def validation(self, record: ValidationRecord) -> None:
-        """Nothing to tell."""
-
-    def task(self, record: TaskRecord) -> None:
-        """Nothing to tell."""
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    def close(self) -> None:
-        """Nothing is open."""

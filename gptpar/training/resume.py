@@ -21,16 +21,15 @@ from gptpar.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.engine.master_optimizer import Only
 from gptpar.errors import CheckpointError, ConfigError
+from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
 from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule
 from gptpar.system.restart import memory_folder
 from gptpar.topology.tensor_parts import TensorParts, joined
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
-from gptpar.training.exchange.start_from_hf import start_from_hf
 from gptpar.training.progress import Progress
 from gptpar.training.run_folder.branches import branch_with
 from gptpar.training.trainer import Trainer
@@ -268,8 +267,13 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
 def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
     """The start of a new run: initial weights, or those of ``--load-hf``."""
     trainer.initialise()
-    if (folder := trainer.config.checkpoint.load_hf) is not None:
-        start_from_hf(trainer, Path(folder), say)
+    checkpoint = trainer.config.checkpoint
+    if (folder := checkpoint.load_hf) is not None:
+        kept_with = Path(checkpoint.save) if checkpoint.save and trainer.topology.is_main else None
+        weights = trainer.engine.optimizer.state_tensors()["weights"]
+        kind = start_from_hf(Path(folder), weights, kept_with)
+        trainer.engine.publish()
+        say(f" > weights of the {kind} model in {folder}")
     return Progress()
 
 

@@ -19,9 +19,9 @@ from gptpar.checkpoint.save_request import Late, Save, Saved
 from gptpar.checkpoint.saver import Saver
 from gptpar.config import CheckpointConfig
 from gptpar.engine.ranges import Home
+from gptpar.exchange import Exports
 from gptpar.reporting.banner import format_bytes
 from gptpar.training import resume
-from gptpar.training.exchange.exports import Exports
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 

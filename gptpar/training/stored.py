@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.checks.model import check_model
-from gptpar.config.complete import complete_model
-from gptpar.errors import CheckpointError
+from gptpar.config import Flags
+from gptpar.config.stored import fits, problem_of, problems_of, stored_config, unusable, wrong_value
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import Schedule
 from gptpar.optim.skip_step import is_window
 from gptpar.training.progress import Progress
 
-MAX_INT = 2**63 - 1
-UNIONS = (types.UnionType, typing.Union)
 MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr", "tolerance")
-_DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "padded_vocab_size")
-"""What a run derives of its model, and a checkpoint must say."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +42,6 @@ class StoredRun:
     known: frozenset[str]
 
 
-@dataclass(frozen=True)
-class StoredModel:
-    """A checkpoint's model, and the tokenizer that it was trained with.
-
-    Attributes:
-        path, meta: of the checkpoint; ``checkpoint_tokenizer.py`` says which files it may use.
-    """
-
-    model: ModelConfig
-    tokenizer: TokenizerConfig
-    path: Path
-    meta: Mapping[str, Any]
-
-
 def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> StoredRun:
     """The run of a checkpoint's meta.
 
@@ -78,19 +54,17 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
     """
     config, known, problems = stored_config(meta.get("config"), wanted)
     problems += [
-        *_problems_of(Progress, meta.get("progress"), "progress"),
-        *_problem_of(int, meta.get("optimizer_steps"), "optimizer_steps"),
-        *_problems_of(LossScale, meta.get("loss_scale"), "loss_scale", MAY_BE_NEGATIVE),
-        *_problems_of(Schedule, meta.get("schedule"), "schedule", MAY_BE_NEGATIVE),
-        *_problem_of(dict, meta.get("tokenizer"), "tokenizer"),
+        *problems_of(Progress, meta.get("progress"), "progress"),
+        *problem_of(int, meta.get("optimizer_steps"), "optimizer_steps"),
+        *problems_of(LossScale, meta.get("loss_scale"), "loss_scale", MAY_BE_NEGATIVE),
+        *problems_of(Schedule, meta.get("schedule"), "schedule", MAY_BE_NEGATIVE),
+        *problem_of(dict, meta.get("tokenizer"), "tokenizer"),
         *_corpora_problems(meta.get("corpora")),
-        *_problem_of(dict, meta.get("data_order", {}), "data_order"),
+        *problem_of(dict, meta.get("data_order", {}), "data_order"),
         *_window_problems(meta.get("skip_step")),
     ]
     if problems:
-        raise _unusable(
-            path, problems, "--finetune begins a new run from its weights, --ckpt-step N takes another one."
-        )
+        raise unusable(path, problems, "--finetune begins a new run from its weights, --ckpt-step N takes another one.")
     return StoredRun(
         progress=Progress(**meta["progress"]),
         optimizer_steps=meta["optimizer_steps"],
@@ -105,141 +79,9 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
     )
 
 
-def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
-    """What text is made with.
-
-    Raises:
-        CheckpointError: with everything that is wrong.
-    """
-    wanted = {
-        f"{section}.{spec.name}"
-        for section, kind in (("model", ModelFlags), ("tokenizer", TokenizerConfig))
-        for spec in dataclasses.fields(kind)
-        if spec.name != "preset"  # what it stands for is stored
-    }
-    config, _, problems = stored_config(meta.get("config"), wanted)
-    problems = problems or [f"config.model: {problem}" for problem in check_model(config)]
-    problems = problems or [
-        f"config.model.{name} is missing" for name in _DERIVED if getattr(config.model, name) is None
-    ]
-    rows, ids = config.model.padded_vocab_size, config.model.softmax_vocab_size
-    if not problems and rows is not None and ids is not None and not 1 <= ids <= rows:
-        problems = [_wrong("config.model.softmax_vocab_size", ids, f"1 to {rows} rows")]
-    if problems:
-        raise _unusable(
-            path, problems, "Load it with the version that saved it, or take another one with --ckpt-step N."
-        )
-    return StoredModel(complete_model(config.model, config.tokenizer), config.tokenizer, path, meta)
-
-
-def stored_config(values: object, wanted: Collection[str]) -> tuple[Flags, frozenset[str], list[str]]:
-    """The fields of a stored configuration, those it has, and what is wrong with them; the others get defaults."""
-    if not isinstance(values, dict):
-        return Flags(), frozenset(), [_wrong("config", values, "an object")]
-    config, known, problems = Flags(), [], []
-    for section in dict.fromkeys(name.partition(".")[0] for name in wanted):
-        found = values.get(section, {})
-        if not isinstance(found, dict):
-            problems.append(_wrong(f"config.{section}", found, "an object"))
-            continue
-        kind = type(getattr(config, section))
-        names = [spec.name for spec in dataclasses.fields(kind)]
-        asked = {name: found[name] for name in names if f"{section}.{name}" in wanted and name in found}
-        wrong = [*_section_problems(kind, asked, section)]
-        if section == "model":
-            wrong += _unknown_options(found, names)
-        problems += wrong
-        if not wrong:
-            config = config.update(section, **{name: _as_tuples(value) for name, value in asked.items()})
-            known += [f"{section}.{name}" for name in asked]
-    return config, frozenset(known), problems
-
-
-def _as_tuples(value: object) -> object:
-    """JSON knows lists alone."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def _section_problems(kind: type, asked: dict[str, object], section: str) -> Iterator[str]:
-    """What is wrong with fields of one section of the configuration."""
-    hints = typing.get_type_hints(kind)
-    for spec in dataclasses.fields(kind):
-        if spec.name in asked:
-            yield from _field_problems(spec, hints[spec.name], asked[spec.name], section)
-
-
-def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:
-    """What is wrong with one field of the configuration: its type, its range, its word."""
-    name, limits = f"config.{section}.{spec.name}", spec.metadata
-    if problem := next(_problem_of(hint, value, name, negative=True), None):
-        yield problem
-    elif value is None or not limits:
-        return
-    elif limits["choices"] and not set(value if isinstance(value, list) else [value]) <= set(limits["choices"]):  # type: ignore[arg-type]
-        yield _wrong(name, value, f"one of {', '.join(limits['choices'])}")
-    elif limits["least"] is not None and not value >= limits["least"]:  # type: ignore[operator]
-        yield _wrong(name, value, f"at least {limits['least']}")
-    elif limits["above"] is not None and not value > limits["above"]:  # type: ignore[operator]
-        yield _wrong(name, value, f"more than {limits['above']}")
-    elif limits["most"] is not None and not value <= limits["most"]:  # type: ignore[operator]
-        yield _wrong(name, value, f"at most {limits['most']:,}")
-
-
-def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:
-    """Options of a model that this version does not have; one that is off changes nothing."""
-    for name in sorted(found.keys() - known):
-        if found[name]:
-            yield f"config.model holds {name!r} = {_brief(found[name])}, an option that this version does not know"
-
-
-def _problems_of(kind: type, values: object, where: str, negative: Sequence[str] = ()) -> Iterator[str]:
-    """What is wrong with the stored fields of a dataclass: missing, unknown, or of another type."""
-    if not isinstance(values, dict):
-        yield _wrong(where, values, "an object")
-        return
-    hints = typing.get_type_hints(kind)
-    for name, hint in hints.items():
-        if name in values:
-            yield from _problem_of(hint, values[name], f"{where}.{name}", negative=name in negative)
-        elif not _fits(None, hint):  # else: saved before there was such a field
-            yield f"{where}.{name} is missing"
-    for name in sorted(values.keys() - hints):
-        yield f"{where} holds {name!r}, which this version does not know"
-
-
-def _problem_of(hint: Any, value: object, where: str, *, negative: bool = False) -> Iterator[str]:
-    if not _fits(value, hint):
-        yield _wrong(where, value, _expected(hint))
-    elif not negative and isinstance(value, int | float) and value < 0:
-        yield _wrong(where, value, "at least 0")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is one of an annotation's."""
-    if typing.get_origin(hint) in UNIONS:
-        return any(_fits(value, one) for one in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and all(_fits(one, typing.get_args(hint)[0]) for one in value)
-    if hint is float:
-        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e300  # type: ignore[arg-type, operator]
-    if hint is int:
-        return type(value) is int and abs(value) <= MAX_INT
-    return type(value) is hint
-
-
-def _expected(hint: Any) -> str:
-    if typing.get_origin(hint) in UNIONS:
-        return _expected(next(one for one in typing.get_args(hint) if one is not types.NoneType))
-    if typing.get_origin(hint) is tuple:
-        return "a list"
-    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "an object"}[hint]
-
-
 def _window_problems(state: object) -> Iterator[str]:
     if state is not None and not is_window(state):
-        yield _wrong("skip_step", state, "a window of losses and as many norms")
+        yield wrong_value("skip_step", state, "a window of losses and as many norms")
 
 
 def _corpora_problems(corpora: object) -> Iterator[str]:
@@ -249,24 +91,6 @@ def _corpora_problems(corpora: object) -> Iterator[str]:
     entries = [entry for one in lists for entry in (one if isinstance(one, list) else [None])]
     kinds = {"prefix": str, "weight": float | None, "sequences": int, "tokens": int, "sha256": str}
     for entry in entries:
-        if not isinstance(entry, dict) or any(not _fits(entry.get(name), kind) for name, kind in kinds.items()):
-            yield _wrong("corpora", corpora, "lists of corpora, each with its numbers of sequences and tokens")
+        if not isinstance(entry, dict) or any(not fits(entry.get(name), kind) for name, kind in kinds.items()):
+            yield wrong_value("corpora", corpora, "lists of corpora, each with its numbers of sequences and tokens")
             return
-
-
-def _wrong(where: str, value: object, expected: str) -> str:
-    return (
-        f"{where} is {_brief(value)}, where {expected} belongs"
-        if value is not None
-        else (f"{where} is missing or null, where {expected} belongs")
-    )
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _unusable(path: Path, problems: Sequence[str], remedy: str) -> CheckpointError:
-    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-    return CheckpointError(f"the meta of {path} is not that of a run of this version:\n{listing}\n{remedy}")

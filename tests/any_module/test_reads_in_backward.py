@@ -152,7 +152,7 @@ def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]
     """
     training, steps = Training(case, setup), []
     gradients = training.engine.engine.gradients
-    reduce, end = gradients._reducer.reduce, gradients.end_backward
+    reduce, end = gradients.reducer.reduce, gradients.end_backward
 
     def note(unit: Any, *args: Any, **kwargs: Any) -> None:
         steps[-1].append(unit.name)
@@ -162,7 +162,7 @@ def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]
         steps[-1].append("end")
         end()
 
-    gradients._reducer.reduce, gradients.end_backward = note, note_end
+    gradients.reducer.reduce, gradients.end_backward = note, note_end
     for step in range(STEPS):
         steps.append([])
         training.engine.backward(training.case.losses_of(training.engine, case.make_batch(step, 0, 0, 1))[0])

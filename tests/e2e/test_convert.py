@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import said_by
-from tests.unit.training.exchange.hf_models import contents, save_theirs
+from tests.unit.exchange.hf_models import contents, save_theirs
 
 pytest.importorskip("transformers")
 

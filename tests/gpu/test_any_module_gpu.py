@@ -170,7 +170,7 @@ def steps_one_by_one(engine: ModuleEngine, observes: bool) -> dict[str, torch.Te
 
     log = EventLog()
     if engine.host is not None:
-        engine.host.log = log
+        engine.host.shared.log = log
     data = batches()
     for step in range(STEPS):
         before = weights() if observes else {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-HUGGING_FACE = "tests/unit/training/exchange/test_huggingface.py"
-TORCH_DIST = "tests/unit/training/exchange/test_torch_dist.py"
-OPTIMIZER_STATE = "tests/unit/training/exchange/test_optimizer_state.py"
+HUGGING_FACE = "tests/unit/exchange/test_huggingface.py"
+TORCH_DIST = "tests/unit/exchange/test_torch_dist.py"
+OPTIMIZER_STATE = "tests/unit/exchange/test_optimizer_state.py"
 
 EXCHANGE = [
     Mutation(
@@ -25,71 +25,71 @@ EXCHANGE = [
     ),
     Mutation(
         "padding-rows-are-exported",
-        "gptpar/training/exchange/hf_export.py",
+        "gptpar/exchange/hf_export.py",
         "rows = model.softmax_vocab_size",
         "rows = model.padded_vocab_size",
-        ("tests/unit/training/exchange/test_export.py",),
+        ("tests/unit/exchange/test_export.py",),
     ),
     Mutation(
         "links-in-a-copy-of-a-tokenizer-are-followed",
         "gptpar/checkpoint/tokenizer_copy.py",
         "if os.path.realpath(file) != os.path.join(os.path.realpath(checkpoint), FOLDER, name):",
         "if False:",
-        ("tests/unit/training/exchange/test_tokenizer_copy.py",),
+        ("tests/unit/exchange/test_tokenizer_copy.py",),
     ),
     Mutation(
         "files-beside-an-outside-tokenizer-are-exported",
-        "gptpar/training/exchange/hf_export.py",
+        "gptpar/exchange/hf_export.py",
         ", for_export=True",
         "",
-        ("tests/unit/training/exchange/test_tokenizer_copy.py",),
+        ("tests/unit/exchange/test_tokenizer_copy.py",),
     ),
     Mutation(
         "overlapping-tensors-are-read",
-        "gptpar/checkpoint/exchange/safetensors_file.py",
+        "gptpar/exchange/files/safetensors_file.py",
         "if stop != start:",
         "if stop < start:",
-        ("tests/unit/checkpoint/test_safetensors_file.py",),
+        ("tests/unit/exchange/test_safetensors_file.py",),
     ),
     Mutation(
         "later-stages-blocks-are-numbered-from-0",
-        "gptpar/training/exchange/megatron/names.py",
+        "gptpar/exchange/megatron/names.py",
         "int(layer[1]) + counted",
         "int(layer[1])",
-        ("tests/unit/training/exchange/test_megatron.py",),
+        ("tests/unit/exchange/test_megatron.py",),
     ),
     Mutation(
         "foreign-pickles-may-name-anything",
-        "gptpar/checkpoint/exchange/safe_pickle.py",
+        "gptpar/exchange/files/safe_pickle.py",
         "if name not in REAL and not name.startswith(LEFT_UNREAD)]",
         "if False]",
-        ("tests/unit/training/exchange/test_megatron.py",),
+        ("tests/unit/exchange/test_megatron.py",),
     ),
     Mutation(
         "metadata-of-torch-dist-may-name-anything",
-        "gptpar/checkpoint/exchange/safe_pickle.py",
+        "gptpar/exchange/files/safe_pickle.py",
         "        raise CheckpointError(_refusal(self._path, [full]))",
         "        return super().find_class(module, name)",
         (TORCH_DIST,),
     ),
     Mutation(
         "boxes-of-a-tensor-may-overlap-or-be-missing",
-        "gptpar/checkpoint/exchange/distcp.py",
+        "gptpar/exchange/files/distcp.py",
         "if held != prod(shape) or first_overlap(",
         "if False and first_overlap(",
         (TORCH_DIST,),
     ),
     Mutation(
         "moments-change-places",
-        "gptpar/training/exchange/megatron/universal.py",
+        "gptpar/exchange/megatron/universal.py",
         "*((moment, moment) for moment in MOMENTS)",
         "*zip(MOMENTS, MOMENTS[::-1])",
         (OPTIMIZER_STATE,),
     ),
     Mutation(
         "a-tied-embedding-is-taken-from-both-stages",
-        "gptpar/training/exchange/megatron/zero_states.py",
-        "if one.stage == stage:",
+        "gptpar/exchange/megatron/rank_files.py",
+        "if first == stage:",
         "if True:",
         (OPTIMIZER_STATE,),
     ),

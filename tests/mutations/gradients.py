@@ -1,4 +1,4 @@
-"""Mistakes in the engine's gradients and gathered parameters: collector, reducer, router, gatherer."""
+"""Mistakes in the engine's gradients and gathered parameters: collector, reducer, gatherer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from tests.mutations.mutation import Mutation
 
 COLLECTOR = "gptpar/engine/collector.py"
 REDUCER = "gptpar/engine/reducer.py"
-ROUTER = "gptpar/engine/router.py"
 GATHERER = "gptpar/engine/gatherer.py"
 ONE_ORDER = "tests/unit/engine/test_gradients.py::test_units_are_reduced_in_one_order_whatever_autograd_does"
 PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
@@ -62,8 +61,8 @@ GRADIENTS = [
     Mutation(
         "last-reductions-left-behind",
         REDUCER,
-        "        while self._pending:\n            self._complete_one()\n",
-        "        if self._pending:\n            self._complete_one()\n",
+        "        while self._pending:\n            self._finish_oldest()\n",
+        "        if self._pending:\n            self._finish_oldest()\n",
         (TWO_PROCESSES,),
     ),
     Mutation(
@@ -89,35 +88,35 @@ GRADIENTS = [
     ),
     Mutation(
         "tensor-sum-dropped-at-the-end-of-the-step",
-        ROUTER,
+        REDUCER,
         "sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)",
         "shards",
         (TWO_WAYS, RATIOS_ON_RANKS),
     ),
     Mutation(
         "tensor-sum-dropped-before-the-cut",
-        ROUTER,
+        REDUCER,
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
         "",
         (RATIOS_ON_RANKS,),
     ),
     Mutation(
         "tied-sum-dropped",
-        ROUTER,
+        REDUCER,
         "sum_together([self._memory.shards[name] if held is None else held[1]], group)",
         "pass",
         (TWO_WAYS,),
     ),
     Mutation(
         "norm-of-the-devices-elements-alone",
-        ROUTER,
+        REDUCER,
         "self._norm.measured({unit.name: shard})",
         "self._norm.measured({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
         (RATIOS,),
     ),
     Mutation(
         "norm-before-the-sum-over-the-tensor-axis",
-        ROUTER,
+        REDUCER,
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
         "        self._give_out(unit, shard)\n",
         "        self._give_out(unit, shard)\n"
@@ -144,7 +143,7 @@ GRADIENTS = [
     Mutation(
         "not-gathered-again-for-the-backward-pass",
         GATHERER,
-        "        self._in_backward.add(name)\n        self._acquire(name)\n",
+        "        self._in_backward.add(name)\n        self.acquire(name)\n",
         "        self._in_backward.add(name)\n",
         (TWO_WAYS,),
     ),
@@ -158,13 +157,13 @@ GRADIENTS = [
     Mutation(
         "old-parameters-used-after-a-step",
         GATHERER,
-        "        elif self._is_sharded:\n            self._present = set(self._frozen)\n",
-        "        elif self._is_sharded:\n",
+        "        elif self.acquires:\n            self._present = set(self._frozen)\n",
+        "        elif self.acquires:\n",
         (TWO_WAYS,),
     ),
     Mutation(
         "norm-of-a-recorded-step-taken-when-it-is-recorded",
-        ROUTER,
+        REDUCER,
         "        self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
         "        self._norm.take(norms)\n"
         "        self._graph_breaks.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",

@@ -47,7 +47,7 @@ MATRICES = [
     ),
     Mutation(
         "directions-taken-by-a-skipped-step",
-        "gptpar/offload/matrix_phases.py",
+        "gptpar/offload/host_optimizer.py",
         "if bucket.due:  # not where the step is skipped",
         "if True:",
         PHASES,

@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 STATES = "gptpar/offload/bucket_state.py"
 THREAD = "gptpar/offload/updating_thread.py"
+QUEUE = "gptpar/offload/kernel_queue.py"
 OPTIMIZER = "gptpar/offload/host_optimizer.py"
 SPECULATION = "tests/unit/offload/test_whole_runs.py::test_speculation_changes_no_bit"
 OVERFLOWS = "tests/unit/offload/test_whole_runs.py::test_fp16_overflows_are_skipped_on_both_sides"
@@ -31,28 +32,28 @@ OFFLOAD = [
     Mutation(
         "speculated-parameters-stay-after-a-skipped-step",
         THREAD,
-        "if event is What.SKIPPED and before in HOLDS_SPECULATION:\n                self._send_weights(bucket)\n",
+        "if event is What.SKIPPED and before in HOLDS_SPECULATION:\n                self._queue.send_weights(bucket)\n",
         "if event is What.SKIPPED:\n                pass\n",
         (OVERFLOWS, "tests/unit/offload/test_twin_flow_attached.py::test_a_step_that_is_not_taken_leaves_no_trace"),
     ),
     Mutation(
         "double-buffer-shared-after-a-commit",
-        THREAD,
+        QUEUE,
         "bucket.buffers, bucket.double_buffer = bucket.double_buffer, bucket.buffers",
         "bucket.buffers = bucket.double_buffer",
         (ANY_ORDER,),
     ),
     Mutation(
         "update-beside-a-save-not-made-valid",
-        THREAD,
-        "swaps=work.into is not None",
-        "swaps=work.ends_with is What.COMMITTED",
+        QUEUE,
+        "swaps=update.into is not None",
+        "swaps=update.ends_with is What.COMMITTED",
         ("tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment",),
     ),
     Mutation(
         "replaced-gradient-ignored",
         THREAD,
-        "        for bucket in self._buckets:\n            bucket.use_newer()\n",
+        "        for bucket in shared.buckets:\n            bucket.use_newer()\n",
         "",
         (ANY_ORDER,),
     ),
@@ -66,13 +67,13 @@ OFFLOAD = [
     Mutation(
         "back-off-forgotten",
         THREAD,
-        "self._back_off.after_step(wrong=redone, right=self.num_ahead > ahead)",
-        "self._back_off.after_step(wrong=False, right=self.num_ahead > ahead)",
+        "shared.back_off.after_step(wrong=redone, right=shared.num_ahead > ahead)",
+        "shared.back_off.after_step(wrong=False, right=shared.num_ahead > ahead)",
         ("tests/unit/offload/test_bucket_state.py::test_wrong_speculations_back_off_longer_and_longer",),
     ),
     Mutation(
         "skipped-step-counted-by-the-CPU-optimizer",
-        THREAD,
+        QUEUE,
         "bucket.steps += how is not What.SKIPPED",
         "bucket.steps += 1",
         (OVERFLOWS,),
@@ -94,10 +95,10 @@ OFFLOAD = [
     Mutation(
         "step-requested-meanwhile-lost",
         THREAD,
-        "            if self._request is request:  # the loop may have requested the next step "
+        "            if shared.request is request:  # the loop may have requested the next step "
         "since the last bucket was done\n"
-        "                self._request = None\n",
-        "            self._request = None\n",
+        "                shared.request = None\n",
+        "            shared.request = None\n",
         ("tests/unit/offload/test_host_optimizer.py::test_a_step_that_is_announced_while_the_last_one_ends_is_taken",),
     ),
     Mutation(
@@ -144,14 +145,14 @@ OFFLOAD = [
     ),
     Mutation(
         "thread-waits-for-each-update",
-        "gptpar/offload/updating_thread.py",
-        "(MAX_QUEUED if ends_with is None and self._request is None else 1)",
+        QUEUE,
+        "(MAX_QUEUED if ends_with is None and self._shared.request is None else 1)",
         "1",
         ("tests/unit/offload/test_host_optimizer.py",),
     ),
     Mutation(
         "a-speculation-that-was-replaced-stays-on-the-device",
-        "gptpar/offload/updating_thread.py",
+        THREAD,
         "if bucket.state in (BucketState.SPECULATED, BucketState.STALE):",
         "if bucket.state is BucketState.SPECULATED:",
         ("tests/unit/offload/test_bucket_state.py",),

@@ -153,16 +153,16 @@ STATE = [
     ),
     Mutation(
         "bucket-overwritten-while-it-is-saved",
-        "gptpar/offload/updating_thread.py",
-        "        self.guard.before_write(new or old)\n",
+        "gptpar/offload/kernel_queue.py",
+        "        self._shared.guard.before_write(new or old)\n",
         "",
         (BEHIND, ANNOUNCED),
     ),
     Mutation(
         "double-buffer-of-a-saved-state-overwritten",
-        "gptpar/offload/updating_thread.py",
-        "self.guard.before_write(new or old)",
-        "self.guard.before_write(() if new else old)",
+        "gptpar/offload/kernel_queue.py",
+        "self._shared.guard.before_write(new or old)",
+        "self._shared.guard.before_write(() if new else old)",
         (BEHIND,),
     ),
     Mutation(
@@ -188,8 +188,8 @@ STATE = [
     ),
     Mutation(
         "state-taken-before-the-cpu-has-done-the-step",
-        "gptpar/offload/host_optimizer.py",
-        "self._until(lambda: self._request is None and not any(bucket.due for bucket in self._buckets))",
+        "gptpar/offload/shared_state.py",
+        "self.loop_waits(lambda: self.request is None and not any(bucket.due for bucket in self.buckets))",
         "pass",
         (LATE,),
     ),

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
 from gptpar.cli.benchmark.machine import peak_memory
+from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
@@ -23,31 +23,23 @@ from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
+from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
-from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
-from gptpar.system.command_line import not_negative_int, positive_int
+from gptpar.reporting.records import IterationRecord
+from gptpar.reporting.sinks import Sink
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.checkpoint_args import with_checkpoint_args
-from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 from gptpar.training.reporter import device_peak
 from gptpar.training.run import Run
-
-DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
-median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
-12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
-schedule of batch sizes ends with, and no warm-up. Of --load-hf the model's shape is taken alone; of a run's
---config FILE all but its folders and records. --module FILE.py:FUNCTION --config JSON times your own module: gptpar
-benchmark --module --help."""
-
 
 OF_A_RUN = ("checkpoint", "logging", "recovery")
 """Sections that say where a run keeps its state and its records, and how it goes on after a death."""
 
 
-class _Times:
+class _Times(Sink):
     """A sink that keeps every record."""
 
     name, keeps_records = "the benchmark", True
@@ -57,31 +49,6 @@ class _Times:
 
     def iteration(self, record: IterationRecord) -> None:
         self.records.append(record)
-
-    def validation(self, record: ValidationRecord) -> None: ...
-
-    def task(self, record: TaskRecord) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("benchmark")
-    group.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
-    group.add_argument(
-        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before the timed ones (default: 5)"
-    )
-    group.add_argument(
-        "--breakdown", action="store_true", help="after the timed steps, show where a step's time goes on each GPU"
-    )
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="after the timed steps, write a trace for Perfetto or chrome://tracing; rank R > 0 adds .rankR",
-    )
 
 
 def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None] | None = None) -> ParsedFlags:
@@ -96,11 +63,11 @@ def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None]
     """
 
     def flags(parser: argparse.ArgumentParser) -> None:
-        _extra_flags(parser)
+        add_flags(parser, "benchmark")
         if more_flags is not None:
             more_flags(parser)
 
-    parsed = parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags)
+    parsed = parse_flags(argv, prog="gptpar benchmark", description=description_of("benchmark"), extra=flags)
     take_shape_of_hf(parsed)
     return _with_defaults(_without_run_folder(with_checkpoint_args(parsed)))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,35 +13,16 @@ from gptpar.any_module.initialize import initialize
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.user_module import load_user_function
 from gptpar.cli.benchmark.machine import peak_memory
+from gptpar.cli.flags import parser_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
-from gptpar.system.command_line import Parser, not_negative_int, positive_int
 from gptpar.topology.world import open_world
-
-DESCRIPTION = """Time training steps of your own module with gptpar.initialize and a DeepSpeed configuration, and print
-one JSON line with the median step. The batches of one step are made before the first step and used in all steps.
-
-FUNCTION takes no arguments and returns model, make_batch or model, make_batch, loss_fn (see gptpar check-layouts
---module --help)."""
 
 TIMEOUT_MINUTES = 30.0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Flags of the verb for a module."""
-    parser = Parser(prog="gptpar benchmark --module", description=DESCRIPTION)
-    parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="or package.module:FUNCTION")
-    parser.add_argument("--config", required=True, type=Path, metavar="JSON", help="DeepSpeed's, as for initialize")
-    parser.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
-    parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps")
-    parser.add_argument(
-        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before the timed ones"
-    )
-    return parser
-
-
 def main(argv: list[str]) -> int:
     """Time the steps, in one process or in workers; the main one prints the line last."""
-    options = parser().parse_args(argv)
+    options = parser_of("benchmark --module").parse_args(argv)
     make = load_user_function(options.module)
     count = workers_wanted(options.nproc)
     if count > 1 and not is_worker():

@@ -9,7 +9,7 @@ import torch
 
 from gptpar.cli.benchmark.combinations import Combination
 from gptpar.config import Flags
-from gptpar.config.flags import ParsedFlags
+from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GIB, GPUS, make_cluster
 from gptpar.plan.planner import Plan, Planner
@@ -26,12 +26,9 @@ def known_gpu() -> str | None:
 
 def unknown_to_plan(flags: Flags) -> Iterator[str]:
     """Flags in use that change speed or memory, but that plan does not know."""
-    for flag, used in (
-        ("--log-params-norm", flags.logging.log_params_norm),
-        ("--log-num-zeros-in-grad", flags.logging.log_num_zeros_in_grad),
-    ):
-        if used:
-            yield flag
+    for name in ("log_params_norm", "log_num_zeros_in_grad"):
+        if getattr(flags.logging, name):
+            yield flag_name(name)
 
 
 def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> list[Plan]:

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gptpar.system.processes import descendants
+from gptpar.system.stop import handling
 
 GRACE_S = 15.0
 """Time between the end of the workers and that of the process that started them, which cleans up after them."""
@@ -96,14 +97,9 @@ def reason(output: str, status: int) -> str:
     return text[0][:MAX_CHARACTERS].rstrip(" .:") if text else f"exit status {status}"
 
 
-@contextlib.contextmanager
-def terminated_like_ctrl_c() -> Iterator[None]:
+def terminated_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
     """A context in which SIGTERM acts as Ctrl-C: running processes, which have sessions of their own, are ended."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return handling(signal.default_int_handler, [signal.SIGTERM])
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:

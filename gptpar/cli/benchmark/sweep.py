@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
 from gptpar.cli.benchmark.machine import about_machine
 from gptpar.cli.benchmark.predict import most_promising, predict, unknown_to_plan
 from gptpar.cli.benchmark.runner import Completed, append_line, terminated_like_ctrl_c
 from gptpar.cli.benchmark.table import Measurement, draw, json_line, table, varying
+from gptpar.cli.flags import add_flags
 from gptpar.cli.launch import is_worker, workers_wanted
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.ranges import range_problems
@@ -20,7 +20,6 @@ from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS
 from gptpar.plan.planner import Plan
 from gptpar.plan.space.dimensions import cpu_ratio, layout_sizes
-from gptpar.system.command_line import positive_float, positive_int
 
 Runner = Callable[[Sequence[str], float], Completed]
 """Runs a command for at most a number of seconds."""
@@ -32,46 +31,8 @@ TIMEOUT_S = 600.0
 
 def sweep_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a sweep."""
-    group = parser.add_argument_group(
-        "sweep",
-        "Time combinations of layouts and other choices, best first. Each combination runs in processes of its own. "
-        "Give --global-batch-size; its default is the smallest batch that all combinations can have.",
-    )
-    group.add_argument("--sweep", action="store_true", help="time all combinations of the values of the flags below")
-    group.add_argument(
-        "--sweep-layouts",
-        nargs="+",
-        type=layout_sizes,
-        metavar="LAYOUT",
-        help="such as dp4 tp2pp2 tp4 (default: every layout of the processes that the command line allows); "
-        "--sequence-parallel applies to those with a tensor axis",
-    )
-    group.add_argument("--sweep-micro-batches", nargs="+", type=positive_int, metavar="N", help="micro-batch sizes")
-    group.add_argument("--sweep-recompute", nargs="+", choices=("none", "selective", "full"), help="recomputation")
-    group.add_argument("--sweep-zero", nargs="+", type=int, choices=range(4), help="ZeRO stages")
-    group.add_argument(
-        "--sweep-virtual-stages", nargs="+", type=positive_int, metavar="K", help="virtual stages of each process"
-    )
-    group.add_argument(
-        "--sweep-cpu-ratios",
-        nargs="+",
-        type=cpu_ratio,
-        metavar="X",
-        help="ratios of the CPU optimizer; 0 is without --cpu-optimizer, unless that is given",
-    )
-    group.add_argument(
-        "--sweep-top", type=positive_int, metavar="N", help="run only the N that plan expects to be the fastest"
-    )
-    group.add_argument(
-        "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
-    )
-    group.add_argument(
-        "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for a combination (default: {TIMEOUT_S:g})"
-    )
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
-    group.add_argument(
-        "--json-lines", type=Path, metavar="FILE", help="append a JSON line for each combination that was measured"
-    )
+    types = {"layout_sizes": layout_sizes, "cpu_ratio": cpu_ratio}
+    add_flags(parser, "benchmark --sweep", **types, gpus=tuple(GPUS), timeout=f"{TIMEOUT_S:g}")
 
 
 def shared_words(argv: Sequence[str]) -> list[str]:
@@ -105,8 +66,15 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
     measuring = _measure(queue, words, run, parsed.rest.sweep_timeout or TIMEOUT_S, varying(everything))
     rows: list[Measurement] = []
-    interrupted = _collect(measuring, rows, lambda row: _append(parsed.rest.json_lines, row, words, about))
-    if interrupted:
+    interrupted, lines = False, parsed.rest.json_lines
+    try:
+        with terminated_like_ctrl_c():
+            for row in measuring:
+                rows.append(row)
+                if lines is not None and row.outcome.result is not None:
+                    append_line(lines, json_line(row, words, about))
+    except KeyboardInterrupt:
+        interrupted = True
         print(f"\ninterrupted after {len(rows)} of {len(queue)}", flush=True)
     print(table(rows, left_out), flush=True)
     measured = any(row.outcome.result for row in rows)
@@ -115,24 +83,6 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
         draw(rows, png, about)
         print(f"wrote {png}")
     return INTERRUPTED if interrupted else int(not measured)
-
-
-def _collect(measuring: Iterator[Measurement], rows: list[Measurement], note: Callable[[Measurement], None]) -> bool:
-    """Add each measurement to ``rows`` and note it; returns whether Ctrl-C ended that early."""
-    try:
-        with terminated_like_ctrl_c():
-            for row in measuring:
-                rows.append(row)
-                note(row)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def _append(path: Path | None, row: Measurement, words: Sequence[str], about: Mapping[str, str]) -> None:
-    """Append a measurement to a file of JSON lines, if there is a file and a result."""
-    if path is not None and row.outcome.result is not None:
-        append_line(path, json_line(row, words, about))
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
@@ -152,7 +102,8 @@ def _queue(
     if parsed.rest.sweep_top is None:
         return [(one, None) for one in accepted], refused
     queue, left = most_promising(accepted, predict(parsed, accepted, count), parsed.rest.sweep_top)
-    _say_what_plan_leaves_out(accepted)
+    if unknown := sorted({flag for one in accepted for flag in unknown_to_plan(one.typed)}):
+        print(f"plan does not know {', '.join(unknown)}: its predictions are without")
     return queue, refused + left
 
 
@@ -182,9 +133,3 @@ def _duration(seconds: float) -> str:
         if seconds > 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _say_what_plan_leaves_out(accepted: Sequence[Combination]) -> None:
-    unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.typed)})
-    if unknown:
-        print(f"plan does not know {', '.join(unknown)}: its predictions are without")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from gptpar.cli.check_layouts import module
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
 from gptpar.config.flags import ParsedFlags, parse_flags
@@ -24,48 +26,14 @@ from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import to_prove
-from gptpar.system.command_line import positive_int
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import open_world, world_from_environment
 
-DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
-processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
-with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2,
-mup, bloom and muon have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
---hidden-dropout and --attention-dropout the masks must be equal, too. Combinations that the model or the flags do not
-allow are left out, and named at the end. --module FILE.py:FUNCTION checks your own module,
-with flags of its own: gptpar check-layouts --module --help. Some gradients are zero but for round-off, such as those of
-key biases without rotary positions and norms of keys. There Lion, and Adam with a tiny --adam-eps, follow
-round-off, which differs by layout."""
-
-SMALL = (
-    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 90 "
-    "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
-    "--attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-6"
-)
-"""With AdamW's usual 1e-8, gradients that are round-off alone would move weights by 1e-13, which another layout rounds
-otherwise: that of the bias of a key's norm without rotary positions, say. Padded to 128, the vocabulary leaves the last
-of four tensor ranks padding alone."""
-
-MODELS = {
-    "gpt": "",
-    "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm "
-    "--use-rope-scaling",
-    "olmo2": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --norm-placement post "
-    "--qk-layernorm --qk-layernorm-scope width --window-size 5 --window-pattern SSSF --z-loss-weight 0.01 "
-    "--logit-softcap 5 --weight-decay-override embedding*=0 --lr-override layers.*.mlp.*=0.5",
-    "mup": "--use-parallel-residual --norm-placement peri --squared-relu --attention-output-gate --qk-layernorm "
-    "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 4",
-    "bloom": "--num-attention-heads 12 --kv-channels 4 --position-embedding-type alibi --embed-layernorm "
-    "--apply-layernorm-1p --mlp-activation geglu_tanh --decoupled-lr 2e-2 --decoupled-min-lr 1e-2 "
-    "--no-adam-bias-correction",
-}
-MODELS["muon"] = f"{MODELS['llama']} --attention-output-gate --optimizer muon --muon-lr 2e-2"
-"""A model's flags beside SMALL. The second has weights inside a split layer that every tensor rank holds whole: the
-norms of queries and keys. The others have options that the first two do not have."""
+_SMALL = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+SMALL: str = _SMALL["small"]
+MODELS: dict[str, str] = _SMALL["models"]
+"""Name -> a model's flags beside SMALL."""
 
 
 def main(argv: list[str]) -> int:
@@ -100,41 +68,24 @@ def main(argv: list[str]) -> int:
     return start_workers(count, ["check-layouts", *_without_nproc(argv)])
 
 
-def _parsed(words: Sequence[str]) -> ParsedFlags:
-    """The words without ``--config``, over whose file the small model's words would have precedence."""
-    return parse_flags(
-        words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags, takes_config=False
-    )
-
-
 def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """The words in a form for torchrun, whose parser would take --nproc for an abbreviation of its own flag."""
+    """The words for workers, whose number is known."""
     return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
 
 
+def _parsed(words: Sequence[str]) -> ParsedFlags:
+    """The words without ``--config``, over whose file the small model's words would have precedence."""
+    return parse_flags(
+        words,
+        prog="gptpar check-layouts",
+        description=description_of("check-layouts"),
+        extra=_extra_flags,
+        takes_config=False,
+    )
+
+
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("check-layouts")
-    group.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
-    group.add_argument(
-        "--model",
-        choices=MODELS,
-        default="gpt",
-        help="gpt: as GPT-2 (default); llama: rotary positions of Llama 3.1, RMSNorm, SwiGLU, grouped queries, norms "
-        "of queries and keys, an output layer of its own, no biases; olmo2: that with usual rotary positions, norms of "
-        "all queries and keys and after attention and MLP, windows, z-loss, capped logits, overrides; mup: gated "
-        "attention and MLP side by side, muP; bloom: ALiBi, normalised embeddings, weights of norms less one, a "
-        "learning rate for the embedding alone, Adam without bias correction; muon: as llama, with gates of the "
-        "attention's output, and Muon",
-    )
-    group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
-    group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
-    group.add_argument(
-        "--pairwise",
-        action="store_true",
-        help="not every combination, but few that together have every pair of a layout, ZeRO stage, schedule, "
-        "recomputation and offload",
-    )
-    group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
+    add_flags(parser, "check-layouts", models=MODELS)
 
 
 @dataclass(frozen=True)

@@ -11,34 +11,19 @@ from gptpar.any_module.user_module import load_user_function
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.module_training import DTYPES, ModuleCheck, train_case, train_plainly
 from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.flags import parser_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Option
 from gptpar.plan.space.spaces import to_prove_of_a_module
-from gptpar.system.command_line import Parser, positive_int
 from gptpar.topology.world import open_world, world_from_environment
-
-DESCRIPTION = """Train your own module with gptpar.initialize on 1 to N processes, with every ZeRO stage, and with the
-optimizer on the device, partly and wholly on the CPU, and compare initial weights, losses, every gradient and the
-weights with plain PyTorch on one process. Exits with 1 if a difference is above the tolerance. Nothing is saved.
-
-FUNCTION takes no arguments and returns  model, make_batch  or  model, make_batch, loss_fn:
-  make_batch(number)      a micro-batch, another for each number: a dictionary is passed to the model by keywords, a
-                          tuple or list by position, anything else as the only argument
-  loss_fn(output, batch)  the loss; without it the model's output itself, or its .loss, as in transformers
-torch's random numbers are seeded before each call, so that these functions may draw from them. Models that draw random
-numbers in their forward pass (dropout) are refused."""
 
 TIMEOUT_MINUTES = 30.0
 
 
 def parser() -> argparse.ArgumentParser:
     """Flags of the verb for a module."""
-    parser = Parser(prog="gptpar check-layouts --module", description=DESCRIPTION)
-    parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="or package.module:FUNCTION")
-    parser.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
-    parser.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared")
-    parser.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
+    parser = parser_of("check-layouts --module")
     formats = parser.add_mutually_exclusive_group()
     for name in DTYPES:
         formats.add_argument(f"--{name}", dest="format", action="store_const", const=name, default="fp64")

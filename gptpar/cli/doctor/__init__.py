@@ -5,30 +5,19 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from gptpar.cli.doctor.finding import Finding
 from gptpar.cli.doctor.machine import MIB, machine_findings, speed_findings
 from gptpar.cli.doctor.software import software_findings
+from gptpar.cli.flags import parser_of
 from gptpar.errors import printable
-from gptpar.system.command_line import Parser, positive_int
-
-DESCRIPTION = """Check this machine: torch, CUDA, NCCL, compilers and the C++ helpers; cores, memory, limits and disk;
-the speed of copies in host memory, to and from a GPU, between GPUs, and to a disk. Each line says ok, or warn with
-advice. A machine without a GPU does not cause a warning. Exit code: 0 if all lines are ok, else 1."""
 
 WIDTH = 100
 
 
 def main(argv: list[str]) -> int:
     """Print what was found; returns 1 if any line warns, else 0."""
-    parser = Parser(prog="gptpar doctor", description=DESCRIPTION)
-    parser.add_argument(
-        "--folder", type=Path, default=Path(), help="folder for runs: its disk is checked, and written to for a moment"
-    )
-    parser.add_argument("--mib", type=positive_int, default=256, metavar="N", help="size of each timed copy, in MiB")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    options = parser.parse_args(argv)
+    options = parser_of("doctor").parse_args(argv)
     findings = [*software_findings(), *machine_findings(options.folder)]
     findings += speed_findings(options.folder, options.mib * MIB)
     if options.json:

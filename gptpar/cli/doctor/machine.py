@@ -14,7 +14,7 @@ from gptpar.cli.doctor.finding import Finding, unless
 from gptpar.errors import GptparError, first_line
 from gptpar.reporting.banner import format_bytes
 from gptpar.system import bandwidth
-from gptpar.system.host import available_memory, cores, processor
+from gptpar.system.host import available_memory, cores, cpuinfo, processor
 from gptpar.system.limits import core_quota, lockable_memory, memory_limit, total_memory
 
 MIB, GIB = 2**20, 2**30
@@ -85,11 +85,8 @@ def _rate(name: str, rate: float, what: str, least: float, slow: str) -> Finding
 
 def _processor() -> Finding:
     """The vector instructions that speed up the CPU optimizer and bf16 on a CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    words = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split(":")[1].split()}
+    lines = [line for line in cpuinfo() if line.startswith(("flags", "Features"))]
+    words = {word for line in lines for word in line.split(":")[1].split()}
     found = [name for name in FEATURES if name in words]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     advice = "without AVX2 the CPU optimizer is several times slower: is it hidden by a virtual machine's CPU model?"

@@ -78,13 +78,15 @@ def _compiler() -> Finding:
         command = native.find_compiler()
     except NativeBuildError as error:
         return Finding("C++ compiler", "none", str(error))
-    return Finding("C++ compiler", _first_line([*command, "--version"]))
+    return Finding("C++ compiler", next(iter(_output([*command, "--version"]).splitlines()), command[0]))
 
 
 def _nvcc() -> Finding:
     """gptpar compiles nothing with nvcc; its version may explain errors of other packages."""
     path = shutil.which("nvcc")
-    return Finding("nvcc", _version([path, "--version"]) if path else "none (not needed)")
+    text = _output([path, "--version"]) if path else "none (not needed)"
+    found = re.search(r"release [\d.]+", text)  # "Cuda compilation tools, release 12.8, V12.8.61"
+    return Finding("nvcc", found[0] if found else next(iter(text.splitlines()), ""))
 
 
 def _helper(name: str) -> Finding:
@@ -99,19 +101,9 @@ def _helper(name: str) -> Finding:
     return Finding(f"csrc/{name}", f"{origin}, loaded in {seconds:.1f} s")
 
 
-def _first_line(command: list[str]) -> str:
+def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
-    return next(iter((done.stdout or done.stderr).splitlines()), command[0])
-
-
-def _version(command: list[str]) -> str:
-    """The part of nvcc's output that says ``release 12.8``."""
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]}: {error}"
-    found = re.search(r"release [\d.]+", text)
-    return found[0] if found else command[0]
+    return done.stdout or done.stderr

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from gptpar.cli.fit.choose import (
     LESSONS,
@@ -28,38 +27,10 @@ from gptpar.cli.fit.choose import (
 from gptpar.cli.fit.machine import Machine, measure_pace, this_machine
 from gptpar.cli.fit.run_folder import MadeWith
 from gptpar.cli.fit.text import LIBRARY, Text
+from gptpar.cli.flags import parser_of
 from gptpar.config.presets import PRESETS
-from gptpar.system.command_line import Parser, positive_float, positive_int
 
 GPU_MINUTES = 5.5
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The verb's flags."""
-    epilog = "Words after -- are flags for gptpar pretrain; values that they set are not chosen."
-    parser = Parser(prog="gptpar fit", description=(__doc__ or "").replace("``", ""), epilog=epilog)
-    default = f"default: {PRESET}, or a smaller one that a CPU can teach something in the time"
-    parser.add_argument("--preset", choices=tuple(PRESETS), help=f"the model ({default})")
-    parser.add_argument(
-        "--minutes",
-        type=positive_float,
-        metavar="X",
-        help=f"training time to aim at (default: {GPU_MINUTES} on GPUs, on a CPU what is left of twelve minutes)",
-    )
-    parser.add_argument(
-        "--vocab-size", type=positive_int, metavar="N", help="vocabulary of the data, if it exists already"
-    )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="FOLDER",
-        help="folder that keeps the choices; if it has some, they are printed again",
-    )
-    parser.add_argument("--data", metavar="PATH", help="the text (default: Python's standard library)")
-    parser.add_argument(
-        "--began", type=float, metavar="T", help="Unix time at which the whole command began (default: now)"
-    )
-    return parser
 
 
 def choices_for(machine: Machine, args: argparse.Namespace, text: Text, preset: str | None) -> tuple[Choice, ...]:
@@ -91,7 +62,8 @@ def choices_for(machine: Machine, args: argparse.Namespace, text: Text, preset: 
 def main(argv: list[str]) -> int:
     """Print flags on stdout and reasons on stderr."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    args, given = make_parser().parse_args(argv[:cut]), argv[cut + 1 :]
+    parser = parser_of("fit", presets=tuple(PRESETS), preset=PRESET, minutes=GPU_MINUTES)
+    args, given = parser.parse_args(argv[:cut]), argv[cut + 1 :]
     kept = MadeWith.read(args.run) if args.run else None
     text = Text.of(args.data, given, kept.text if kept else None)
     if kept is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import Config, Flags
@@ -31,6 +33,7 @@ MIN_TRAINING_MINUTES = 3.0
 LENGTH_FLAGS = {"train-iters", "train-samples", "train-tokens", "train-minutes"}
 SHAPE_FLAGS = {"preset", "num-layers", "hidden-size", "load-hf"}
 PRESET = "350M"
+_CHOICES = tomllib.loads(Path(__file__).with_name("choices.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,8 @@ class Course:
     steps: int
 
 
-LESSONS = (
-    Lesson(PRESET, 150, "1e-4"),
-    Lesson("124M", 150, "3e-4"),
-    Lesson("70M", 150, "5e-4"),
-    Lesson("31M", 150, "1e-3"),
-)
-"""From the largest model to the smallest, which is taken where no other can be taught."""
+LESSONS = tuple(Lesson(preset, *row) for preset, row in _CHOICES["lessons"].items())
+"""From the largest model to the smallest."""
 
 
 def vocabulary_for(machine: Machine, *, own_text: bool) -> Choice:
@@ -177,30 +175,20 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
     return [
         Choice("train-iters", str(steps), length),
-        Choice("lr-warmup-fraction", "0.1", "a tenth of the run"),
-        Choice("lr", "3e-4", "GPT-3's for this size"),
-        Choice("min-lr", "3e-5", "a tenth of that"),
-        Choice("adam-beta1", "0.9", "GPT-3's"),
-        Choice("adam-beta2", "0.95", "GPT-3's"),
-        Choice("log-interval", "10", "a line every few seconds"),
-        Choice("save-interval", "100", "less than a minute's work"),
+        *(Choice(flag, *row) for flag, row in _CHOICES["gpu"].items()),
     ]
 
 
 def _for_cpu(course: Course) -> list[Choice]:
-    few, needed = "learns fastest in a few hundred steps of few tokens", course.lesson.steps * 2 // 3
+    needed = course.lesson.steps * 2 // 3
     warmup = max(MEASURED_STEPS, min(20, course.steps // 5))
     return [
         Choice("train-iters", str(CPU_MAX_STEPS), "at most: training decides by the time that its steps take"),
         course.minutes,
         Choice("train-iters-needed", str(needed), "steps from which the model knows more than frequencies"),
         Choice("lr-warmup-iters", str(warmup), "a fifth of the steps, from 10 to 20"),
-        Choice("lr", course.lesson.lr, few),
-        Choice("min-lr", "0", few),
-        Choice("adam-beta1", "0.8", few),
-        Choice("adam-beta2", "0.9", few),
-        Choice("log-interval", "1", "a line every few seconds"),
-        Choice("save-interval", "250", "a few minutes' work; a signal saves before it ends the run"),
+        Choice("lr", course.lesson.lr, _CHOICES["cpu"]["min-lr"][1]),
+        *(Choice(flag, *row) for flag, row in _CHOICES["cpu"].items()),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class MadeWith:
         values = {
             "preset": self.preset,
             "minutes": self.minutes,
-            "text": self.text.to_dict(),
+            "text": asdict(self.text),
             "choices": [[choice.flag, choice.value, choice.reason] for choice in self.choices],
         }
         with atomic_output(run / FILE_NAME) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gptpar.data.readers import find_inputs
@@ -105,13 +105,9 @@ class Text:
             return " ".join(self.flags)
         return LIBRARY if self.source == LIBRARY else f"DATA={self.source}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Text:
-        """The inverse."""
+        """The inverse of :func:`dataclasses.asdict`."""
         files = tuple(TextFile(**file) for file in values["files"])
         return Text(values["source"], files, tuple(values["flags"]))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 from gptpar.errors import GptparError
@@ -42,16 +41,15 @@ class LocalStore:
         )
 
     def environment(self) -> dict[str, str]:
-        """torchrun's variables that tell a worker where the store is and that it is running."""
+        """torchrun's variables that tell a worker where the store is and that it is running.
+
+        Others make gloo and NCCL listen on this machine alone, unless the user has chosen an interface.
+        """
+        is_here = self.address == LOOPBACK and Path("/sys/class/net/lo").exists()
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_here else ()
         return {
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **(_on_loopback(os.environ) if self.address == LOOPBACK else {}),
+            **{name: os.environ.get(name, "lo") for name in names},
         }
-
-
-def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make gloo and NCCL listen on this machine alone, unless the user has chosen an interface."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: environment.get(name, "lo") for name in names} if Path("/sys/class/net/lo").exists() else {}

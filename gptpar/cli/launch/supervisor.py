@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gptpar.cli.launch.failure import Failure
@@ -38,19 +39,6 @@ END_SECONDS = 10.0
 """Seconds that the other workers get to end after a failure without a restart."""
 
 
-@dataclass
-class _Look:
-    """The times of the last looks at the workers, on the monotonic clock.
-
-    Attributes:
-        alive: when all of them still lived.
-        signs: when the supervisor last looked for signs of life.
-    """
-
-    alive: float
-    signs: float
-
-
 class Supervisor:
     """Runs a job's workers to their end.
 
@@ -70,6 +58,7 @@ class Supervisor:
         self._groups: list[int] = []
         self._restart = Restart(limit=job.max_restarts)
         self._store: LocalStore | None = None
+        self._alive = 0.0  # on the monotonic clock: when all workers still lived
         self.holds = False
         self.relay = Relay(folder, patience(), self, job.program)
         self._environment = {
@@ -103,7 +92,7 @@ class Supervisor:
                 self._restart = replace(
                     self._restart,
                     number=self._restart.number + 1,
-                    noticed_s=noticed - self._look.alive,
+                    noticed_s=noticed - self._alive,
                     ended_s=ended,
                 )
 
@@ -156,20 +145,20 @@ class Supervisor:
 
     def _watch(self) -> Failure | None:
         """Wait for the workers' end; returns the first failure, while the others still live."""
-        now = time.monotonic()
-        self._look, signs = _Look(now, now), SignsOfLife(self._folder)
+        self._alive = looked = time.monotonic()
+        signs = SignsOfLife(self._folder)
         while self._running:
             if failures := self._reap():
                 if all(failure.is_exit for failure in failures):
                     time.sleep(OTHERS_SECONDS)
                     failures += self._reap()
                 # A short life may have ended between two looks at what the workers were doing.
-                self.holds = self.holds or self._have_begun() or self._may_lose(failures)
+                self.holds = self.holds or self._have_begun(failures)
                 return min(failures, key=lambda failure: (failure.is_exit, failure.final, failure.rank))
             now = time.monotonic()
-            self._look.alive = now
-            if now - self._look.signs > LIFE_SECONDS:
-                self._look.signs = now
+            self._alive = now
+            if now - looked > LIFE_SECONDS:
+                looked = now
                 self.holds = self.holds or self._have_begun()
                 silent = signs.silence(self._running.values())
                 if self._job.hang_seconds and silent > self._job.hang_seconds and self.relay.signal is None:
@@ -177,12 +166,10 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         return None
 
-    def _have_begun(self) -> bool:
-        """Whether the workers have left their start-up, so that there is something to lose."""
-        return self._job.max_restarts > 0 and any(last_activity(self._folder, r) != START for r in self._running)
-
-    def _may_lose(self, failures: list[Failure]) -> bool:
-        return self._job.max_restarts > 0 and any(failure.doing != START for failure in failures)
+    def _have_begun(self, failures: Sequence[Failure] = ()) -> bool:
+        """Whether workers, or those that failed, have left their start-up, so that there is something to lose."""
+        doing = [last_activity(self._folder, rank) for rank in self._running] + [failure.doing for failure in failures]
+        return self._job.max_restarts > 0 and any(one != START for one in doing)
 
     def _standstill(self, silent: float) -> Failure:
         """The failure of workers that all hang: that of a stopped worker if there is one, else of the lowest rank."""

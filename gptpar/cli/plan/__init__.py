@@ -5,67 +5,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from gptpar.any_module.user_module import is_named_in
+from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
+from gptpar.exchange import take_shape_of_hf
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
-from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
 from gptpar.training.checkpoint_args import with_checkpoint_args
-from gptpar.training.exchange.start_from_hf import take_shape_of_hf
-
-DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
-flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
-that fits; values on the command line stay as they are. Data, tokenizer and run folders are ignored; of --load-hf only
-config.json is read. --module FILE.py:FUNCTION --config JSON predicts the memory of your own module: gptpar plan
---module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("plan")
-    group.add_argument("--world-size", type=positive_int, metavar="N", help="number of GPUs (default: 1)", default=1)
-    group.add_argument("--gpu", choices=tuple(GPUS), default="h100", help="the GPU's data sheet (default: h100)")
-    group.add_argument(
-        "--gpu-memory",
-        type=positive_gib,
-        metavar="GIB",
-        help="memory of a GPU, in GiB or as 80GB (default: the data sheet's)",
-    )
-    group.add_argument(
-        "--host-memory",
-        type=positive_gib,
-        metavar="GIB",
-        help="of a machine, in GiB, or 2TiB (default: unlimited)",
-    )
-    group.add_argument(
-        "--gpus-per-node", type=positive_int, default=8, metavar="N", help="GPUs of a machine (default: 8)"
-    )
-    group.add_argument(
-        "--link-bandwidth",
-        type=positive_float,
-        metavar="GBS",
-        help="GB/s in one direction between a machine's GPUs (default: the data sheet's)",
-    )
-    group.add_argument(
-        "--network-bandwidth",
-        type=positive_float,
-        default=50.0,
-        metavar="GBS",
-        help="GB/s in one direction between machines for each GPU (default: 50, a 400 Gb/s port a GPU)",
-    )
-    group.add_argument("--search", action="store_true", help="find the fastest layout that fits")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw memory and schedule")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_flags(parser, "plan", gpus=tuple(GPUS), positive_gib=positive_gib)
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
@@ -95,7 +55,7 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     Raises:
         ConfigError: the command line has mistakes.
     """
-    parsed = parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags)
+    parsed = parse_flags(argv, prog="gptpar plan", description=description_of("plan"), extra=_extra_flags)
     take_shape_of_hf(parsed)
     parsed = _with_defaults(with_checkpoint_args(parsed))
     problems = [*parsed.problems, *range_problems(parsed.flags)]
@@ -105,15 +65,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     if problems:
         raise ConfigError(problems)
     options = parsed.rest
-    cluster = make_cluster(
-        options.gpu,
-        parsed.flags.precision.dtype,
-        gpu_memory=options.gpu_memory,
-        host_memory=options.host_memory,
-        link_bandwidth=options.link_bandwidth,
-        network_bandwidth=options.network_bandwidth,
-        gpus_per_node=options.gpus_per_node,
-    )
+    sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
+    machines = {name: getattr(options, name) for name in sizes}
+    cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)
     return Planner(parsed.flags, parsed.given, options.world_size, cluster), options
 
 

@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase, file_at
+from gptpar.data.tokenizer.base import Tokenizer, file_at
 from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
 from gptpar.data.tokenizer.hf import HFTokenizer
 from gptpar.data.tokenizer.sentence_piece import Llama2Tokenizer, SentencePieceTokenizer
 from gptpar.data.tokenizer.simple import ByteLevelTokenizer, NullTokenizer
-from gptpar.data.tokenizer.tik import PATTERNS, TikTokenizer
+from gptpar.data.tokenizer.tik import TikTokenizer
 from gptpar.errors import ConfigError
-from gptpar.system.data_flags import TIKTOKEN, TOKENIZER_FILES, TOKENIZER_TYPES, TOKENIZERS
+from gptpar.system.data_flags import TOKENIZER_TYPES, TOKENIZERS
 
 _LEARNT = (GPT2BPETokenizer, SentencePieceTokenizer, Llama2Tokenizer, HFTokenizer, TikTokenizer)
-_CLASSES: dict[str, type[TokenizerBase]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
+_CLASSES: dict[str, type[Tokenizer]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
 
-__all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "tokenizer_problems"]
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int | None = None,
-) -> Tokenizer:
+def build_tokenizer(tokenizer_type: str, **given: Any) -> Tokenizer:
     """Build a tokenizer of one of TOKENIZER_TYPES. Arguments that its type does not need are ignored.
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
-        vocab_file, merge_file, tokenizer_model: paths; TOKENIZER_FILES says which type needs which.
-        vocab_size: number of ids of the NullTokenizer, without its eod.
+        given: `vocab_file`, `merge_file` and `tokenizer_model` are paths, and `data_flags.TOKENIZER_FILES` says which
+            type needs which; `vocab_size` is the number of ids, of the NullTokenizer without its eod; a TikTokenizer
+            takes `tiktoken_pattern` and `tiktoken_num_special_tokens`, too. None: not given.
 
     Raises:
         ConfigError: flags or files are missing; it names all of them.
         TokenizerError: a file is not a tokenizer of this type.
     """
-    given = {
-        "vocab_file": vocab_file,
-        "merge_file": merge_file,
-        "tokenizer_model": tokenizer_model,
-        "vocab_size": vocab_size,
-        "tiktoken_pattern": tiktoken_pattern,
-        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
-    }
     problems = tokenizer_problems(tokenizer_type, **given)
     if problems:
         raise ConfigError(problems)
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
-    taken = {name: given[name] for name in (*cls.options, *cls.optional) if given[name] is not None}
-    tokenizer: Tokenizer = cls(**taken)  # type: ignore[assignment]
-    return tokenizer
+    taken = {name: given[name] for name in (*cls.options, *cls.optional) if given.get(name) is not None}
+    return cls(**taken)
 
 
 def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:
@@ -118,27 +100,3 @@ def _why_no_file(path: Path, in_folder: str) -> str:
     found = next((name for name in _OTHERS if (path / name).is_file()), None)
     missing = f"holds no {in_folder}" if in_folder else "is a folder, and a file is needed"
     return missing if found is None else f"{missing}, but {found}: give {_OTHERS[found].format(path)}"
-
-
-def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags whose names, underscored, are the arguments of `build_tokenizer`."""
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type",
-        required=True,
-        choices=TOKENIZER_TYPES,
-        metavar="TYPE",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}",
-    )
-    for name, help in TOKENIZER_FILES.items():
-        older = ("--vocab",) if name == "vocab_file" else ()
-        group.add_argument(f"--{name.replace('_', '-')}", *older, metavar="FILE", help=help)
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="number of ids, of the NullTokenizer without its eod, of a TikTokenizer with its special tokens",
-    )
-    for name, help in TIKTOKEN.items():
-        kind = {"choices": tuple(PATTERNS)} if name == "tiktoken_pattern" else {"type": int, "metavar": "N"}
-        group.add_argument(f"--{name.replace('_', '-')}", help=help, **kind)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and their common base class."""
+"""``Tokenizer``, the base class of all, and what they have in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,101 +17,31 @@ from gptpar.system.files import lies_in, read_regular
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back.
+class Tokenizer:
+    """Text to token ids and back. It keeps hashes of the files that it has read, so that `identity` is of their bytes.
 
     Attributes:
         name: canonical name of the tokenizer type.
+        options, optional: arguments of build_tokenizer that this type needs, and those that it takes beside them.
+        in_folder: the name of its file, where a folder is given in its place.
+        file_names: argument that is a file's path -> its usual name.
+        beside: names of further files that belong to it, where they are beside that one.
+        may_drop: whether there may be characters that no token represents.
         vocab_size: number of ids, without padding for tensor parallelism; every id is below it.
         eod: id that ends a document; no text is ever encoded to it.
         bos: id with which a document may begin, where the tokenizer's files name one.
         begins_texts: whether `encode` puts `bos` before each text.
         unknown: id of text that the vocabulary lacks, where there is one.
         files: name -> contents of the files that the tokenizer is made from: a folder with them is the tokenizer.
-        threads: whether `encode_batch` releases Python's lock, so that several threads encode faster than one.
     """
 
     name: ClassVar[str]
-    vocab_size: int
-    eod: int
-    bos: int | None
-    begins_texts: ClassVar[bool]
-    unknown: int | None
-    files: Mapping[str, bytes]
-
-    @property
-    def threads(self) -> bool: ...
-
-    @property
-    def cutter(self) -> Callable[[bytes], int] | None:
-        """A function that finds where a text may be divided: the ids of both parts, end to end, are the text's ids.
-
-        It takes UTF-8 and returns the last such position, 0 if it finds none. Neither part is empty, and the first
-        part's ids depend at most on the first character of the second. None: texts cannot be divided.
-        """
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens are neither added nor recognised in the text.
-
-        Raises:
-            TokenizerError: the text cannot be represented.
-        """
-        ...
-
-    def encode_batch(
-        self, texts: Sequence[str], after: int | None = None, before: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids of all texts end to end, int64 number of ids of each text).
-
-        Args:
-            texts: any number of texts, each encoded by itself.
-            after, before: ids to put after and before each text that has ids; they count in the number.
-
-        Raises:
-            TokenizerError: a text cannot be represented.
-        """
-        ...
-
-    def encode_document(self, text: str) -> list[int]:
-        """Ids of a text behind the one with which documents begin: bos where texts are known to begin with it, or eod.
-
-        Raises:
-            TokenizerError: the text cannot be represented.
-        """
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to continue; without a text, those of an empty document.
-
-        Raises:
-            TokenizerError: the text cannot be represented.
-        """
-        ...
-
-    def dropped(self, texts: Iterable[str]) -> Counter[str]:
-        """How often each character that no token represents occurs in texts that can be encoded."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of any ids; bytes that are not UTF-8 and ids that do not exist become U+FFFD."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """A JSON object that is equal for two tokenizers if and only if they have the same type, sizes and files."""
-        ...
-
-
-class TokenizerBase:
-    """Reads model files, and keeps hashes of what it has read, so that `identity` describes the bytes in use."""
-
-    name: ClassVar[str]
-    options: ClassVar[tuple[str, ...]]  # the arguments of build_tokenizer that this type needs
-    optional: ClassVar[tuple[str, ...]] = ()  # those that it takes beside them
-    in_folder: ClassVar[str] = ""  # the name of its file, where a folder is given in its place
-    file_names: ClassVar[Mapping[str, str]] = {}  # argument that is a file's path -> its usual name
-    beside: ClassVar[tuple[str, ...]] = ()  # names of further files that belong to it, where they are beside that one
-    may_drop: ClassVar[bool] = False  # whether there may be characters that no token represents
+    options: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ()
+    in_folder: ClassVar[str] = ""
+    file_names: ClassVar[Mapping[str, str]] = {}
+    beside: ClassVar[tuple[str, ...]] = ()
+    may_drop: ClassVar[bool] = False
     vocab_size: int
     eod: int
     bos: int | None = None
@@ -143,18 +73,38 @@ class TokenizerBase:
 
     @property
     def threads(self) -> bool:
+        """Whether `encode_batch` releases Python's lock, so that several threads encode faster than one."""
         return False
 
     @property
     def cutter(self) -> Callable[[bytes], int] | None:
+        """A function that finds where a text may be divided: the ids of both parts, end to end, are the text's ids.
+
+        It takes UTF-8 and returns the last such position, 0 if it finds none. Neither part is empty, and the first
+        part's ids depend at most on the first character of the second. None: texts cannot be divided.
+        """
         return None
 
     def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens are neither added nor recognised in the text.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
         raise NotImplementedError
 
     def encode_batch(
         self, texts: Sequence[str], after: int | None = None, before: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts end to end, int64 number of ids of each text).
+
+        Args:
+            texts: any number of texts, each encoded by itself.
+            after, before: ids to put after and before each text that has ids; they count in the number.
+
+        Raises:
+            TokenizerError: a text cannot be represented.
+        """
         encoded = [self.encode(text) for text in texts]
         for ids in filter(None, encoded):
             ids[:0] = [] if before is None else [before]
@@ -166,12 +116,23 @@ class TokenizerBase:
         return tokens, lengths
 
     def encode_document(self, text: str) -> list[int]:
+        """Ids of a text behind the one with which documents begin: bos where texts are known to begin with it, or eod.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
         return self.encode(text) if self.begins_texts else [self.eod, *self.encode(text)]
 
     def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue; without a text, those of an empty document.
+
+        Raises:
+            TokenizerError: the text cannot be represented.
+        """
         return self.encode(text) or self.encode_document(text)
 
     def dropped(self, texts: Iterable[str]) -> Counter[str]:
+        """How often each character that no token represents occurs in texts that can be encoded."""
         found: Counter[str] = Counter()
         for text in texts if self.may_drop else ():
             characters = set(text)
@@ -185,7 +146,12 @@ class TokenizerBase:
             return False
         return not character.isspace() or self.encode(f"a{character}b") == self.encode("ab")
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of any ids; bytes that are not UTF-8 and ids that do not exist become U+FFFD."""
+        raise NotImplementedError
+
     def identity(self) -> dict[str, Any]:
+        """A JSON object that is equal for two tokenizers if and only if they have the same type, sizes and files."""
         return {
             "type": self.name,
             "vocab_size": self.vocab_size,
@@ -216,6 +182,16 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TokenizerError(f"the text has no UTF-8 form: {error}") from None
+
+
+def joined(ids: Iterable[int], bytes_of: Sequence[bytes]) -> str:
+    """The text of tokens that are bytes; an id that does not exist becomes U+FFFD.
+
+    Args:
+        bytes_of: of each id.
+    """
+    unknown = REPLACEMENT.encode()
+    return b"".join(bytes_of[i] if 0 <= i < len(bytes_of) else unknown for i in ids).decode("utf-8", "replace")
 
 
 def decode_known(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:

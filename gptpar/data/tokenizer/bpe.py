@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gptpar.data.tokenizer.base import REPLACEMENT, TokenizerBase, utf8
+from gptpar.data.tokenizer.base import REPLACEMENT, Tokenizer, joined, utf8
 from gptpar.data.tokenizer.bpe_kernel import BPEKernel
 from gptpar.errors import TokenizerError
 
@@ -68,7 +68,7 @@ def last_cut(data: bytes) -> int:
         window *= 16
 
 
-class GPT2BPETokenizer(TokenizerBase):
+class GPT2BPETokenizer(Tokenizer):
     """The ids of GPT-2 and of Megatron-LM's tokenizer of this name; GPT-2's files give a vocab_size of 50257.
 
     "<|endoftext|>" written in a text is encoded as ordinary characters.
@@ -120,9 +120,7 @@ class GPT2BPETokenizer(TokenizerBase):
         return self._kernel.encode_batch([utf8(text) for text in texts], after)
 
     def decode(self, ids: Iterable[int]) -> str:
-        unknown = REPLACEMENT.encode()
-        parts = (self._bytes[i] if 0 <= i < self.vocab_size else unknown for i in ids)
-        return b"".join(parts).decode("utf-8", "replace")
+        return joined(ids, self._bytes)
 
 
 def byte_alphabet() -> dict[str, int]:

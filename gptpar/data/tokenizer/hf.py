@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gptpar.data.tokenizer.base import TokenizerBase, decode_known, file_at, utf8
+from gptpar.data.tokenizer.base import Tokenizer, decode_known, file_at, utf8
 from gptpar.errors import TokenizerError
 
 # Names of the end-of-document token in published models, for folders that do not declare it.
@@ -17,7 +17,7 @@ DECLARING = ("tokenizer_config.json", "special_tokens_map.json")
 """Files beside a tokenizer.json that say which token is which."""
 
 
-class HFTokenizer(TokenizerBase):
+class HFTokenizer(Tokenizer):
     """A tokenizer.json, or a local folder that holds one. Nothing is downloaded.
 
     `eod` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gptpar.data.tokenizer.base import TokenizerBase, decode_known, file_at, utf8
+from gptpar.data.tokenizer.base import Tokenizer, decode_known, file_at, utf8
 from gptpar.errors import TokenizerError
 
 
-class SentencePieceTokenizer(TokenizerBase):
+class SentencePieceTokenizer(Tokenizer):
     """The model's ids, as of Megatron-LM's GPTSentencePieceTokenizer; `eod` is the model's eos id.
 
     Megatron's SentencePieceTokenizer also appends special ids for BERT and T5, which a GPT does not need. SentencePiece

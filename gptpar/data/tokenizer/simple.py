@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gptpar.data.tokenizer.base import REPLACEMENT, TokenizerBase, utf8
+from gptpar.data.tokenizer.base import Tokenizer, joined, utf8
 from gptpar.errors import TokenizerError
 
 
-class NullTokenizer(TokenizerBase):
+class NullTokenizer(Tokenizer):
     """Text is token ids separated by white space.
 
     As in Megatron-LM, `--vocab-size N` counts the ids 0..N-1 of the data; `eod` is N and `vocab_size` is N + 1.
@@ -38,7 +38,10 @@ class NullTokenizer(TokenizerBase):
         return " ".join(str(int(i)) for i in ids)
 
 
-class ByteLevelTokenizer(TokenizerBase):
+_BYTES = [*(bytes([byte]) for byte in range(256)), b""]
+
+
+class ByteLevelTokenizer(Tokenizer):
     """Ids 0..255 are the bytes of the text's UTF-8; 256 ends a document and decodes to nothing."""
 
     name = "ByteLevelTokenizer"
@@ -55,9 +58,7 @@ class ByteLevelTokenizer(TokenizerBase):
         return list(utf8(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        unknown = REPLACEMENT.encode()
-        parts = (bytes([i]) if 0 <= i < 256 else b"" if i == self.eod else unknown for i in ids)
-        return b"".join(parts).decode("utf-8", "replace")
+        return joined(ids, _BYTES)
 
 
 def _last_character(data: bytes) -> int:

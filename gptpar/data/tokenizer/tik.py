@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from gptpar.data.tokenizer.base import REPLACEMENT, TokenizerBase, utf8
+from gptpar.data.tokenizer.base import Tokenizer, joined, utf8
 from gptpar.errors import TokenizerError
 
 NUM_IDS, NUM_SPECIAL = 1 << 17, 1000
@@ -35,7 +35,7 @@ PATTERNS = {
 """``--tiktoken-pattern`` -> regular expressions that split text before merging, in their order as alternatives."""
 
 
-class TikTokenizer(TokenizerBase):
+class TikTokenizer(Tokenizer):
     """The ids of Megatron-LM's tokenizer of this name; `eod` is the id of "</s>".
 
     A special token that is written in a text is encoded as ordinary characters. Megatron-LM would give its id instead.
@@ -86,9 +86,7 @@ class TikTokenizer(TokenizerBase):
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        unknown = REPLACEMENT.encode()
-        parts = (self._bytes[i] if 0 <= i < self.vocab_size else unknown for i in ids)
-        return b"".join(parts).decode("utf-8", "replace")
+        return joined(ids, self._bytes)
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "pattern": self._pattern, "num_special_tokens": self._num_special}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gptpar.config import ModelConfig
@@ -13,23 +15,11 @@ from gptpar.errors import printable
 from gptpar.model.attention import window_of
 from gptpar.model.rotary import LONGEST, SCALED_CONTEXT, SHORTEST
 
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu2": "squared_relu",
-}
+_NAMES = tomllib.loads(Path(__file__).with_name("activations.toml").read_text(encoding="utf-8"))
+ACTIVATIONS: dict[str, str] = _NAMES["activations"]
 """transformers' name of an activation function -> ``--mlp-activation``."""
 
-GATES = {
-    "silu": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "relu": "reglu",
-    "linear": "liglu",
-}
+GATES: dict[str, str] = _NAMES["gates"]
 """transformers' name of the activation function in a gated MLP -> ``--glu-activation``."""
 
 GATES_BACK = {ours: theirs for theirs, ours in reversed(GATES.items())}

@@ -52,11 +52,6 @@ def divisors(number: int, most: int | None = None) -> list[int]:
     return [i for i in range(1, min(number, most or number) + 1) if number % i == 0]
 
 
-def powers_of_two(most: int) -> list[int]:
-    """All powers of two up to ``most``."""
-    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-
-
 def sizes(mesh: Mesh) -> list[Option]:
     """The one option that sets the layout's sizes."""
     return [Option({TENSOR: mesh.tensor, PIPELINE: mesh.pipeline}, mesh.describe())]

@@ -33,7 +33,7 @@ def to_predict(
     """
     parallel = flags.parallel
     typed_tensor, typed_pipeline = d.TENSOR in given, d.PIPELINE in given
-    within_a_node = d.powers_of_two(min(gpus_per_node, num_processes))
+    within_a_node = [1 << i for i in range(min(gpus_per_node, num_processes).bit_length())]
     found = d.layouts(
         num_processes,
         [parallel.tensor_model_parallel_size] if typed_tensor else within_a_node,

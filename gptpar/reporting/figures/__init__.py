@@ -1,1 +1,1 @@
-"""Pictures as PNG files: runs, plans, sweeps and traces, in one style (``style.py``). matplotlib is imported on use."""
+"""Pictures as PNG files: runs, plans and sweeps, in one style (``style.py``). matplotlib is imported on use."""

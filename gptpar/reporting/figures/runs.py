@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -97,13 +98,8 @@ def _add_tokens(axes: Axes, run: RunCurves) -> None:
         return
     iteration, tokens = _extended(run.iteration), _extended(run.tokens)
 
-    def to_tokens(x: Any) -> Any:
-        return np.interp(x, iteration, tokens)
-
-    def to_iterations(x: Any) -> Any:
-        return np.interp(x, tokens, iteration)
-
-    top = axes.secondary_xaxis("top", functions=(to_tokens, to_iterations))
+    there, back = (partial(np.interp, xp=xp, fp=fp) for xp, fp in ((iteration, tokens), (tokens, iteration)))
+    top = axes.secondary_xaxis("top", functions=(there, back))
     top.xaxis.set_major_formatter(lambda value, _: _short_count(value))
     top.set_xlabel("tokens", fontsize=10)
     top.tick_params(labelsize=9)

@@ -13,6 +13,7 @@ import torch
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Flags, ModelConfig, ModelFlags, ParallelFlags
 from gptpar.config.checks.parallel import check_parallel
+from gptpar.config.stored import StoredModel
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
@@ -23,7 +24,6 @@ from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import TENSOR
 from gptpar.training.generation import LoadedStages, load_stages
-from gptpar.training.stored import StoredModel
 
 
 @dataclass(frozen=True)

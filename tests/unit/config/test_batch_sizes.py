@@ -19,13 +19,13 @@ from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.checks.precision import graph_obstacles
 from gptpar.config.complete import complete
 from gptpar.config.flags import parse_flags
+from gptpar.config.stored import stored_config
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.space.candidate import Candidate
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
-from gptpar.training.stored import stored_config
 from tests.helpers import TINY, every_field
 
 MODEL = TINY.replace("--train-iters 20 ", "")  # 16 tokens a sample, micro-batch 2

@@ -11,10 +11,10 @@ from gptpar.config.complete import complete, complete_model, padded_vocab
 from gptpar.config.derive import ffn_width
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
+from gptpar.config.stored import stored_config
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.model.gpt import gpt_model
-from gptpar.training.stored import stored_config
 from tests.helpers import every_field
 from tests.unit.config.flag_problems import GOOD, problems
 

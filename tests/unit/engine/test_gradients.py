@@ -17,7 +17,6 @@ from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
 from gptpar.engine.ranges import Place
 from gptpar.engine.reducer import GradientReducer
-from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -43,10 +42,9 @@ def make_gradients(
 ) -> Gradients:
     table = ParameterTable(units, axis.place, ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
-    router = GradientRouter(table, memory, None, {}, subscriber, GraphBreaks(), counts_zeros=False)
-    sums = GradientReducer(memory, axis, reduce_dtype, router)
+    sums = GradientReducer(table, memory, axis, reduce_dtype, None, {}, subscriber, GraphBreaks(), counts_zeros=False)
     names = [unit.name for unit in units]
-    return Gradients(memory, GradientCollector(units, [names], memory, sums, done, **order), sums, router)
+    return Gradients(memory, GradientCollector(units, [names], memory, sums, done, **order), sums)
 
 
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gptpar.errors import ConfigError
+from gptpar.exchange.megatron.arguments import model_of
 from gptpar.model.attention import head_slopes, with_distances
 from gptpar.model.block import Block
 from gptpar.model.families import config_of
@@ -16,7 +17,6 @@ from gptpar.model.gpt import gpt_model
 from gptpar.model.key_value_cache import cached
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
 from gptpar.pipeline import Stage
-from gptpar.training.exchange.megatron.arguments import model_of
 from tests.helpers import random_tokens, tiny_config
 
 BLOOM = "--position-embedding-type alibi --embed-layernorm --norm-epsilon 1e-5"

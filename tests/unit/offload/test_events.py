@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.offload import back_off, buckets
+from gptpar.offload import buckets, next_action
 from gptpar.offload.bucket_state import TRANSITIONS, BucketState
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
@@ -100,7 +100,7 @@ def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[t
 def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 110)  # three a unit, which runs and open ranges cut anywhere
-    monkeypatch.setattr(back_off, "LONGEST", 0)
+    monkeypatch.setattr(next_action, "MAX_BACK_OFF", 0)
     log = EventLog()
     (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3, seed, log)
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload import back_off, buckets, build, machine
+from gptpar.offload import buckets, build, machine, next_action
 from gptpar.offload.events import What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.tensor_parallel import cross_entropy
@@ -47,10 +47,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     def patient(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(host, unit, grad, formed=formed)
         if formed is not None and not host.backs_off:
-            assert host.log is not None
-            mine = {event.start for event in host.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
-            wait_until(lambda: mine <= starts_of(host.log, What.SPECULATION_BEGUN, unit))
-            assert mine <= starts_of(host.log, What.SPECULATION_BEGUN, unit)
+            assert host.shared.log is not None
+            mine = {event.start for event in host.shared.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
+            wait_until(lambda: mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit))
+            assert mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit)
 
     def train(
         words: str,
@@ -63,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
             patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
-            patch.setattr(back_off, "LONGEST", 0)  # it tries again in the step after one that is clipped
+            patch.setattr(next_action, "MAX_BACK_OFF", 0)  # it tries again in the step after one that is clipped
             if not early:
                 patch.setattr(gpt, "tied_unit", lambda *_: None)
             elif is_patient:
@@ -162,8 +162,8 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
 
     def look(trainer: Trainer) -> None:
         assert trainer.host is not None
-        assert trainer.host.log is not None
-        prepared = {event.start for event in trainer.host.log.of(What.PREPARED, unit="embedding")}
+        assert trainer.host.shared.log is not None
+        prepared = {event.start for event in trainer.host.shared.log.of(What.PREPARED, unit="embedding")}
         buckets_of_it = [first for unit, first, _ in trainer.host.parts("weights") if unit == "embedding"]
         kept = [first in prepared for first in buckets_of_it]
         assert any(kept) and not all(kept) and kept == sorted(kept)
@@ -225,7 +225,7 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
         offer(host, unit, grad, formed=formed)
         if formed is not None:
-            wait_until(lambda: bool(starts_of(host.log, What.SPECULATION_BEGUN, unit)))
+            wait_until(lambda: bool(starts_of(host.shared.log, What.SPECULATION_BEGUN, unit)))
         elif unit == "embedding":
             assert Counting.gate is not None
             Counting.gate.release(1000)

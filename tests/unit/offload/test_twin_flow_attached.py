@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from gptpar import TwinFlowAdamW
-from gptpar.offload import host_optimizer, machine
+from gptpar.offload import machine, updating_thread
 from gptpar.offload.events import What
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.cpu_adam import CpuAdam
@@ -288,7 +288,7 @@ def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: p
             assert answers.wait(300)
             return self._number.item()
 
-    monkeypatch.setattr(host_optimizer, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(updating_thread, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(SameMemory, "read_scalar", lambda self, number: Stuck(number))
     before, model = threading.active_count(), Model()
     optimizer = TwinFlowAdamW(model.parameters(), speculation="on")

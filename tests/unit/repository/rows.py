@@ -15,6 +15,7 @@ ROWS = [
     ["engine"],
     ["reporting"],
     ["offload"],
+    ["exchange"],
     ["any_module"],
     ["plan"],
     ["deepspeed"],

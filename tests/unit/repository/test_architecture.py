@@ -122,6 +122,16 @@ def test_imports_point_one_way():
     assert not wrong, "\n".join(wrong)
 
 
+def test_other_programs_formats_have_one_door():
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} {module}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for line, module in facts_of(file).imports
+        if module.startswith("gptpar.exchange.") and module.count(".") > 2 and room_of(file) != "exchange"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_rule_itself():
     assert may_import("model", "tensor_parallel") and not may_import("tensor_parallel", "model")
     assert may_import("data", "system") and not may_import("data", "config")

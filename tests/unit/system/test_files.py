@@ -12,20 +12,20 @@ import pytest
 
 from gptpar.any_module.tags import _latest_tag
 from gptpar.checkpoint.data_file import SourceFile
-from gptpar.checkpoint.exchange.safe_pickle import load_torch_file, load_torch_part
-from gptpar.checkpoint.exchange.safetensors_file import open_safetensors
 from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from gptpar.cli.convert import main as convert
 from gptpar.data.identity import corpus_identity
 from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.data.readers import find_inputs, read_blocks
-from gptpar.data.tokenizer.base import TokenizerBase
+from gptpar.data.tokenizer.base import Tokenizer as TokenizerBase
 from gptpar.errors import CheckpointError, GptparError
+from gptpar.exchange.files.safe_pickle import load_torch_file, load_torch_part
+from gptpar.exchange.files.safetensors_file import open_safetensors
+from gptpar.exchange.hf_folder import read_json
 from gptpar.reporting.metrics_file import cut_after
-from gptpar.reporting.trace import load_trace
 from gptpar.system.files import lies_in, read_regular
-from gptpar.training.exchange.hf_folder import read_json
+from tools.trace_lanes import load_trace
 
 
 class Vocabulary(TokenizerBase):

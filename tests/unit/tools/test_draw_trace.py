@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gptpar.errors import GptparError
-from gptpar.reporting import trace
+from tools import trace_lanes as trace
 
 ROOT = Path(__file__).parents[3]
 START = 5_000_000.0  # microseconds: a trace's clock does not begin at 0

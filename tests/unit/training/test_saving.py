@@ -19,7 +19,7 @@ from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver,
 from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
-from gptpar.offload.back_off import BackOff
+from gptpar.offload.next_action import BackOff
 from gptpar.system.blocks import span
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.state_guard import StateGuard
@@ -182,7 +182,7 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     assert host is not None
     host.finish()
     owner, name = {
-        "the last update": (host, "_take_step"),
+        "the last update": (host._thread, "_take_step"),
         "the places of the state": (Snapshot, "hold"),
         "the parts of the state": (Snapshot, "add"),
     }[held]
@@ -280,7 +280,7 @@ def test_everything_that_a_step_changes_is_announced(words: str, tmp_path: Path)
     parts = [part for tensor in resume.tensors_to_save(trainer).values() for _, part in tensor.parts]
     before = [part.clone() for part in parts]
     guard = Announced()
-    for owner in (trainer.engine.optimizer, trainer.engine.optimizer._flat, trainer.host):
+    for owner in (trainer.engine.optimizer, trainer.engine.optimizer._flat, trainer.host and trainer.host.shared):
         if owner is not None:
             name = "_guard" if hasattr(owner, "_guard") else "guard"
             setattr(owner, name, guard)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.exchange.exports import Exports
 from gptpar.training import saving
-from gptpar.training.exchange.exports import Exports
 from gptpar.training.saving import Target
 from tests.unit.training.saved_runs import inputs_of
 from tests.unit.training.test_saving import done, make

@@ -1,0 +1,206 @@
+"""Makes a model's configuration from Megatron's arguments, and refuses those that gptpar lacks."""
+
+from __future__ import annotations
+
+import typing
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.checks.model import check_model
+from gptpar.config.complete import complete_model
+from gptpar.config.elsewhere import ABSENT
+from gptpar.config.fields import flag_name
+from gptpar.config.stored import stored_config
+from gptpar.errors import CheckpointError, ConfigError, printable
+
+_LINEAR, _LAYERS = "linear or sparse attention", "layers of several shapes"
+_OF_FORKS = (
+    *("scale_emb", "embedding_multiplier", "input_embeddings_multiplier", "input_embeds_norm", "scale_depth"),
+    *("dim_model_base", "attn_logit_softcapping", "query_pre_attn_scalar", "use_glm_rope", "add_output_layer_bias"),
+    *("use_normhead", "num_unique_layers", "xielu", "xiprelu", "xiprelup", "spec"),
+)
+ABSENT_HERE = {
+    **dict.fromkeys(("num_experts", "num_moe_experts"), "mixture of experts"),
+    "multi_latent_attention": "multi-latent attention",
+    "apply_residual_connection_post_layernorm": "a residual taken after the norm",
+    "rotary_interleaved": "interleaved rotary pairs",
+    "rotary_seq_len_interpolation_factor": "stretched rotary positions",
+    "softmax_type": "another softmax",
+    "qk_clip": "clipped attention logits",
+    "mtp_num_layers": "multi-token prediction",
+    "no_rope_freq": "layers without rotary positions",
+    "qk_l2_norm": "queries and keys of length 1",
+    "window_attn_skip_freq": "sliding windows in some layers alone",
+    "attention_output_gate": "a gate whose rows stand before the keys",
+    "activation_func_clamp_value": "a limit of what goes into the activation",
+    "glu_linear_offset": "an offset beside the gate",
+    "quick_geglu": "the quick GeGLU",
+    **dict.fromkeys(("mup", "use_mup"), "another program's muP"),
+    "enable_mhc_connections": "hyper-connections",
+    **dict.fromkeys(("experimental_attention_variant", "linear_attention_type", "linear_attention_freq"), _LINEAR),
+    **dict.fromkeys(("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern"), "Mamba's layers"),
+    **dict.fromkeys(("heterogeneous_block_specs", "heterogeneous_layers_config_path"), _LAYERS),
+    "heterogeneous_layers_config_encoded_json": _LAYERS,
+    **{name: ABSENT[flag_name(name)] for name in _OF_FORKS},
+}
+"""Arguments of Megatron and its forks that must be off, and what each turns on."""
+
+OFF = {
+    "num_experts": (None, 0, [1]),  # [1] is Megatron-DeepSpeed's default
+    "softmax_type": (None, "vanilla"),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "activation_func_clamp_value": (None,),
+}
+"""What an argument says where it is off, if that is not what Python takes for false."""
+
+NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "seq_length")
+"""Arguments without which no model can be built; Megatron always has them."""
+
+PLAIN = (bool, int, float, str)
+OF_THIS_RUN = {
+    *("preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern"),
+    *("mup", "mup_base_hidden_size", "mup_base_kv_channels"),
+}
+"""Fields of the flags that Megatron's arguments of the same name do not set."""
+
+
+def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
+    """The model that Megatron's arguments describe.
+
+    Args:
+        rows: rows of the word embedding, padding included.
+
+    Raises:
+        CheckpointError: with all reasons why gptpar cannot compute the same model.
+    """
+    given = vars(arguments)
+    values = _values(given) | {"padded_vocab_size": rows}
+    config, _, wrong = stored_config({"model": values}, [f"model.{name}" for name in values])
+    problems = [
+        *_absent(given),
+        *_windows(given),
+        *(problem.replace("config.model.", "its ") for problem in wrong),
+        *_uneven(given),
+    ]
+    problems += [] if problems else _lacking(given)
+    try:
+        problems += [] if wrong else check_model(config)
+        if not problems:
+            return complete_model(config.model, TokenizerConfig())
+    except (TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
+        problems.append(f"its arguments are not those of a GPT: {printable(str(error)[:200])}")
+    raise CheckpointError(f"gptpar cannot compute what the model in {path} does:\n" + "\n".join(problems))
+
+
+def _absent(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each feature of Megatron's model that gptpar does not have."""
+    on = {name: what for name, what in ABSENT_HERE.items() if _is_on(given.get(name), OFF.get(name))}
+    yield from (f"it has {what} ({flag_name(name)})" for name, what in on.items())
+    scale, width = given.get("softmax_scale"), given.get("kv_channels")
+    if scale is not None and not (
+        isinstance(scale, int | float) and type(width) is int and width > 0 and isclose(scale, width**-0.5)
+    ):
+        yield f"it has another scale of attention's scores than 1 / sqrt(kv_channels) (--softmax-scale {_told(scale)})"
+
+
+def _windows(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for windows that are not a pair of numbers, whose second is 0."""
+    window = given.get("window_size")
+    pair = isinstance(window, list | tuple) and len(window) == 2 and all(type(one) is int for one in window)
+    if window is not None and (not pair or window[1] not in (0, -1)):
+        yield f"its attention windows are no number of tokens before each token (--window-size {_told(window)})"
+
+
+def _lacking(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for the arguments that are not there."""
+    if names := [name for name in NEEDED if given.get(name) is None]:
+        yield f"its arguments do not say {', '.join(names)}: add them to its 'args'"
+
+
+def _uneven(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each number that must divide another one and does not."""
+    for name, by in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_query_groups")):
+        whole, count = given.get(name), given.get(by)
+        used = given.get("kv_channels") is None if name == "hidden_size" else bool(given.get("group_query_attention"))
+        if used and type(whole) is int and type(count) is int and (count < 1 or whole % count):
+            yield (
+                f"its arguments contradict each other: --{name.replace('_', '-')} {whole} is no multiple of "
+                f"--{by.replace('_', '-')} {count}"
+            )
+
+
+def _is_on(value: object, off: tuple[object, ...] | None) -> bool:
+    """Whether an argument is on; an object of another program's class is."""
+    if not isinstance(value, (*PLAIN, list, tuple, type(None))):
+        return True
+    return bool(value) if off is None else value not in off
+
+
+def _told(value: object) -> str:
+    return printable(str(value)[:80])
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments as fields of our flags; most have the same name there."""
+    hints = typing.get_type_hints(ModelFlags)
+    values: dict[str, Any] = {
+        spec.name: _value(given[spec.name], hints[spec.name], spec.metadata.get("spellings", {}))
+        for spec in fields(ModelFlags)
+        if spec.name not in OF_THIS_RUN and given.get(spec.name) is not None
+    }
+    values.setdefault("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
+    if _is_on(given.get("layernorm_zero_centered_gamma"), None):  # the name of --apply-layernorm-1p in newer versions
+        values["apply_layernorm_1p"] = True
+    if _is_on(given.get("use_rotary_position_embeddings"), None):
+        values["position_embedding_type"] = "rope"
+    if given.get("add_position_embedding") is False and values.get("position_embedding_type") == "learned_absolute":
+        values["position_embedding_type"] = "none"
+    if values.get("glu_activation") == "swiglu":
+        values["swiglu"] = True
+    if not _is_on(values.get("swiglu"), None):
+        values["mlp_activation"] = values.get("glu_activation") or _activation(given)
+    if not _is_on(given.get("group_query_attention"), None):
+        values["num_query_groups"] = given.get("num_key_value_heads") or given.get("num_attention_heads")
+    match values.pop("window_size", None):
+        case [int(before), _] if before >= 0:
+            values["window_size"] = before + 1  # Megatron leaves out the token itself
+    return values
+
+
+def _value(value: Any, hint: Any, spellings: Mapping[str, str]) -> Any:
+    """An argument as a flag's value: our word for theirs, and a whole number where one belongs."""
+    if isinstance(value, str):
+        return spellings.get(value, value)
+    is_whole = isinstance(value, float) and value.is_integer() and float not in (hint, *typing.get_args(hint))
+    return int(value) if is_whole else value
+
+
+def _activation(given: Mapping[str, Any]) -> str:
+    """The activation of an MLP without a gate: GELU in its tanh form is what Megatron's fused kernels compute.
+
+    Megatron turns its own kernel off where linear layers have no biases. Models of Megatron Core pass over
+    ``--openai-gelu``, which asks the legacy ones for the tanh form.
+    """
+    if _is_on(given.get("squared_relu"), None):
+        return "squared_relu"
+    fused = given.get("bias_gelu_fusion", given.get("add_bias_linear", True))
+    legacy = not _is_core(given) and given.get("openai_gelu")
+    tanh = (fused, legacy, given.get("use_te_activation_func"))
+    return "gelu_tanh" if any(_is_on(one, None) for one in tanh) else "gelu"
+
+
+def _is_core(given: Mapping[str, Any]) -> bool:
+    """Whether the model is Megatron Core's: once by ``--use-mcore-models``, now but for ``--use-legacy-models``."""
+    later = "use_legacy_models" in given or "deprecated_use_mcore_models" in given
+    return _is_on(given.get("use_mcore_models"), None) or (later and not _is_on(given.get("use_legacy_models"), None))
+
+
+def count_in(values: Mapping[str, Any], name: str) -> int | None:
+    """The value of a name in a stranger's checkpoint if it is a whole number, not negative; else ``None``."""
+    value = values.get(name)
+    return value if type(value) is int and value >= 0 else None

@@ -1,1 +1,0 @@
-"""Models and checkpoints of other programs: Hugging Face in and out, Megatron-LM and DeepSpeed in."""

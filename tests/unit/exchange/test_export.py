@@ -1,0 +1,238 @@
+"""Checkpoints of runs that began in gptpar go out: padding, tokenizer, family, and what no family has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.cli.convert import main as convert
+from gptpar.cli.pretrain import main as pretrain
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.data.tokenizer.bpe import byte_alphabet
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.exchange import exports as exports_module
+from gptpar.exchange.exports import Exports
+from gptpar.model.families import config_of
+from gptpar.training.generation import load_model
+from tests.helpers import TINY, tiny_config
+from tests.unit.exchange.hf_models import TOKENS, contents, logits_of, save_theirs
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[3]
+RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1 "
+RUN += "--lr 1e-2 --mock-data --eval-iters 0 "
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that came from a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("converted")
+    save_theirs(root / "theirs", "Llama")
+    convert([str(root / "theirs"), str(root / "run")])
+    return root / "run"
+
+
+def files_of_bpe(folder: Path) -> tuple[Path, Path]:
+    """A tokenizer of GPT-2's form with two merges."""
+    tokens = [*byte_alphabet(), "he", "ll", "<|endoftext|>"]
+    vocab, merges = folder / "encoder.json", folder / "vocab.bpe"
+    vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    merges.write_text("#version: 0.2\nh e\nl l\n")
+    return vocab, merges
+
+
+@pytest.mark.slow
+def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
+    vocab, merges = files_of_bpe(tmp_path)
+    run, out = tmp_path / "run", tmp_path / "out"
+    tokenizer = f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}"
+    pretrain(f"{RUN} {tokenizer} --save {run} --save-interval 1".split())
+    convert([str(run), str(out)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    assert model.config.vocab_size == 259 and model.config.eos_token_id == 258  # of 384 rows
+    stage, stored = load_model(run, torch.device("cpu"), torch.float64)
+    assert stored.model.padded_vocab_size == 384
+    with torch.no_grad():
+        wanted = model(TOKENS).logits.flatten(0, 1)
+    torch.testing.assert_close(logits_of(stage, TOKENS)[:, :259], wanted, rtol=1e-11, atol=1e-11)
+    reader = transformers.AutoTokenizer.from_pretrained(out)
+    assert reader("hello").input_ids == [256, 257, vocab_id(vocab, "o")]
+    assert reader.decode(reader("hello there").input_ids) == "hello there" and reader.eos_token_id == 258
+    before = contents(out)
+    with pytest.raises(CheckpointError, match="is there already, and nothing is overwritten"):
+        convert([str(run), str(out)])
+    vocab.unlink()  # the checkpoint has its own
+    convert([str(run), str(tmp_path / "again")])
+    assert contents(tmp_path / "again") == before
+    (run / "iter_0000001" / "tokenizer" / "vocab.json").unlink()
+    with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*vocab.json cannot be read.*--vocab-file"):
+        convert([str(run), str(out)])
+    assert contents(out) == before
+    convert([str(run), str(tmp_path / "bare"), "--no-tokenizer"])
+    assert {path.name for path in (tmp_path / "bare").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors")
+    }
+
+
+def vocab_id(vocab: Path, token: str) -> int:
+    return int(json.loads(vocab.read_text())[token])
+
+
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+WINDOWS = "--window-size 4 --window-pattern SF"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("", "gpt2"),
+        ("--untie-embeddings-and-output-weights --mlp-activation gelu", "gpt2"),
+        ("--position-embedding-type rope --rotary-percent 0.25", "gpt_neox"),
+        ("--position-embedding-type rope --use-parallel-residual", "gpt_neox"),
+        (LLAMA, "llama"),
+        (LLAMA + "--num-query-groups 2 --kv-channels 16", "llama"),
+        (LLAMA.replace("--swiglu", "--mlp-activation geglu_tanh"), "llama"),
+        (LLAMA + "--add-qkv-bias " + WINDOWS, "qwen2"),
+        (LLAMA + "--qk-layernorm " + WINDOWS, "qwen3"),
+        (LLAMA + "--qk-layernorm --qk-layernorm-scope width --norm-placement post", "olmo2"),
+    ],
+)
+def test_the_family_follows_from_the_model(flags: str, kind: str) -> None:
+    assert config_of(tiny_config(flags).model, 60)["model_type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "told"),
+    [
+        ("--logit-softcap 20", "gpt2", "--logit-softcap is 20.0, and there it is 0.0"),
+        ("--norm-placement peri", "gpt2", "--norm-placement is peri, and there it is pre"),
+        ("--position-embedding-type none", "gpt_neox", "--position-embedding-type is none"),
+        ("--mlp-activation geglu", "gpt2", "--mlp-activation is geglu, and there it is gelu."),
+        (LLAMA.replace("--swiglu", "--squared-relu"), "llama", "--swiglu is False, and there it is True"),
+        (LLAMA + "--attention-output-gate", "llama", "--attention-output-gate is True"),
+    ],
+)
+def test_what_no_family_computes_is_told(flags: str, kind: str, told: str) -> None:
+    config, _ = resolve(parse_flags(f"{TINY} {flags}".split()), 1)
+    with pytest.raises(ConfigError, match=f"(?s)the nearest family is {kind}.*{told}"):
+        config_of(config.model, 60)
+
+
+def test_everything_wrong_in_a_folder_is_told_and_nothing_is_written(tmp_path: Path) -> None:
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    save_theirs(theirs, "Llama")
+    config = json.loads((theirs / "config.json").read_text())
+    before = contents(theirs)
+    for change, told in (
+        ({"hidden_act": "mish", "rope_parameters": {"rope_type": "yarn"}}, "(?s)hidden_act is 'mish'.*rope_type is"),
+        ({"num_hidden_layers": 2}, r"'model.layers.2.input_layernorm.weight' has no place in a llama"),
+        ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight' is missing"),
+        ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
+        ({"intermediate_size": 47}, r"gate_proj.weight' is \[48, 32\], and \[47, 32\] follows from config.json"),
+        ({"hidden_size": "32"}, 'llama: hidden_size is "32"; a whole number from 1 is needed.'),
+        ({"hidden_size": 33}, "hidden"),
+        ({"model_type": ["llama"]}, "is not known; gptpar knows gpt2"),
+    ):
+        (theirs / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=told):
+            convert([str(theirs), str(run)])
+        assert {path.name for path in tmp_path.iterdir()} == {"theirs"}
+    (theirs / "config.json").write_bytes(before["config.json"])
+    assert contents(theirs) == before
+
+
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    save_theirs(theirs, "Llama", max_shard_size="9KB")
+    index = theirs / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "../theirs/model-00001-of-00002.safetensors"}}))
+    with pytest.raises(CheckpointError, match="does not say which files of this folder"):
+        convert([str(theirs), str(tmp_path / "run")])
+
+
+def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "theirs", "Llama")
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    headers = tmp_path / "run/huggingface/safetensors_headers.json"
+    (text,) = json.loads(headers.read_text()).values()
+    headers.write_text(json.dumps({"../../escaped.safetensors": text}))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        convert([str(tmp_path / "run"), str(tmp_path / "back")])
+    assert not list(tmp_path.rglob("escaped*"))
+
+
+DAMAGES: dict[str, Callable[[str], object]] = {
+    "cut short": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "no text": lambda text: 3,
+    "deep": lambda text: "[" * 100_000,
+    "another format": lambda text: text.replace('"F32"', '"I32"', 1),
+    "an unknown format": lambda text: text.replace('"F32"', '"F33"', 1),
+    "another shape": lambda text: text.replace('"shape":[32,48]', '"shape":[48,32]', 1),
+    "a hole": lambda text: text.replace('"data_offsets":[', '"data_offsets":[1', 1),
+    "a name twice": lambda text: text.rstrip()[:-1] + ',"__metadata__":{}}',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_kept_headers_end_in_a_sentence(
+    damage: Callable[[str], object], converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(converted, tmp_path / "run")
+    headers = tmp_path / "run/huggingface/safetensors_headers.json"
+    ((name, text),) = json.loads(headers.read_text()).items()
+    assert damage(text) != text
+    headers.write_text(json.dumps({name: damage(text)}))
+    with pytest.raises(CheckpointError, match=r"safetensors_headers.json is damaged \(.*\): delete it, and"):
+        convert([str(tmp_path / "run"), str(tmp_path / "back")])
+    assert not (tmp_path / "back").exists()
+    headers.unlink()
+    convert([str(tmp_path / "run"), str(tmp_path / "back")])
+
+
+def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "theirs", "Llama")
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    said: list[str] = []
+    exports = Exports(2, said.append)
+    for iteration in (0, 1, 2):  # the second is none of those, the third finds the first one's folder
+        exports.begin(tmp_path / "run/iter_0000000", iteration)
+    exports.finish()
+    assert len(said) == 2 and "exported iter_0000000" in said[0]
+    assert said[1].startswith("WARNING: no Hugging Face folder was made") and "nothing is overwritten" in said[1]
+    assert contents(tmp_path / "run/hf/iter_0000000") == contents(tmp_path / "theirs")
+
+
+def test_an_export_that_fails_unexpectedly_is_told_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("weights/w")
+
+    monkeypatch.setattr(exports_module, "prepare_export", fail)
+    said: list[str] = []
+    exports = Exports(1, said.append)
+    exports.begin(tmp_path / "iter_0000001", 1)
+    exports.finish()
+    assert len(said) == 1 and said[0].startswith("WARNING: no Hugging Face folder was made") and "KeyError" in said[0]
+
+
+@pytest.mark.slow
+def test_neither_transformers_nor_safetensors_is_needed(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "theirs", "Llama")
+    program = (
+        "import sys; sys.modules.update(transformers=None, safetensors=None); from gptpar.cli import main; "
+        "sys.exit(main(['convert', *sys.argv[1:3]]) or main(['convert', *sys.argv[2:]]))"
+    )
+    words = [str(tmp_path / name) for name in ("theirs", "run", "back")]
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "back") == contents(tmp_path / "theirs")

@@ -1,0 +1,241 @@
+"""Other programs' checkpoints are named, and neither taken for a fresh start nor written into."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import save_checkpoint
+from gptpar.cli.convert import main as convert
+from gptpar.cli.inspect import main as inspect
+from gptpar.cli.pretrain import main as pretrain
+from gptpar.cli.runs import main as runs
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, why_not_to_load
+from gptpar.training.generation import load_model
+from gptpar.training.resume import checkpoint_to_resume, refuse_foreign_folders
+from tests.helpers import TINY, tiny_config
+
+TRACKER = "latest_checkpointed_iteration.txt=100"
+DCP = "torch.distributed.checkpoint"
+# What is saved ("NAME=TEXT" gives a file its contents) -> what is told of it.
+FOREIGN = {
+    "iter_0000100/mp_rank_00/model_optim_rng.pt " + TRACKER: "a Megatron-LM checkpoint, legacy format (iter_0000100)",
+    "iter_0000100/mp_rank_00_000/model_optim_rng.pt iter_0000100/mp_rank_01_000/distrib_optim.pt": "legacy format",
+    "release/mp_rank_00/model_optim_rng.pt latest_checkpointed_iteration.txt=release": "legacy format (release)",
+    "mp_rank_00/model_optim_rng.pt": "a Megatron-LM checkpoint, legacy format (mp_rank_00)",
+    "iter_0000100/.metadata iter_0000100/__0_0.distcp iter_0000100/common.pt iter_0000100/metadata.json "
+    + TRACKER: "a Megatron-LM checkpoint, torch_dist format (iter_0000100)",
+    "iter_0000009/common.pt iter_0000009/metadata.json iter_0000009/weight/.zarray": "zarr format (iter_0000009)",
+    "latest=global_step100 zero_to_fp32.py global_step100/mp_rank_00_model_states.pt "
+    "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt global_step20/mp_rank_00_model_states.pt "
+    + TRACKER: "a DeepSpeed checkpoint (global_step100)",
+    "global_step7/layer_00-model_00-model_states.pt": "a DeepSpeed checkpoint (global_step7)",
+    "global_step7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "a DeepSpeed checkpoint (global_step7)",
+    "latest=mytag mytag/mp_rank_00_model_states.pt": "a DeepSpeed checkpoint (mytag)",
+    "latest=global_step5 global_step5/": "a DeepSpeed checkpoint (global_step5)",
+    "latest=global_step5": "a DeepSpeed checkpoint's file 'latest', which names 'global_step5'",
+    "latest_universal=global_step5_universal global_step5_universal/zero/w/fp32.pt "
+    "global_step5_universal/mp_rank_00_model_states.pt": "a DeepSpeed universal checkpoint (global_step5_universal)",
+    "mp_rank_00_model_states.pt": "a DeepSpeed checkpoint (mp_rank_00_model_states.pt)",
+    "config.json model.safetensors tokenizer.json": "a Hugging Face model (model.safetensors)",
+    "config.json pytorch_model.bin": "a Hugging Face model (pytorch_model.bin)",
+    "config.json model.safetensors.index.json model-00001-of-00002.safetensors": "a Hugging Face model",
+    "config.json pytorch_model.bin.index.json": "a Hugging Face model",
+    "checkpoint-500/model.safetensors checkpoint-500/trainer_state.json": "a Hugging Face model (checkpoint-500)",
+    "adapter_config.json adapter_model.safetensors": "a Hugging Face adapter",
+    ".metadata __0_0.distcp": DCP,
+    "step-1000/.metadata step-1000/__0_0.distcp": f"a checkpoint of {DCP}, as torchtitan and FSDP save it (step-1000)",
+    "step1000/model_and_optim/.metadata step1000/model_and_optim/__0_0.distcp": "an OLMo-core checkpoint (step1000)",
+    "ckpt.pt": "a nanoGPT checkpoint (ckpt.pt)",
+    "model_00000100.bin state_00000100_00000.bin DONE_00000100 main.log": "an llm.c checkpoint (model_00000100.bin)",
+    "latest.txt=10 10/config.yaml 10/model_config.json 10/model/model/a.safetensors": "a nanotron checkpoint (10)",
+    "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/optimizer/x.pt": "a nanotron checkpoint (9)",
+    "final/lit_model.pth final/model_config.yaml": "a LitGPT checkpoint (final)",
+    "50/weights_tp_rank_0.pth": "a picotron checkpoint (50)",
+    "step9/config.json step9/model_and_optim/.metadata step9/train/rank0.pt": "an OLMo-core checkpoint (step9)",
+    "config.json model_and_optim/.metadata train/rank0.pt .metadata.json": "an OLMo-core checkpoint (model_and_optim)",
+    "extra.pt iter_0000100/mp_rank_00/model_optim_rng.pt": "a Megatron-LM checkpoint, legacy format (iter_0000100)",
+    "model.pt log.txt": "a PyTorch file (model.pt)",
+    "consolidated.00.pth params.json": "weights as Meta and Mistral publish them",
+    "llama.safetensors": "a safetensors file",
+    "last.ckpt": "a PyTorch Lightning checkpoint",
+    TRACKER: "latest_checkpointed_iteration.txt, which names '100', without a checkpoint",
+}
+UNRELATED = [
+    "README.md train.log metrics.jsonl events.out.tfevents.1 slurm-1.out",
+    "tokenizer.json tokenizer_config.json config.json vocab.json merges.txt tokenizer.model",
+    "data/corpus_text_document.bin data/corpus_text_document.idx data/corpus.jsonl fitted_flags",
+    "corpus_text_document.bin corpus_text_document.idx",
+    "tensorboard/events.out.tfevents.1 latest=log latest_run/",
+    "iter_0000020.tmp-host-1-ab/rank00000.bin",
+    "hf/model.safetensors hf/config.json",
+    "trace.pt.trace.json",
+]
+
+
+def make(folder: Path, listing: str) -> Path:
+    """Files, each with something in it; a name that ends in "/" is an empty folder."""
+    for word in listing.split():
+        name, _, text = word.partition("=")
+        path = folder / name
+        if name.endswith("/"):
+            path.mkdir(parents=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text or "theirs")
+    return folder
+
+
+def contents(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + (path.read_bytes() if path.is_file() else b""))
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("listing", FOREIGN)
+def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: str) -> None:
+    before = contents(make(tmp_path, listing))
+    assert FOREIGN[listing] in str(foreign_checkpoint(tmp_path))
+    for flags in (f"--load {tmp_path}", f"--save {tmp_path}", f"--load {tmp_path} --save {tmp_path}"):
+        with pytest.raises(ConfigError) as told:
+            pretrain(f"{TINY} {flags} --hidden-size 30".split())
+        assert FOREIGN[listing] in str(told.value) and "has 2 problems" in str(told.value)
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint_to_resume(tiny_config(f"--load {tmp_path} --finetune"))
+    assert FOREIGN[listing] in str(refused.value)
+    for verb in (inspect, runs):
+        if listing != TRACKER:  # a hint may be left over in a folder of ours
+            with pytest.raises(CheckpointError) as shown:
+                verb([str(tmp_path)])
+            assert str(shown.value).startswith(f"{tmp_path} holds {foreign_checkpoint(tmp_path)}: gptpar shows its own")
+    with pytest.raises(ConfigError, match="nothing is written into it"):
+        refuse_foreign_folders(tiny_config(f"--save {tmp_path}"))
+    assert contents(tmp_path) == before
+
+
+THEIR_WAY = {
+    "step-1000/.metadata step-1000/__0_0.distcp": "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py",
+    "step9/model_and_optim/.metadata": "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py",
+    "10/model_config.json 10/model/w.safetensors": "nanotron's examples/llama/convert_nanotron_to_hf.py",
+    "model_00000100.bin DONE_00000100": "llm.c's dev/eval/export_hf.py",
+    "final/lit_model.pth": "litgpt convert_from_litgpt",
+    "consolidated.00.pth params.json": "transformers' models/llama/convert_llama_weights_to_hf.py",
+}
+
+
+@pytest.mark.parametrize("listing", THEIR_WAY)
+def test_a_foreign_checkpoint_is_sent_to_its_own_way_to_hugging_face(tmp_path: Path, listing: str) -> None:
+    way = re.escape(f"comes from {THEIR_WAY[listing]}")
+    with pytest.raises(CheckpointError, match=way):
+        checkpoint_to_resume(tiny_config(f"--load {make(tmp_path / 'theirs', listing)} --finetune"))
+    with pytest.raises(CheckpointError, match=way):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "ours")])
+
+
+@pytest.mark.parametrize("listing", UNRELATED)
+def test_unrelated_files_do_not_make_a_checkpoint(tmp_path: Path, listing: str) -> None:
+    config = tiny_config(f"--load {make(tmp_path, listing)} --save {tmp_path}")
+    assert foreign_checkpoint(tmp_path) is None and checkpoint_to_resume(config) is None
+    refuse_foreign_folders(config)
+
+
+def test_ours_win_over_stray_files(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 10, {"w": torch.zeros(1)}, {})
+    make(tmp_path, f"ckpt.pt global_step100/mp_rank_00_model_states.pt iter_0000100/mp_rank_00/x.pt {TRACKER}")
+    manifest = checkpoint_to_resume(tiny_config(f"--load {tmp_path} --finetune"))
+    assert manifest is not None and manifest.iteration == 10
+
+
+def test_a_run_folder_whose_checkpoints_are_in_branches_is_ours(tmp_path: Path) -> None:
+    make(tmp_path, TRACKER)
+    save_checkpoint(tmp_path / "branches" / "1-from-0000000", 100, {"w": torch.zeros(1)}, {})
+    assert foreign_checkpoint(tmp_path) is None
+
+
+def test_one_checkpoint_in_place_of_its_folder(tmp_path: Path) -> None:
+    one = save_checkpoint(tmp_path, 10, {"w": torch.zeros(1)}, {})
+    with pytest.raises(ConfigError, match=f"give --load {tmp_path} --ckpt-step 10"):
+        pretrain(f"{TINY} --load {one}".split())
+    with pytest.raises(ConfigError, match=f"--save {one} is itself a checkpoint: give --save {tmp_path}"):
+        pretrain(f"{TINY} --save {one}".split())
+    with pytest.raises(CheckpointError, match=f"give --load {tmp_path} --ckpt-step 10"):
+        load_model(one, torch.device("cpu"), torch.float32)
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    make(tmp_path, "ckpt.pt notes.txt")
+    with pytest.raises(ConfigError, match=r"ckpt.pt is a file: a nanoGPT checkpoint"):
+        pretrain(f"{TINY} --load {tmp_path}/ckpt.pt".split())
+    with pytest.raises(ConfigError, match=r"notes.txt is a file; give the folder"):
+        pretrain(f"{TINY} --load {tmp_path}/notes.txt".split())
+
+
+def test_generate_and_inspect_name_it(tmp_path: Path) -> None:
+    make(tmp_path, "latest=global_step100 global_step100/mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"a DeepSpeed checkpoint \(global_step100\)"):
+        load_model(tmp_path, torch.device("cpu"), torch.float32)
+    with pytest.raises(CheckpointError, match=r"a DeepSpeed checkpoint \(global_step100\)"):
+        inspect([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("listing", "remedy"),
+    [
+        (
+            "config.json model.safetensors",
+            "{} NEW_FOLDER makes one of it, or says what it cannot reproduce (a run begins with it by",
+        ),
+        (
+            "mp_rank_00/model_optim_rng.pt",
+            "{} NEW_FOLDER makes one of it, or says what it cannot reproduce, and",
+        ),
+        (
+            "global_step7/mp_rank_00_model_states.pt",
+            "{} NEW_FOLDER makes one of it, or says what it cannot reproduce, and",
+        ),
+        (".metadata __0_0.distcp", "no command that converts it"),
+        ("config.json pytorch_model.bin", "{} NEW_FOLDER makes one of it"),
+        (
+            "checkpoint-9/config.json checkpoint-9/model.safetensors checkpoint-10/model.safetensors",
+            "{}/checkpoint-10 NEW_FOLDER makes one of it, or says what it cannot reproduce (a run begins with it by "
+            "--load-hf",
+        ),
+        ("iter_0000100/.metadata iter_0000100/common.pt", "{} NEW_FOLDER makes one of it"),
+        (
+            "global_step5_universal/zero/w/fp32.pt global_step5_universal/mp_rank_00_model_states.pt",
+            "{} NEW_FOLDER makes one of it",
+        ),
+    ],
+)
+def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", listing)
+    assert remedy.replace("{}", f"gptpar convert {folder}") in (why_not_to_load(folder) or "")
+
+
+@pytest.mark.parametrize(
+    ("file", "reader"),
+    [
+        ("model.safetensors", ForeignReader.HUGGING_FACE),
+        ("pytorch_model.bin.index.json", ForeignReader.HUGGING_FACE),
+        ("tf_model.h5", None),
+        ("checkpoint-100/model.safetensors", ForeignReader.HUGGING_FACE),
+        ("step-1-safetensors/model.safetensors", ForeignReader.HUGGING_FACE),
+        ("consolidated.safetensors", None),
+        ("iter_0000100/mp_rank_00/model_optim_rng.pt", ForeignReader.MEGATRON),
+        ("global_step10/mp_rank_00_model_states.pt", ForeignReader.MEGATRON),
+        ("global_step10/anything", ForeignReader.MEGATRON),
+        ("latest_checkpointed_iteration.txt", None),
+    ],
+)
+def test_what_converts_it(file: str, reader: ForeignReader | None, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    found = foreign_checkpoint(tmp_path)
+    assert found is not None and found.reader is reader
+    assert found.is_our_hint == (file == "latest_checkpointed_iteration.txt")

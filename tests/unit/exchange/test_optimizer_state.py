@@ -1,0 +1,360 @@
+"""Megatron-DeepSpeed's optimizer state comes along: training goes on as plain torch would have gone on."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptpar.checkpoint import read_tensors
+from gptpar.cli.convert import main as convert
+from gptpar.cli.pretrain import main as pretrain
+from gptpar.data.build import MockDataset
+from gptpar.errors import CheckpointError
+from gptpar.pipeline import Stage
+from tests.helpers import TINY
+from tests.unit.exchange.hf_models import contents
+from tests.unit.exchange.megatron_models import (
+    GPT2,
+    OLD,
+    Harm,
+    Weights,
+    arguments,
+    block_name,
+    of_rank,
+    our_model,
+    save,
+)
+
+BEFORE, AFTER, BATCH = 4, 5, 4
+RUN = (
+    f"{TINY} {GPT2} --global-batch-size {BATCH} --train-iters {BEFORE + AFTER} --lr-warmup-iters 3 --min-lr 1e-3 "
+    "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0.5 --save-interval 100"
+)
+SCHEDULER = {
+    **{"max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 3 * BATCH, "lr_decay_steps": (BEFORE + AFTER) * BATCH},
+    **{"lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"},
+    **{"wd_incr_steps": (BEFORE + AFTER) * BATCH, "num_steps": BEFORE * BATCH},
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Plain:
+    """A run in nothing but torch: warm-up, cosine decay, clipping, AdamW."""
+
+    stage: Stage
+    optimizer: torch.optim.AdamW
+
+    @staticmethod
+    def begin(dtype: torch.dtype) -> Plain:
+        stage, weights = our_model(f"{GPT2} --softmax-over-padding")  # as Megatron trains
+        stage.place({name: value.to(dtype) for name, value in weights.items()})
+        named = stage.global_parameters().values()
+        groups = [
+            {"params": [p for p in named if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return Plain(stage, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8))
+
+    def train(self, steps: range) -> None:
+        data = MockDataset(1000, 16, 60, seed=1234)
+        for step in steps:
+            tokens = torch.stack([torch.from_numpy(data[step * BATCH + place]) for place in range(BATCH)])
+            ratio = (step - 3) / (BEFORE + AFTER - 3)
+            lr = 1e-2 * step / 3 if step <= 3 else 1e-3 + 0.5 * (1 + math.cos(math.pi * ratio)) * (1e-2 - 1e-3)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.stage(tokens[:, :-1], {"seq_length": 16}), tokens[:, 1:].flatten()).backward()
+            torch.nn.utils.clip_grad_norm_([*self.stage.global_parameters().values()], 0.5)
+            self.optimizer.step()
+
+    def states(self) -> dict[str, Weights]:
+        """Copies by kind and our name."""
+        named = self.stage.global_parameters()
+        moments = {kind: {name: self.optimizer.state[p][kind].clone() for name, p in named.items()} for kind in MOMENTS}
+        return {"fp32": {name: p.detach().clone() for name, p in named.items()}, **moments}
+
+    def without_padding(self) -> None:
+        """DeepSpeed leaves the padding of the vocabulary out, and begins with zeros there again."""
+        embedding = self.stage.global_parameters()["embedding.weight"]
+        for value in (embedding.detach(), *(self.optimizer.state[embedding][kind] for kind in MOMENTS)):
+            value[60:] = 0.0
+
+
+def of_module(name: str) -> str:
+    ends = {
+        "embedding.weight": "language_model.embedding.word_embeddings.weight",
+        "positions.weight": "language_model.embedding.position_embeddings.weight",
+        "final_norm.weight": "language_model.encoder.final_layernorm.weight",
+        "final_norm.bias": "language_model.encoder.final_layernorm.bias",
+    }
+    return ends.get(name) or f"language_model.encoder.{block_name(name, OLD, 0)}"
+
+
+def of_pipeline(name: str) -> str:
+    """Blocks are at the places 3 to 6, the last norm at 8."""
+    if name.startswith("layers."):
+        return block_name(name, OLD, -3).removeprefix("layers.")
+    ends = {"embedding.weight": "word_embeddings.weight", "positions.weight": "position_embeddings.weight"}
+    return f"tied_modules.embed.{ends[name]}" if name in ends else name.replace("final_norm", "8")
+
+
+def states_file(more: dict[str, Any]) -> dict[str, Any]:
+    given = arguments(GPT2, consumed_train_samples=BEFORE * BATCH, lr=1e-2, min_lr=1e-3, weight_decay=0.1)
+    given.num_experts = [1]
+    info = {"original_vocab_size": 60, "padded_vocab_size": 64}
+    beside = {"iteration": BEFORE, "lr_scheduler": SCHEDULER, "skipped_steps": 0, "universal_checkpoint_info": info}
+    return {"args": given, "checkpoint_version": 3.0, "module": {}, **beside, **more}
+
+
+def save_universal(
+    root: Path, plain: Plain, named: Callable[[str], str] = of_module, *, step_in_groups: bool = False
+) -> Path:
+    folder = root / f"global_step{BEFORE}_universal"
+    for kind, values in plain.states().items():
+        for name, value in values.items():
+            whole = value.flatten(0, 1) if value.dim() == 3 else value
+            of_vocabulary = {"vocab_tensor": True} if name == "embedding.weight" else {}
+            param = whole[:60].clone() if of_vocabulary else whole
+            save(folder / "zero" / named(name) / f"{kind}.pt", {"param": param, "cat_dim": 0, **of_vocabulary})
+            if not step_in_groups:
+                save(folder / "zero" / named(name) / "step.pt", torch.tensor(float(BEFORE)))
+    groups = [{"lr": 1e-3, "step": BEFORE} if step_in_groups else {"lr": 1e-3}]
+    save(folder / "zero/optimizer_state.pt", {"param_groups": groups, "loss_scaler": None, "zero_stage": 1})
+    save(folder / "mp_rank_00_model_states.pt", states_file({}))
+    (root / "latest_universal").write_text(folder.name)
+    return folder
+
+
+def go_on(root: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Our continuation's last checkpoint."""
+    precision = "--fp64" if dtype is torch.float64 else ""
+    pretrain(f"{RUN} {precision} --load {root / 'run'} --save {root / 'out'}".split())
+    return read_tensors(root / f"out/iter_{BEFORE + AFTER:07d}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("named", [of_module, of_pipeline])
+def test_a_universal_checkpoint_goes_on_as_plain_torch(
+    named: Callable[[str], str],
+    dtype: torch.dtype,
+    tolerance: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = Plain.begin(dtype)
+    plain.train(range(BEFORE))
+    save_universal(tmp_path / "theirs", plain, named, step_in_groups=named is of_pipeline)
+    before = contents(tmp_path / "theirs")
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    assert f"the optimizer's state after {BEFORE} updates: a run goes on with it by" in capsys.readouterr().out
+    assert contents(tmp_path / "theirs") == before
+    ours = go_on(tmp_path, dtype)
+    plain.without_padding()
+    plain.train(range(BEFORE, BEFORE + AFTER))
+    for kind, values in plain.states().items():
+        for name, value in values.items():
+            if dtype is torch.float32 and name.endswith("qkv.bias"):
+                continue  # the keys' biases have no gradient but rounding, which Adam makes a step of
+            found = ours[f"{'weights' if kind == 'fp32' else kind}/{name}"]
+            torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
+    assert len(ours) == 3 * len(plain.stage.global_parameters())
+
+
+@pytest.fixture
+def fragment(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of the name and form of DeepSpeed's; reading does not need it."""
+    made = make_dataclass("fragment_address", ["numel", "start"])
+    made.__module__ = "deepspeed.utils.tensor_fragment"
+    for name in ("deepspeed", "deepspeed.utils", made.__module__):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[made.__module__].fragment_address = made  # type: ignore[attr-defined]
+    return made
+
+
+def save_zero(root: Path, plain: Plain, fragment: type, *, pipeline: bool) -> None:
+    """Two data ranks and two tensor ranks, and with a pipeline two stages; each group is cut without regard to ends."""
+    folder, named, tensor_ranks = root / f"global_step{BEFORE}", of_pipeline if pipeline else of_module, 2
+    states = plain.states()
+    for model_rank in range(tensor_ranks * (2 if pipeline else 1)):
+        stage, rank = divmod(model_rank, tensor_ranks)
+        here = [name for name in states["fp32"] if not pipeline or stage in stages_of(name)]
+        decayed = [name for name in here if states["fp32"][name].dim() > 1]
+        groups = [decayed, [name for name in here if name not in decayed]]
+        files: list[Any] = [([], {}, []), ([], {}, [])]
+        for number, group in enumerate(groups):
+            flat = {
+                kind: [of_rank(name, values[name], rank).flatten() for name in group] for kind, values in states.items()
+            }
+            half = sum(map(len, flat["fp32"])) // 2 + 3
+            for data_rank, (low, high) in enumerate(((0, half), (half, 10**9))):
+                vectors = {kind: torch.cat(parts)[low:high].clone() for kind, parts in flat.items()}
+                places, start = {}, 0
+                for name, part in zip(group, flat["fp32"], strict=True):
+                    first, last = max(start, low), min(start + len(part), high)
+                    if first < last:
+                        places[named(name)] = fragment(last - first, first - low)
+                    start += len(part)
+                masters, moments, mappings = files[data_rank]
+                masters.append(vectors["fp32"])
+                moments[number] = {kind: vectors[kind] for kind in MOMENTS} | {"step": BEFORE}
+                mappings.append(places)
+        for data_rank, (masters, moments, mappings) in enumerate(files):
+            base = {"state": moments, "param_groups": [{"lr": 0.1}, {"lr": 0.1}]}
+            state = {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters, "zero_stage": 1}
+            name = f"bf16_zero_pp_rank_{data_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
+            save(folder / name, {"optimizer_state_dict": {**state, "param_slice_mappings": mappings}})
+    save_models(folder, {name: value.bfloat16() for name, value in states["fp32"].items()}, pipeline=pipeline)
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    """Of two; the tied embedding is in both."""
+    if name.startswith("layers."):
+        return (int(name.split(".")[1]) // 2,)
+    return {"embedding.weight": (0, 1), "positions.weight": (0, 1)}.get(name, (1,))
+
+
+def save_models(folder: Path, weights: Weights, *, pipeline: bool) -> None:
+    for rank in range(2):
+        parts = {name: of_rank(name, value, rank) for name, value in weights.items()}
+        module: Any = None
+        if not pipeline:
+            module = {of_module(name): part for name, part in parts.items()}
+        else:
+            layers: dict[str, Weights] = {}
+            for name, part in parts.items():
+                place, _, inner = of_pipeline(name).removeprefix("tied_modules.embed.").partition(".")
+                of_layer = ("1", f"{place}.{inner}") if place.endswith("embeddings") else (place, inner)
+                layers.setdefault(of_layer[0], {})[of_layer[1]] = part
+            for place, state in layers.items():
+                save(folder / f"layer_{int(place):02d}-model_{rank:02d}-model_states.pt", state)
+        save(folder / f"mp_rank_{rank:02d}_model_states.pt", states_file({"module": module}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_partitioned_state_goes_on_as_plain_torch(pipeline: bool, fragment: type, tmp_path: Path) -> None:
+    plain = Plain.begin(torch.float64)
+    plain.train(range(BEFORE))
+    save_zero(tmp_path / "theirs", plain, fragment, pipeline=pipeline)
+    before = contents(tmp_path / "theirs")
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    assert contents(tmp_path / "theirs") == before
+    stored = read_tensors(tmp_path / f"run/iter_{BEFORE:07d}")
+    for kind, values in plain.states().items():
+        for name, value in values.items():
+            assert torch.equal(stored[f"{'weights' if kind == 'fp32' else kind}/{name}"], value), (kind, name)
+    ours = go_on(tmp_path, torch.float64)
+    plain.train(range(BEFORE, BEFORE + AFTER))
+    for name, value in plain.states()["fp32"].items():
+        torch.testing.assert_close(ours[f"weights/{name}"], value, rtol=0, atol=1e-12)
+
+
+def test_partitioned_state_that_is_damaged_or_of_another_form(
+    fragment: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Plain.begin(torch.float32)
+    plain.train(range(1))
+    save_zero(tmp_path / "theirs", plain, fragment, pipeline=False)
+    file = tmp_path / f"theirs/global_step{BEFORE}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    state = content["optimizer_state_dict"]
+    groups = state["base_optimizer_state"]["state"]
+    for change, told in (
+        ({"single_partition_of_fp32_groups": [torch.zeros(3), torch.zeros(3)]}, "weights of group 0 ends before"),
+        ({"param_slice_mappings": [{"x": 3}, {}]}, "is no pair of whole numbers"),
+        ({"param_slice_mappings": [{}, {}]}, "in the model, and the 2 ranks have"),
+        ({"base_optimizer_state": {"state": {}, "param_groups": [{"step": BEFORE}]}}, "not an optimizer's state"),
+        (
+            {"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}},
+            "of different steps",
+        ),
+    ):
+        save(file, {"optimizer_state_dict": {**state, **change}})
+        assert told in refused(tmp_path), told
+    save(file, {"optimizer_state_dict": {"fp32_flat_groups": []}})  # ZeRO-3
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert "it holds weights alone" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_differs_is_told_what_differs(tmp_path: Path) -> None:
+    plain = Plain.begin(torch.float32)
+    plain.train(range(BEFORE))
+    save_universal(tmp_path / "theirs", plain)
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    with pytest.raises(
+        CheckpointError, match=r"(?s)another tokenizer \(vocab_size 60 there, 61 here\).*max_lr 0.01 there"
+    ):
+        pretrain(f"{RUN} --vocab-size 61 --lr 2e-2 --load {tmp_path / 'run'}".split())
+
+
+def refused(root: Path) -> str:
+    with pytest.raises(CheckpointError) as told:
+        convert([str(root / "theirs"), str(root / "run")])
+    assert {one.name for one in root.iterdir()} == {"theirs"}
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_in_a_universal_checkpoint_is_told(tmp_path: Path) -> None:
+    plain = Plain.begin(torch.float32)
+    plain.train(range(1))
+    folder = save_universal(tmp_path / "theirs", plain)
+    norm = folder / "zero" / of_module("final_norm.weight")
+    whole = {path: path.read_bytes() for path in (norm / "exp_avg.pt", norm / "step.pt", norm / "fp32.pt")}
+
+    def back() -> None:
+        for path, data in whole.items():
+            path.write_bytes(data)
+
+    (norm / "exp_avg.pt").unlink()
+    assert "exp_avg of 'final_norm.weight' is missing" in refused(tmp_path)
+    back()
+    save(norm / "exp_avg.pt", {"param": torch.zeros(31)})
+    assert "exp_avg of 'final_norm.weight' is [32] in the model" in refused(tmp_path)
+    back()
+    save(norm / "step.pt", BEFORE + 1)
+    assert f"have seen {BEFORE}, {BEFORE + 1} updates" in refused(tmp_path)
+    back()
+    save(norm / "fp32.pt", Harm(f"touch {tmp_path / 'harmed'}"))
+    assert "fp32.pt is refused: reading it would call" in refused(tmp_path)
+    (norm / "fp32.pt").write_bytes(whole[norm / "fp32.pt"][:-200])
+    assert "fp32.pt is no file of torch.save, or damaged" in refused(tmp_path)
+    save(norm / "fp32.pt", {"tensor": torch.zeros(32)})
+    assert "fp32.pt holds no tensor named 'param'" in refused(tmp_path)
+    back()
+    states = folder / "mp_rank_00_model_states.pt"
+    save(states, states_file({"iteration": None}))
+    assert "does not say its iteration" in refused(tmp_path)
+    save(states, {})
+    told = refused(tmp_path)
+    assert f"{states} holds no 'args': the arguments of the run, an argparse.Namespace, describe the model." in told
+    assert (
+        "args=argparse.Namespace(num_layers=..., hidden_size=..., num_attention_heads=..., ffn_hidden_size=..., "
+        in told
+    )
+
+
+def test_without_moments_the_weights_come_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Plain.begin(torch.float32)
+    plain.train(range(1))
+    folder = save_universal(tmp_path / "theirs", plain)
+    for kind in MOMENTS:
+        for path in folder.rglob(f"{kind}.pt"):
+            path.unlink()
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert "it holds weights alone" in capsys.readouterr().out
+    stored = read_tensors(tmp_path / "run/iter_0000000")
+    assert torch.equal(stored["weights/layers.3.mlp.up.weight"], plain.states()["fp32"]["layers.3.mlp.up.weight"])

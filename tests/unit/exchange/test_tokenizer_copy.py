@@ -1,0 +1,260 @@
+"""A checkpoint's own copy of the tokenizer: a run folder that was moved needs nothing else, and takes nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
+from gptpar.checkpoint.manifest import read_manifest
+from gptpar.checkpoint.proofs import recall, remember
+from gptpar.checkpoint.tokenizer_copy import FOLDER, KEY
+from gptpar.checkpoint.verify import verify_checkpoint
+from gptpar.cli import main
+from gptpar.config import TokenizerConfig
+from gptpar.config.flags import parse_flags
+from gptpar.config.stored import StoredModel, stored_model
+from gptpar.data.tokenizer.bpe import byte_alphabet
+from gptpar.errors import TokenizerError
+from gptpar.exchange.checkpoint_tokenizer import digests_of, tokenizer_of_checkpoint
+from gptpar.training.checkpoint_args import with_checkpoint_args
+from tests.helpers import tiny_config
+from tests.unit.training.saved_runs import saved
+
+RUN = "--micro-batch-size 2 --lr 1e-2 --mock-data --eval-iters 0"
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
+SECRET = b"a private key"
+MERGES = "#version: 0.2\nh e\nl l\n"
+FILES = {"vocab.json": b"{}", "merges.txt": b"a b\n"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def bpe(folder: Path) -> str:
+    """Flags of a tokenizer of GPT-2's form with two merges."""
+    tokens = [*byte_alphabet(), "he", "ll", "<|endoftext|>"]
+    folder.mkdir()
+    (folder / "v.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "m.bpe").write_text(MERGES)
+    return f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder.name}/v.json --merge-file {folder.name}/m.bpe"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_moved_run_folder_needs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    flags = bpe(tmp_path / "there" / "tokenizer")
+    saves = "--save run --save-interval 2 --save-local disk --save-local-interval 1"
+    printed(capsys, *f"pretrain {SIZES} {RUN} {flags} --train-iters 4 {saves}".split())
+    for _, path in find_checkpoints("run") + find_checkpoints("disk"):
+        assert {file.name for file in (path / FOLDER).iterdir()} == {"vocab.json", "merges.txt"}
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "hello hell"}) + "\n")
+
+    def found(load: str, out: Path) -> tuple[str, Any, dict[str, bytes]]:
+        text = printed(capsys, *f"generate --load {load} --prompt hello --num-tokens 8".split())
+        scores = json.loads(printed(capsys, *f"evaluate --load {load} --eval-tasks {tmp_path / 'texts.jsonl'}".split()))
+        (score,) = scores["tasks"].values()
+        printed(capsys, "convert", load, str(out))
+        return text, {name: score[name] for name in score.keys() - {"seconds"}}, contents(out)
+
+    before = found("run", tmp_path / "out1")
+    (tmp_path / "there" / "run").rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "there" / "tokenizer")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert found("../moved", tmp_path / "out2") == before
+    assert {"vocab.json", "merges.txt", "tokenizer.json"} <= before[2].keys()
+    for length, words in ((5, SIZES), (6, "--use-checkpoint-args")):
+        go_on = f"pretrain {RUN} {words} --train-iters {length} --load ../moved --save ../moved"
+        said = printed(capsys, *go_on.split(), "--override-opt-param-scheduler")
+        assert f"(iteration {length - 1})" in said and "GPT2BPETokenizer" in said
+    # A run that goes back moves the later checkpoints into a branch, with their copies.
+    back = f"pretrain {RUN} {SIZES} --train-iters 5 --load ../moved --save ../moved --ckpt-step 4"
+    printed(capsys, *back.split(), "--override-opt-param-scheduler")
+    (branch,) = (tmp_path / "moved" / "branches").iterdir()
+    assert [number for number, _ in find_checkpoints(branch)] == [6, 5]
+    for _, path in find_checkpoints(branch):
+        assert verify_checkpoint(path) == [] and read_manifest(path).meta[KEY].keys() == FILES.keys()
+
+
+def checkpoint(folder: Path) -> Path:
+    return save_checkpoint(folder, 1, {"w": torch.ones(3)}, {}, tokenizer_files=FILES)
+
+
+def link(path: Path, target: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda copy: (copy / "vocab.json").unlink(), ["vocab.json cannot be read: No such file"]),
+        (lambda copy: shutil.rmtree(copy), ["vocab.json cannot be read: No such file", "merges.txt cannot be read"]),
+        (
+            lambda copy: (copy / "vocab.json").write_bytes(b"{  }"),
+            ["vocab.json has .* 98c745f2.* and 44136fa3.* was sa"],
+        ),
+        (lambda copy: link(copy / "vocab.json", copy / "merges.txt"), ["vocab.json is a link"]),
+        (lambda copy: link(copy / "vocab.json", copy / "vocab.json"), ["vocab.json cannot be read: Too many levels"]),
+        (lambda copy: link(copy, copy.rename(copy.with_name("x"))), ["vocab.json is a link", "merges.txt is a link"]),
+        (lambda copy: (copy / "vocab.json").unlink() or os.mkfifo(copy / "vocab.json"), ["it is no regular file"]),
+        (lambda copy: (copy / "tokenizer_config.json").touch(), ["tokenizer_config.json was not saved with it"]),
+    ],
+)
+def test_a_damaged_copy_is_told_and_costs_no_tensor(
+    change: Callable[[Path], object], told: list[str], tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path)
+    assert verify_checkpoint(path) == []
+    remember(path, [])
+    assert recall(path) is not None
+    change(path / FOLDER)
+    assert recall(path) is None  # what was verified is not what is there now
+    problems = verify_checkpoint(path)
+    assert len(problems) == len(told) and all(map(re.search, told, problems)), problems
+    target = torch.zeros(3)
+    load_checkpoint(tmp_path, {"w": target})
+    assert target.tolist() == [1, 1, 1]
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def of_stranger(root: Path, tokenizer: dict[str, str], recorded: dict[str, str], copied: Any = None) -> Path:
+    """A checkpoint whose manifest names a tokenizer's files."""
+
+    def change(meta: dict[str, Any]) -> None:
+        meta["config"]["tokenizer"] |= tokenizer
+        meta["tokenizer"] = {"type": tokenizer["tokenizer_type"], "vocab_size": 60, "eod": 0, "sha256": recorded}
+        meta |= {} if copied is None else {KEY: copied}
+
+    return saved(root, change=change)
+
+
+@pytest.mark.parametrize(
+    ("copied", "told"),
+    [
+        (None, "id_rsa is not used: its SHA-256 is .* recorded no SHA-256; name the right file with --vocab-file"),
+        ({"../../private/id_rsa": digest(SECRET)}, "no plain file names"),
+        ({"..": digest(SECRET)}, "no plain file names"),
+        ([digest(SECRET)], "no plain file names"),
+        ({"linked.json": digest(SECRET)}, "linked.json is a link, and none is followed.*--vocab-file and --merge-file"),
+        ({"vocab.json": digest(SECRET)}, "vocab.json is a link"),
+        ({"vocab.json": 7}, "vocab.json is a link"),
+        ({}, "id_rsa is not used"),
+    ],
+)
+def test_a_strangers_checkpoint_brings_no_private_file_into_an_export(
+    copied: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "private").mkdir()
+    secret = tmp_path / "private" / "id_rsa"
+    secret.write_bytes(SECRET)
+    names = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(secret), "merge_file": str(secret)}
+    path = of_stranger(tmp_path / "run", names, {}, copied)
+    (path / FOLDER).mkdir()
+    name = next(iter(copied)) if isinstance(copied, dict) and copied else ""
+    if name.endswith(".json"):
+        link(path / FOLDER / name, secret)
+    assert main(["convert", str(path.parent), str(tmp_path / "out")]) == 1
+    assert re.search(told, capsys.readouterr().err, re.DOTALL) and not (tmp_path / "out").exists()
+    if copied == {}:
+        good = bpe(tmp_path / "good").replace("good/", f"{tmp_path}/good/")
+        printed(capsys, "convert", str(path.parent), str(tmp_path / "out"), *good.split())
+        found = contents(tmp_path / "out")
+        assert found["merges.txt"] == MERGES.encode()
+        assert not [name for name, content in found.items() if SECRET in content]
+
+
+def test_files_beside_one_from_outside_are_exported_only_where_a_flag_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint of a former version has the SHA-256 of tokenizer.json alone."""
+    (tmp_path / "public").mkdir()
+    for name, content in {"tokenizer.json": b"{}", "chat_template.jinja": SECRET}.items():
+        (tmp_path / "public" / name).write_bytes(content)
+    given = {"tokenizer_model": str(tmp_path / "public")}
+    path = of_stranger(tmp_path / "run", {"tokenizer_type": "HFTokenizer", **given}, {"tokenizer_model": digest(b"{}")})
+    assert main(["convert", str(path.parent), str(tmp_path / "out")]) == 1
+    assert re.search("tokenizer.json is not exported: .* with --tokenizer-model", capsys.readouterr().err)
+    stored = stored_model(path, read_manifest(path).meta)
+    assert tokenizer_of_checkpoint(stored, {}) == stored.tokenizer
+    assert tokenizer_of_checkpoint(stored, given, for_export=True) == stored.tokenizer
+    (tmp_path / "public" / "chat_template.jinja").unlink()
+    assert tokenizer_of_checkpoint(stored, {}, for_export=True) == stored.tokenizer
+
+
+def test_a_flag_wins_over_the_copy_and_a_damaged_copy_is_named(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    tokenizer = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="gone/v.json", merge_file="gone/m.bpe")
+    stored = StoredModel(tiny_config().model, tokenizer, path, read_manifest(path).meta)
+    own = tokenizer_of_checkpoint(stored, {})
+    assert (own.vocab_file, own.merge_file) == tuple(str(path / FOLDER / name) for name in FILES)
+    one = tokenizer_of_checkpoint(stored, {"vocab_file": "mine.json"})
+    assert (one.vocab_file, one.merge_file) == ("mine.json", own.merge_file)
+    (path / FOLDER / "vocab.json").unlink()
+    with pytest.raises(TokenizerError, match=r"(?s)vocab.json cannot be read.* --vocab-file and --merge-file$"):
+        tokenizer_of_checkpoint(stored, {})
+    both = {"vocab_file": "mine.json", "merge_file": "mine.bpe"}
+    assert tokenizer_of_checkpoint(stored, both) == replace(tokenizer, **both)
+
+
+def test_a_resumed_run_without_flags_of_a_tokenizer_takes_the_copy(tmp_path: Path) -> None:
+    def change(meta: dict[str, Any]) -> None:
+        meta["config"]["tokenizer"] |= {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}
+        meta[KEY] = {name: digest(content) for name, content in FILES.items()}
+
+    path = saved(tmp_path, change=change)
+    words = f"{RUN} {SIZES} --load {tmp_path}".split()
+    (problem,) = with_checkpoint_args(parse_flags(words)).problems
+    assert "vocab.json cannot be read" in problem and "name the right files with --vocab-file" in problem
+    (path / FOLDER).mkdir()
+    for name, content in FILES.items():
+        (path / FOLDER / name).write_bytes(content)
+    for more in ([], ["--use-checkpoint-args"]):
+        found = with_checkpoint_args(parse_flags([*words, *more])).flags.tokenizer
+        assert (found.tokenizer_type, found.vocab_file) == ("GPT2BPETokenizer", str(path / FOLDER / "vocab.json"))
+    typed = with_checkpoint_args(parse_flags([*words, "--vocab-size", "60"])).flags.tokenizer
+    assert typed == TokenizerConfig(vocab_size=60)
+
+
+def test_a_moved_import_of_a_hugging_face_folder_has_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "first")
+    theirs = tmp_path / "theirs"
+    printed(capsys, "convert", str(tmp_path / "first"), str(theirs))
+    (theirs / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (theirs / "merges.txt").write_text("a b\n")
+    before = contents(theirs)
+    printed(capsys, "convert", str(theirs), str(tmp_path / "run"))
+    theirs.rename(tmp_path / "gone")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    path = tmp_path / "moved" / "iter_0000000"
+    stored = stored_model(path, read_manifest(path).meta)
+    assert digests_of(tokenizer_of_checkpoint(stored, {}, for_export=True)) == stored.meta["tokenizer"]["sha256"]
+    assert verify_checkpoint(path) == [] and contents(path / FOLDER) == {name: before[name] for name in FILES}
+    printed(capsys, "convert", str(tmp_path / "moved"), str(tmp_path / "back"))
+    assert contents(tmp_path / "back") == before

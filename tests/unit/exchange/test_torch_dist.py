@@ -1,0 +1,340 @@
+"""Megatron-LM's torch_dist checkpoints, made by torch.distributed.checkpoint's own writer under Megatron's names."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from gptpar.checkpoint import read_manifest, read_tensors
+from gptpar.cli.convert import main as convert
+from gptpar.errors import CheckpointError
+from gptpar.exchange.files.distcp import DistcpFolder
+from tests.helpers import random_tokens
+from tests.unit.exchange.hf_models import contents, logits_of, our_logits
+from tests.unit.exchange.megatron_models import (
+    FUSED,
+    GPT2,
+    LLAMA,
+    Harm,
+    Weights,
+    arguments,
+    block_name,
+    our_model,
+    save,
+)
+
+ENDS = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "positions.weight": "embedding.position_embeddings.weight",
+    "output.weight": "output_layer.weight",
+    "final_norm.weight": "decoder.final_layernorm.weight",
+    "final_norm.bias": "decoder.final_layernorm.bias",
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def theirs(weights: Weights, *, stacked: bool) -> Weights:
+    """Whole tensors by Megatron Core's names; a gated MLP's two parts are one after the other."""
+    flat = {name: value.flatten(0, 1) if value.dim() == 3 else value for name, value in weights.items()}
+    found = {ENDS[name]: value for name, value in flat.items() if name in ENDS}
+    blocks = {f"decoder.{block_name(name, FUSED, 0)}": value for name, value in flat.items() if name not in ENDS}
+    if not stacked:
+        return found | blocks
+    for name in [name for name in blocks if name.startswith("decoder.layers.0.")]:
+        layers = [blocks[name.replace("layers.0.", f"layers.{layer}.")] for layer in range(4)]
+        found[name.replace("layers.0.", "layers.")] = torch.stack(layers)
+    return found
+
+
+class InBoxes(dcp.DefaultSavePlanner):
+    """Cuts each tensor in two along every dim, and layers into one each, as the ranks of a layout write them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([item for name, value in self.state_dict.items() for item in self._items(name, value)])
+
+    def _items(self, name: str, value: torch.Tensor) -> Iterator[WriteItem]:
+        for offsets, part in boxes(name, value):
+            chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
+            data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), value.shape)
+            yield WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        found = boxes(index.fqn, self.state_dict[index.fqn])
+        return next(part for offsets, part in found if torch.Size(offsets) == index.offset).clone()
+
+
+def boxes(name: str, value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    found: list[tuple[tuple[int, ...], torch.Tensor]] = [((0,) * value.dim(), value)]
+    for dim in range(value.dim()):
+        size = 1 if dim == 0 and re.search(r"layers\.[a-z]", name) else -(-value.shape[dim] // 2)
+        found = [
+            ((*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]), part.narrow(dim, start, stop - start))
+            for offsets, part in found
+            for start in range(0, part.shape[dim], size)
+            for stop in [min(start + size, part.shape[dim])]
+        ]
+    return found
+
+
+def edited(folder: Path, edit: Any) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    edit(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def save_torch_dist(folder: Path, state: dict[str, Any], common: dict[str, Any], *, in_boxes: bool) -> None:
+    folder.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = InBoxes() if in_boxes else None
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=2), planner=planner, no_dist=True)
+    edited(folder, lambda metadata: setattr(metadata, "all_local_plans", [a_plan(state)]))
+    save(folder / "common.pt", common)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("30")
+
+
+def a_plan(state: dict[str, Any]) -> SavePlan:
+    """What Megatron leaves in ``.metadata``: objects of other classes of torch, enums and torch's descriptions."""
+    named = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    planner = InBoxes()
+    planner.state_dict = named
+    items = [WriteItem(MetadataIndex("an_object"), WriteItemType.BYTE_IO), *planner.create_local_plan().items]
+    return SavePlan(items, planner_data={name: ("model", name) for name in named})
+
+
+def common_of(flags: str, **more: Any) -> dict[str, Any]:
+    return {"args": arguments(flags), "checkpoint_version": 3.0, "iteration": 30, **more}
+
+
+@pytest.mark.parametrize(
+    ("flags", "stacked", "in_boxes"),
+    [
+        (GPT2, True, True),
+        (LLAMA, False, True),
+        (LLAMA, True, False),
+        *(
+            pytest.param(*form, marks=pytest.mark.slow)
+            for form in ((GPT2, False, True), (GPT2, True, False), (GPT2, False, False), (LLAMA, True, True))
+        ),
+        pytest.param(LLAMA, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_are_equal_and_the_source_stays_as_it_is(
+    flags: str, stacked: bool, in_boxes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, weights = our_model(flags)
+    state: dict[str, Any] = theirs(weights, stacked=stacked)
+    if not in_boxes:
+        state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = {"an": "object"}
+        state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(32)  # but for no other weight
+    save_torch_dist(tmp_path / "theirs/iter_0000030", state, common_of(flags), in_boxes=in_boxes)
+    before = contents(tmp_path / "theirs")
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    assert "it holds weights alone: a run begins with them by" in capsys.readouterr().out
+    assert contents(tmp_path / "theirs") == before
+    tokens = random_tokens(3, 15, 60)
+    stage.place({name: value.double() for name, value in weights.items()})
+    found = our_logits(tmp_path / "run", tokens)
+    assert found.shape[1] == 64, "Megatron's rows of padding take part in the softmax"
+    torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"param_groups": [{"step": 28}]},
+        pytest.param({"state": {"common_step": torch.tensor(28.0)}}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
+    step: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, weights = our_model(LLAMA)
+    states = {kind: {name: torch.randn(value.shape) for name, value in weights.items()} for kind in MOMENTS}
+    state = {name: value.bfloat16() for name, value in theirs(weights, stacked=True).items()}
+    for kind, values in {"fp32_param": weights, **states}.items():
+        state |= {f"optimizer.state.{kind}.{name}": value for name, value in theirs(values, stacked=True).items()}
+    common = common_of(LLAMA, optimizer={"optimizer": step}, opt_param_scheduler={"num_steps": 112})
+    common["args"].consumed_train_samples = 120
+    save_torch_dist(tmp_path / "theirs/iter_0000030", state, common, in_boxes=True)
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    assert "the optimizer's state after 28 updates" in capsys.readouterr().out
+    path = tmp_path / "run/iter_0000030"
+    stored, meta = read_tensors(path), read_manifest(path).meta
+    for kind, values in {"weights": weights, **states}.items():
+        for name, value in values.items():
+            assert torch.equal(stored[f"{kind}/{name}"], value), (kind, name)
+    assert len(stored) == 3 * len(weights) and meta["optimizer_steps"] == 28
+    assert (meta["progress"]["consumed_samples"], meta["progress"]["scheduled_samples"]) == (120, 112)
+
+
+def test_layers_are_read_out_of_one_box_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptpar.exchange.files import distcp
+
+    values = torch.randn(6, 5, 3)
+    save_torch_dist(tmp_path / "it/iter_0000001", {"w": values, "s": torch.tensor(2.5)}, {}, in_boxes=False)
+    read, load = [], distcp.load_torch_part
+    monkeypatch.setattr(distcp, "load_torch_part", lambda *place: read.append(place) or load(*place))
+    folder = DistcpFolder(tmp_path / "it/iter_0000001")
+    assert all(torch.equal(folder.read("w", layer), values[layer]) for layer in range(6)) and len(read) == 1
+    assert torch.equal(folder.read("w"), values) and folder.read("s").item() == 2.5
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    _, weights = our_model(GPT2)
+    save_torch_dist(folder / "checkpoint", theirs(weights, stacked=True), common_of(GPT2), in_boxes=True)
+    return folder / "checkpoint"
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "theirs/iter_0000030")
+
+
+def refused(root: Path) -> str:
+    """What convert says; nothing has been written, nor run."""
+    before = contents(root / "theirs")
+    with pytest.raises(CheckpointError) as told:
+        convert([str(root / "theirs"), str(root / "run")])
+    assert contents(root / "theirs") == before and {one.name for one in root.iterdir()} == {"theirs"}
+    return str(told.value)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_metadata_that_would_run_a_command_is_refused(protocol: int, tmp_path: Path, folder: Path) -> None:
+    metadata = folder / ".metadata"
+    metadata.write_bytes(pickle.dumps(Harm(f"touch {tmp_path / 'harmed'}"), protocol))
+    assert re.search(
+        r"\.metadata is refused: reading it would call \w+\.system, which may run anything", refused(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "torch.load", "os.path.join", "torch.distributed.init_process_group"]
+)
+def test_metadata_may_name_descriptions_of_tensors_only(name: str, tmp_path: Path, folder: Path) -> None:
+    metadata = folder / ".metadata"
+    module, _, function = name.rpartition(".")
+    metadata.write_bytes(f"c{module}\n{function}\n(V1\ntR.".encode())
+    assert f"would call {name}" in refused(tmp_path)
+
+
+def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index, place = next((i, p) for i, p in metadata.storage_data.items() if p.relative_path == file.name)
+    with open(folder / "__9_9.distcp", "wb") as evil:
+        torch.save(Harm(f"touch {tmp_path / 'harmed'}" + " " * 100_000), evil)  # as long as a part would be
+    place.relative_path, place.offset, place.length = "__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert re.search(r"__9_9.distcp is refused: reading it would call \w+\.system", refused(tmp_path))
+
+
+def test_common_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
+    torch.save({"args": Harm(f"touch {tmp_path / 'harmed'}")}, folder / "common.pt")
+    assert "common.pt is refused" in refused(tmp_path)
+
+
+def test_truncated_files_are_told(tmp_path: Path, folder: Path) -> None:
+    metadata, data = folder / ".metadata", sorted(folder.glob("*.distcp"))
+    whole = {path: path.read_bytes() for path in (metadata, folder / "common.pt", *data)}
+    for path in data:
+        path.write_bytes(whole[path][:-1000])
+    told = refused(tmp_path)
+    assert all(
+        f"{path} has {len(whole[path]) - 1000:,} bytes, and .metadata places tensors up to" in told for path in data
+    )
+    data[0].unlink()
+    data[1].write_bytes(whole[data[1]])
+    assert f"{data[0]} cannot be read: No such file" in refused(tmp_path)
+    data[0].write_bytes(whole[data[0]])
+    for path in (metadata, folder / "common.pt"):
+        path.write_bytes(whole[path][: len(whole[path]) // 2])
+        assert re.search(rf"{path.name} is (no file of|refused: )", refused(tmp_path))
+        path.write_bytes(whole[path])
+    metadata.unlink()
+    assert ".metadata cannot be read: No such file" in refused(tmp_path)
+    data[0].write_bytes(bytes(len(whole[data[0]])))
+    metadata.write_bytes(whole[metadata])
+    assert f"{data[0]} is no file of torch.save, or damaged" in refused(tmp_path)
+
+
+def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
+    whole, name = (folder / ".metadata").read_bytes(), "decoder.layers.mlp.linear_fc2.weight"
+
+    def first(metadata: Any) -> Any:
+        return next(place for index, place in metadata.storage_data.items() if index.fqn == name)
+
+    for edit, told in (
+        (
+            lambda m: setattr(first(m), "relative_path", "../iter_0000030/__0_0.distcp"),
+            "which is no file of the folder",
+        ),
+        (lambda m: setattr(first(m), "offset", -1), "stands where whole numbers belong"),
+        (lambda m: setattr(first(m), "transform_descriptors", ["zstd"]), "is compressed or encrypted"),
+        (lambda m: setattr(first(m), "length", 10**15), "it was cut short"),
+        (lambda m: m.state_dict_metadata[name].chunks.pop(), "elements, or overlap"),
+        (lambda m: setattr(m.state_dict_metadata[name], "size", torch.Size([4, 32, 127])), "has a part"),
+        (lambda m: setattr(m.state_dict_metadata[name], "size", torch.Size([2**40, 2**40])), "no machine can hold"),
+        (lambda m: m.storage_data.clear(), "of which nothing says where it is"),
+        (lambda m: setattr(m, "state_dict_metadata", [1]), "is damaged"),
+        (lambda m: m.state_dict_metadata.update(x=m.state_dict_metadata[name]), "of which nothing says where it is"),
+    ):
+        edited(folder, edit)
+        assert told in refused(tmp_path), told
+        (folder / ".metadata").write_bytes(whole)
+
+
+def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: Path) -> None:
+    metadata = folder / ".metadata"
+    text = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
+    ours, theirs = b"torch.distributed.checkpoint.metadata\nMetadata\n", b"MCoreMetadata\n"
+    assert text.count(ours) == 1
+    metadata.write_bytes(text.replace(ours, b"megatron.core.dist_checkpointing.strategies.torch\n" + theirs))
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+
+
+def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
+    _, weights = our_model(GPT2)
+    state = theirs(weights, stacked=True)
+    state["decoder.layers.mlp.linear_fc2.bias"] = torch.zeros(3, 32)
+    save_torch_dist(tmp_path / "theirs/iter_0000030", state, common_of(GPT2), in_boxes=False)
+    assert "'layers.3.mlp.down.bias' is missing" in refused(tmp_path)
+    state = {**theirs(weights, stacked=True), "decoder.layers.mlp.router.weight": torch.zeros(4, 8, 32)}
+    save_torch_dist(tmp_path / "theirs/iter_0000031", state, common_of(GPT2), in_boxes=False)
+    assert "tensor 'decoder.layers.mlp.router.weight' has no place in a model as gptpar knows it" in refused(tmp_path)
+
+
+def test_a_part_is_as_long_as_its_elements(tmp_path: Path, folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(iter(metadata.storage_data.values()))
+    place.length = 8
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "is said to have 8 bytes" in refused(tmp_path)
+
+
+def test_a_few_bytes_of_metadata_take_little_memory_and_time(tmp_path: Path, folder: Path) -> None:
+    """An index of pickle's memo far beyond, and tuples that hold one another twice."""
+    metadata = folder / ".metadata"
+    metadata.write_bytes(b"\x80\x02Nr\x00\x65\xcd\x1d.")
+    assert ".metadata" in refused(tmp_path)
+    twice = b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(40))
+    metadata.write_bytes(b"\x80\x02)" + twice + b".")
+    assert ".metadata" in refused(tmp_path)

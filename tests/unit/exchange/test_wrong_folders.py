@@ -1,0 +1,182 @@
+"""Hugging Face folders in which something is wrong: a sentence with a remedy, and the folder stays as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.checkpoint import read_tensors, save_checkpoint
+from gptpar.cli.convert import main as convert
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.exchange.hf_folder import open_hf, shapes_of
+from gptpar.exchange.hf_import import fill_from_hf
+from gptpar.exchange.start_from_hf import take_model_of_hf
+from gptpar.topology.tensor_parts import whole
+from tests.unit.exchange.hf_models import contents, save_theirs
+
+AGAIN = "copy or download these files again"
+SAME = "take config.json and all weight files from the same model"
+
+
+def edited(**fields: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return edit
+
+
+def shard(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+    return lambda folder: change(sorted(folder.glob("model-*.safetensors"))[2])
+
+
+def with_tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], None]:
+    """A change of one tensor; `None`: it is taken out."""
+
+    def change(folder: Path) -> None:
+        library = pytest.importorskip("safetensors.torch")
+        for path in folder.glob("model-*.safetensors"):
+            tensors = library.load_file(path)
+            if name in tensors or path.name.startswith("model-00001"):
+                tensors = {key: one for key, one in tensors.items() if key != name}
+                if value is not None and path.name.startswith("model-00001"):
+                    tensors[name] = value
+                library.save_file(tensors, path, metadata={"format": "pt"})
+
+    return change
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 123\n"
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a family that is not known": (edited(model_type="mamba"), "model_type 'mamba' is not known; gptpar knows gpt2"),
+    "another family": (edited(model_type="qwen2"), SAME),
+    "a shard is missing": (shard(Path.unlink), AGAIN),
+    "a shard is cut": (shard(lambda path: path.write_bytes(path.read_bytes()[:-9])), AGAIN),
+    "a shard is a pointer": (shard(lambda path: path.write_text(POINTER)), "not the file: fetch it with git lfs pull"),
+    "the index is missing": (lambda folder: (folder / "model.safetensors.index.json").unlink(), AGAIN),
+    "a tensor too many": (with_tensor("model.layers.0.adapter.weight", torch.ones(3)), SAME),
+    "said to be tied": (edited(tie_word_embeddings=True), "set it to false in a copy of the folder"),
+    "said to be untied": (
+        with_tensor("lm_head.weight", None),
+        "set tie_word_embeddings to true in a copy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_folder_is_told_with_a_remedy_and_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    change, told = WRONG[name]
+    save_theirs(tmp_path / "theirs", "Llama", max_shard_size="20KB")
+    change(tmp_path / "theirs")
+    before = contents(tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as error:
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert told in str(error.value)
+    assert contents(tmp_path / "theirs") == before
+    assert not (tmp_path / "run").exists()
+
+
+NAN, INFINITE = float("nan"), float("inf")
+BROKEN = {"model.layers.1.mlp.up_proj.weight": (2, 1), "model.norm.weight": (1, 0), "lm_head.weight": (0, 3)}
+"""Tensor -> its NaN and infinite values."""
+
+
+@pytest.mark.parametrize("load", [False, True], ids=["convert", "--load-hf"])
+def test_weights_that_are_not_finite_are_named_with_their_number(load: bool, tmp_path: Path) -> None:
+    model = save_theirs(tmp_path / "theirs", "Llama")
+    values = dict(model.named_parameters())
+    for name, (nans, infinite) in BROKEN.items():
+        flat = values[name].data.view(-1)
+        flat[:nans], flat[len(flat) - infinite :] = NAN, -INFINITE
+    model.float().save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as error:
+        if load:
+            opened = open_hf(tmp_path / "theirs")
+            shapes = shapes_of(opened.model)
+            fill_from_hf(opened, {name: whole(torch.empty(shape)) for name, shape in shapes.items()})
+        else:
+            convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert str(error.value).splitlines() == [
+        f"{tmp_path / 'theirs'} has weights that no model can compute with:",
+        "tensor 'lm_head.weight' has 0 NaN and 3 infinite values",
+        "tensor 'model.layers.1.mlp.up_proj.weight' has 2 NaN and 1 infinite values",
+        "tensor 'model.norm.weight' has 1 NaN and 0 infinite values",
+        "take weights from before the training failed, or copy or download the files again",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_that_repeats_the_tied_embedding_is_fine_and_generation_config_may_lack(tmp_path: Path) -> None:
+    model = save_theirs(tmp_path / "theirs", "Llama", max_shard_size="20KB")
+    with_tensor("lm_head.weight", model.model.embed_tokens.weight.detach().float())(tmp_path / "theirs")
+    edited(tie_word_embeddings=True)(tmp_path / "theirs")
+    (tmp_path / "theirs/generation_config.json").unlink()
+    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    assert "weights/output.weight" not in read_tensors(tmp_path / "run/iter_0000000")
+    assert convert([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf/generation_config.json").is_file()
+
+
+def test_load_hf_names_what_is_not_hugging_faces(tmp_path: Path) -> None:
+    """To copy the files again would help nobody there; nor is the model asked for that the folder was to give."""
+    (tmp_path / "theirs/iter_0000005/mp_rank_00").mkdir(parents=True)
+    save_checkpoint(tmp_path / "ours", 3, {"w": torch.ones(2)}, {})
+    remedy = f"gptpar convert {tmp_path / 'theirs'} NEW_FOLDER makes one of gptpar, for --load NEW_FOLDER"
+    (tmp_path / "out/checkpoint-100").mkdir(parents=True)
+    (tmp_path / "out/checkpoint-100/model.safetensors").touch()
+    inner = f"a Hugging Face model (checkpoint-100): give --load-hf {tmp_path / 'out/checkpoint-100'}"
+    told = {
+        "out": f"holds {inner}.",
+        "theirs": f"holds a Megatron-LM checkpoint, legacy format (iter_0000005): {remedy}.",
+        "ours": f"holds checkpoints of gptpar: give --load {tmp_path / 'ours'}.",
+    }
+    for name, problem in told.items():
+        parsed = parse_flags(
+            f"--load-hf {tmp_path / name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data".split()
+        )
+        take_model_of_hf(parsed)
+        with pytest.raises(ConfigError) as caught:
+            resolve(parsed, 1)
+        assert caught.value.problems == [f"--load-hf {tmp_path / name} {problem}"]
+
+
+def test_nothing_is_made_in_a_foreign_folder(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "theirs", "Llama")
+    with pytest.raises(CheckpointError, match=r"theirs/run lies in .*theirs, which stays as it is: choose"):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "theirs/run")])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "theirs").rename(tmp_path / "out/checkpoint-100")
+    with pytest.raises(CheckpointError, match=r"out holds a Hugging Face model \(checkpoint-100\): give .*point-100$"):
+        convert([str(tmp_path / "out"), str(tmp_path / "run")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty holds no checkpoint, which gptpar cannot convert: give"):
+        convert([str(tmp_path / "empty"), str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [
+        ("GPT-2", "use at most 16"),
+        ("Llama", "use at most 16, or set max_position_embeddings to 64 in a copy of its config.json"),
+    ],
+)
+def test_a_longer_sequence_than_the_folders_is_told_with_a_remedy_that_works(
+    family: str, remedy: str, tmp_path: Path
+) -> None:
+    def problems(length: int) -> list[str]:
+        parsed = parse_flags(f"--load-hf {tmp_path} --seq-length {length} --micro-batch-size 1".split())
+        take_model_of_hf(parsed)
+        return parsed.problems
+
+    save_theirs(tmp_path, family)
+    assert problems(64) == [f"--seq-length 64 goes past the 16 positions of the model of --load-hf: {remedy}."]
+    assert problems(16) == problems(8) == []
+    edited(max_position_embeddings=64)(tmp_path)
+    assert family == "GPT-2" or problems(64) == []

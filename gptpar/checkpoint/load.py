@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint import folders
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
 from gptpar.checkpoint.newest import checkpoints_in
-from gptpar.checkpoint.planner import ChunkLoadPlanner
-from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
+from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
-from gptpar.checkpoint.storage import ChunkReader
+from gptpar.checkpoint.storage import fill
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.host import available_memory
@@ -146,7 +142,7 @@ def read_tensors(
         raise DamagedCheckpoint("\n".join(problems))
     entries = {name: manifest.tensors[name] for name in names}
     tensors = _allocate(path, manifest, entries)
-    _read(path, manifest, tensors, None, distributed=False)
+    _read(Ranks(None, alone=True), path, manifest, tensors)
     return tensors
 
 
@@ -249,22 +245,9 @@ def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, to
     known = {name: target for name, target in targets.items() if name in manifest.tensors}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # targets are filled on other threads' streams
-    _read(path, manifest, known, ranks.group, distributed=ranks.distributed)
+    _read(ranks, path, manifest, known)
 
 
-def _read(
-    path: Path,
-    manifest: Manifest,
-    targets: Mapping[str, torch.Tensor | TensorParts],
-    group: dist.ProcessGroup | None,
-    *,
-    distributed: bool,
-) -> None:
+def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
     parts = {name: as_parts(target) for name, target in targets.items()}
-    reader, planner = ChunkReader(path, manifest), ChunkLoadPlanner()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(parts, storage_reader=reader, planner=planner, process_group=group, no_dist=not distributed)
-    except CheckpointException as error:
-        raise as_checkpoint_error(error) from error
+    ranks.through_main(lambda: fill(path, manifest, parts), lambda filled: filled)

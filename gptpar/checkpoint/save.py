@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint import folders, proofs
-from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, file_of, read_manifest
+from gptpar.checkpoint.manifest import (
+    MANIFEST_NAME,
+    DamagedCheckpoint,
+    Manifest,
+    TensorEntry,
+    dtype_name,
+    file_of,
+    read_manifest,
+)
 from gptpar.checkpoint.moving import move_files
-from gptpar.checkpoint.planner import ChunkSavePlanner
 from gptpar.checkpoint.ranks import MachineRanks, Ranks, as_checkpoint_error
 from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.storage import ChunkWriter
@@ -229,29 +233,23 @@ def _write(
         permit()
         folders.publish(temporary, final)
 
+    entries = {name: TensorEntry(getattr(torch, dtype), tuple(shape), ()) for name, (dtype, shape) in table.items()}
     on_machines = ranks if isinstance(ranks, MachineRanks) else None
     written: list[Manifest] = []
     try:
         ranks.each(lambda: _require_shared(temporary))
-        with SWITCH_INTERVAL.short(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                {},  # what it did with each tensor would take longer than the planning
-                storage_writer=ChunkWriter(
-                    *(temporary, ranks.rank, iteration, meta, snapshot),
-                    publish if on_machines is None else written.append,
-                    ranks.moved,
-                    together=None if on_machines is None else on_machines.ring.kept_by(0),
-                ),
-                planner=ChunkSavePlanner(tensors, {name: shape for name, (_, shape) in table.items()}),
-                process_group=ranks.group,
-                no_dist=not ranks.distributed,
-            )
+        writer = ChunkWriter(
+            *(temporary, ranks, iteration, entries, meta, snapshot),
+            publish if on_machines is None else written.append,
+            together=None if on_machines is None else on_machines.ring.kept_by(0),
+        )
+        with SWITCH_INTERVAL.short():
+            writer.save(tensors)
         if on_machines is not None:
             _copy_to_neighbours(on_machines, temporary)
             manifest = on_machines.main(lambda: written[0])
             ranks.lead(lambda: publish(manifest))
-    except (Exception, CheckpointException, KeyboardInterrupt) as error:
+    except BaseException as error:
         if ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
         raise as_checkpoint_error(error) from error

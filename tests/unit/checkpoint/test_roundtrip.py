@@ -14,7 +14,6 @@ from gptpar.checkpoint import find_checkpoints, latest, load_checkpoint, load_me
 from gptpar.checkpoint import save_checkpoint as save
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import PIECE_BYTES
-from gptpar.checkpoint.planner import ChunkSavePlanner
 from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.errors import CheckpointError
 from gptpar.system.blocks import copy_bytes
@@ -207,11 +206,11 @@ def test_planning_yields_pythons_lock_quickly_and_writing_does_not(
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(ChunkSavePlanner, "create_global_plan")
+    note(ChunkWriter, "plan")
     note(DataFile, "write")
     note(ChunkWriter, "finish")
     save(tmp_path, 1, {"w": torch.ones(10)}, {})
 
     short = pytest.approx(SHORT_SECONDS)
-    assert seen == {"create_global_plan": short, "write": pytest.approx(before), "finish": short}
+    assert seen == {"plan": short, "write": pytest.approx(before), "finish": short}
     assert sys.getswitchinterval() == pytest.approx(before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptpar import TwinFlowAdamW
-from gptpar.offload.host_optimizer import SWITCH_SECONDS
+from gptpar.offload.updating_thread import SWITCH_SECONDS
 from gptpar.system.switch_interval import SHORT_SECONDS, SWITCH_INTERVAL
 
 

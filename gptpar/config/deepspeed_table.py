@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gptpar.config.compat import ALWAYS
-from gptpar.config.compat_transport import BUCKETS, COLLECTIVES
 from gptpar.config.deepspeed_optimizers import FP32_STATE, OPTIMIZER, OPTIMIZERS
 from gptpar.config.deepspeed_rules import (
     OFF,
@@ -71,6 +69,8 @@ _PINNED = NoEffect("host memory that a GPU reads or writes is always pinned")
 _NVME = NoEffect("the operating system reads ahead and writes back")
 _ANY_LAYOUT = NoEffect("checkpoints load into any layout")
 _DIVIDED = NoEffect("the loss is divided before the backward pass")
+_BUCKETS = NoEffect("sizes of messages are chosen here")
+_COLLECTIVES = NoEffect("the ZeRO stage decides what is gathered and reduced, and when")
 _FALSE = (False,)
 IGNORED = "DeepSpeed has no such key, and ignores it"
 _SCHEDULE_WORDS = {name: name for name in SCHEDULE_TYPES.values()}
@@ -198,7 +198,7 @@ _ZERO = (
     Key(f"{_ZERO_}cpu_offload", Sets(true_in_words, "offload.cpu_optimizer")),
     *_same(Sets(true_in_words, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
     Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
-    *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
+    *_same(NoEffect("this is always so here"), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
     Key(f"{_ZERO_}save_muon_momentum_buffer_in_memory", NoEffect("the momentum is where its weights are")),
     *_same(_ALL_USED, _ZERO_, "ignore_unused_parameters find_unused_parameters",
         Sets(true_in_words, "module.ignore_unused_parameters", "they are updated with a gradient of zero")),
@@ -206,9 +206,9 @@ _ZERO = (
     *_same(_ANY_LAYOUT, _ZERO_,
         "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save elastic_checkpoint "
         "stage3_gather_fp16_weights_on_model_save pipeline_loading_checkpoint"),
-    *_same(NoEffect(BUCKETS), _ZERO_, "reduce_bucket_size allgather_bucket_size all_reduce_bucket_size"),
-    *_same(NoEffect(BUCKETS), _ZERO_, " ".join(f"{name} stage3_{name}" for name in _STAGE3.split())),
-    *_same(NoEffect(COLLECTIVES), _ZERO_,
+    *_same(_BUCKETS, _ZERO_, "reduce_bucket_size allgather_bucket_size all_reduce_bucket_size"),
+    *_same(_BUCKETS, _ZERO_, " ".join(f"{name} stage3_{name}" for name in _STAGE3.split())),
+    *_same(_COLLECTIVES, _ZERO_,
         "reduce_scatter overlap_comm allgather_partitions round_robin_gradients use_multi_rank_bucket_allreduce "
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential use_all_reduce_for_fetch_params"),
     *_same(NoEffect("it changes no number"), _ZERO_, "legacy_stage1 override_module_apply memory_efficient_linear"),
@@ -221,7 +221,7 @@ _ZERO = (
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights zeropp_loco_param"),
     *_same(NoEffect("the optimizer is gptpar's, with every ZeRO stage"), "", "zero_allow_untested_optimizer"),
     *_same(NoEffect("the CPU optimizer is gptpar's"), "", "zero_force_ds_cpu_optimizer"),
-    *_same(NoEffect(COLLECTIVES), "", "disable_allgather gradient_allreduce_op use_data_before_expert_parallelism"),
+    *_same(_COLLECTIVES, "", "disable_allgather gradient_allreduce_op use_data_before_expert_parallelism"),
 )
 
 _LOGS = (

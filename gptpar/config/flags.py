@@ -16,25 +16,10 @@ from functools import cache
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.compat import ACCEPTED, OF_THE_LAUNCH
-from gptpar.config.compat_transport import ANY_NUMBER
 from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
 from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, choose_gelu, expand_preset
-from gptpar.config.elsewhere import (
-    ABSENT,
-    ANY,
-    CLOSE_ENOUGH,
-    DENSE,
-    ELSEWHERE,
-    EXPERTS,
-    LIMITED,
-    MEANT,
-    NO_EXPERTS,
-    PLANNED,
-    SHORTEST_MISTYPED,
-    STANDS_FOR,
-)
+from gptpar.config.elsewhere import MAX_ECHOED, OF_THE_LAUNCH, dashed, elsewhere
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.run_file import read_run_file
 from gptpar.config.values import FlagField, flag_fields, value_of
@@ -45,8 +30,10 @@ CONFIG_HELP = (
     "TOML file with flags as keys, flat or in sections; the command line wins over it. A run writes one into its "
     "--save folder, config.toml, which repeats it"
 )
-MAX_ECHOED = 80
-"""Characters of a refused value that are repeated in its sentence."""
+CLOSE_ENOUGH = 0.75
+"""How alike (0 to 1) an unknown flag and a known one must be, and each of their words, to be called mistyped."""
+SHORTEST_MISTYPED = 5
+"""Fewest letters of a word that counts as mistyped. A shorter word that differs means something else."""
 
 
 def keys_of_model() -> set[str]:
@@ -139,11 +126,10 @@ def _with_dashes(word: str, parser: Parser) -> str:
     Megatron-LM makes both of a switch that is on.
     """
     name, equals, value = word.partition("=")
-    dashed = name.replace("_", "-")
-    if not name.startswith("--") or parser.takes(name) or name in ELSEWHERE:
+    if not name.startswith("--") or parser.takes(name) or name in elsewhere().names:
         return word
-    for other in (dashed, dashed.replace("--disable-", "--no-", 1)):
-        if parser.takes(other) or other in ELSEWHERE:
+    for other in (dashed(name), dashed(name).replace("--disable-", "--no-", 1)):
+        if parser.takes(other) or other in elsewhere().names:
             return other + equals + value
     return word
 
@@ -166,32 +152,21 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """A flag that is no flag of gptpar's."""
-    dashed = name.replace("_", "-")
-    what = next((what for start, what in ABSENT.items() if _begins(dashed, start)), None)
     said = " ".join([name, *values])
-    if {name, said} & STANDS_FOR.keys():
-        _stands_for(name, values, parsed)
-    elif name in ACCEPTED:
-        _accepted(name, values, parsed)
-    elif name in DENSE or dashed.startswith(EXPERTS):
-        _experts(name, values, parsed)
-    elif name in LIMITED:
-        _limited(name, values, parsed)
-    elif name in PLANNED:
-        _planned(name, values, parsed)
-    elif what is not None:
-        parsed.problems.append(f"{said[:MAX_ECHOED]}: {what} is not part of gptpar; leave it out.")
+    if {name, said} & elsewhere().stands_for.keys():
+        _stands_for(said, values, parsed)
+    elif answer := elsewhere().answer(name):
+        without_effect, problems = answer.to(name, values)
+        parsed.without_effect += without_effect
+        parsed.problems += problems
+        if name in OF_THE_LAUNCH:
+            parsed.launched[name] = " ".join(values)
     else:
-        near = MEANT.get(dashed) or _mistyped(name, parser)
+        near = elsewhere().meant.get(dashed(name)) or _mistyped(name, parser)
         hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
         parsed.problems.append(f"unknown flag {name}{hint}")
         if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well
             parsed.refused.add(meant)
-
-
-def _begins(name: str, start: str) -> bool:
-    """Whether the flag begins with these whole words."""
-    return f"{name}-".startswith(start if start.endswith("-") else f"{start}-")
 
 
 def _mistyped(name: str, parser: Parser) -> str | None:
@@ -199,10 +174,10 @@ def _mistyped(name: str, parser: Parser) -> str | None:
 
     A flag with a word more, or without its "no", asks for something else.
     """
-    near = parser.nearest(name, ELSEWHERE, CLOSE_ENOUGH)
+    near = parser.nearest(name, elsewhere().names, CLOSE_ENOUGH)
     if near is None:
         return None
-    mine, theirs = (flag.strip("-").replace("_", "-").split("-") for flag in (name, near))
+    mine, theirs = (dashed(flag.strip("-")).split("-") for flag in (name, near))
     same_words = len(mine) == len(theirs) and all(map(_is_mistyped_word, mine, theirs))
     return near if same_words or "".join(mine) == "".join(theirs) else None
 
@@ -216,22 +191,12 @@ def _is_mistyped_word(word: str, known: str) -> bool:
     return word == known or short in without_one
 
 
-def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """A flag on which nothing depends."""
-    wanted, why = ACCEPTED[name]
-    parsed.without_effect.append(f"{name}: {why}")
-    if name in OF_THE_LAUNCH:
-        parsed.launched[name] = " ".join(values)
-    if wanted not in (ANY_NUMBER, len(values)):
-        parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
-
-
-def _stands_for(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+def _stands_for(said: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     """What another flag says here, unless that one is typed, too, and says something else."""
-    if (said := " ".join([name, *values])) not in STANDS_FOR:
-        parsed.problems.append(f"{name} takes 0 value(s), {len(values)} given.")
+    if said not in elsewhere().stands_for:
+        parsed.problems.append(f"{said.split()[0]} takes 0 value(s), {len(values)} given.")
         return
-    key, value = STANDS_FOR[said]
+    key, value = elsewhere().stands_for[said]
     field_name = key.partition(".")[2]
     typed = parsed.typed.setdefault(key, value)
     if typed == value:
@@ -240,49 +205,6 @@ def _stands_for(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     meant = flag_name(field_name)
     parsed.problems.append(
         f"{said} means {meant} {as_word(value)}, and {meant} {as_word(typed)} is given, too: keep one."
-    )
-
-
-def _planned(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """A flag for what is not there; the size of one asks for nothing."""
-    what, neutral = PLANNED[name]
-    if values in ([], [""]):
-        parsed.problems.append(f"{name} takes 1 value(s), 0 given.")
-    elif values == [neutral]:
-        parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
-    else:
-        parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
-
-
-def _limited(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """A flag of which some values change nothing, and no other can be had."""
-    accepted, why = LIMITED[name]
-    if len(values) == 1 and any(_is_same(values[0], one) for one in accepted):
-        parsed.without_effect.append(f"{name}: {why}")
-    else:
-        said = " ".join([name, *values])[:MAX_ECHOED]
-        parsed.problems.append(f"{said}: {why}; leave it out, or give {' or '.join(accepted)}.")
-
-
-def _is_same(value: str, accepted: str) -> bool:
-    """Whether two words are one, or one number: 0.0 is 0."""
-    try:
-        return float(value) == float(accepted)
-    except ValueError:
-        return value == accepted
-
-
-def _experts(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """A flag for mixture-of-experts may say only what a dense model is."""
-    dense = DENSE.get(name, ())
-    if dense is ANY or (values and all(value in dense for value in values)):
-        parsed.without_effect.append(f"{name}: {NO_EXPERTS}")
-        return
-    said = " ".join([name, *values])
-    only = f"; {' or '.join(dense)} alone, a dense model, is accepted" if dense else ""
-    parsed.problems.append(
-        f"{said[:MAX_ECHOED]}: {NO_EXPERTS}, and a dense model trained in its place would be another model: leave it "
-        f"out{only}."
     )
 
 

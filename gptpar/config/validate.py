@@ -15,9 +15,9 @@ from gptpar.config.checks.precision import check_precision
 from gptpar.config.checks.recompute import check_recompute
 from gptpar.config.checks.recovery import check_recovery
 from gptpar.config.checks.schedule import check_schedule, check_schedule_lengths
-from gptpar.config.compat import OF_THE_LAUNCH
 from gptpar.config.complete import complete
 from gptpar.config.derive import Derived, derive
+from gptpar.config.elsewhere import OF_THE_LAUNCH
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.ranges import out_of_range, range_problems, with_defaults

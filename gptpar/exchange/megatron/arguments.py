@@ -13,7 +13,7 @@ from typing import Any
 from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
-from gptpar.config.elsewhere import ABSENT
+from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
@@ -46,7 +46,7 @@ ABSENT_HERE = {
     **dict.fromkeys(("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern"), "Mamba's layers"),
     **dict.fromkeys(("heterogeneous_block_specs", "heterogeneous_layers_config_path"), _LAYERS),
     "heterogeneous_layers_config_encoded_json": _LAYERS,
-    **{name: ABSENT[flag_name(name)] for name in _OF_FORKS},
+    **{name: elsewhere().starts[flag_name(name)].why for name in _OF_FORKS},
 }
 """Arguments of Megatron and its forks that must be off, and what each turns on."""
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.engine_state import EngineState
 from gptpar.any_module.former_names import layers_in_order, present_state, stored_names
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
@@ -49,9 +50,6 @@ from gptpar.system.files import replace_synced
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
-if TYPE_CHECKING:
-    from gptpar.any_module.training_engine import TrainingEngine
-
 AMID_A_STEP = (
     "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: gradients are in no "
     "checkpoint, so that these would be lost. Save after the engine.step() that ends the step."
@@ -60,9 +58,7 @@ AMID_A_STEP = (
 Tensors = dict[str, torch.Tensor | TensorParts]
 
 
-def save(
-    engine: TrainingEngine, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart
-) -> str:
+def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart) -> str:
     """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
 
     Where the configuration says ``async_save`` it goes on behind the training. Then a failure is told on stderr and
@@ -103,7 +99,7 @@ def save(
     return str(checkpoint_path(folder, number))
 
 
-def _is_in_reach(engine: TrainingEngine, name: str) -> bool:
+def _is_in_reach(engine: EngineState, name: str) -> bool:
     """Whether the user's code may overwrite a tensor of a checkpoint at any time, and nobody would ask the save.
 
     These are buffers, frozen parameters that do not come and go, and parameters that are the master weights themselves.
@@ -116,7 +112,7 @@ def _is_in_reach(engine: TrainingEngine, name: str) -> bool:
     return kind in ("buffers", "client")
 
 
-def _is_frozen(engine: TrainingEngine, name: str) -> bool:
+def _is_frozen(engine: EngineState, name: str) -> bool:
     """Whether a tensor of a checkpoint is a frozen parameter."""
     kind, _, parameter = name.partition("/")
     return kind == "weights" and parameter in engine.weights.frozen
@@ -142,7 +138,7 @@ def _write(
 
 
 def load(
-    engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: str | None, chosen: Chosen
+    engine: EngineState, load_dir: str | os.PathLike[str], tag: str | None, chosen: Chosen
 ) -> tuple[str | None, Any]:
     """Load a checkpoint into an engine; world size, ZeRO stage, ratio and number format may differ from the saved ones.
 
@@ -206,7 +202,7 @@ class _Named:
     frozen: list[str]
 
 
-def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
+def _named(engine: EngineState, *, with_extra: bool = False) -> _Named:
     """Of this process."""
     names = engine.weights.names
     problems: list[str] = []
@@ -220,7 +216,7 @@ def _named(engine: TrainingEngine, *, with_extra: bool = False) -> _Named:
     return _Named(members, engine.weights.aliases, extra, problems, sorted(engine.weights.frozen))
 
 
-def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Callable[[], _Named]) -> _Named:
+def _named_on_all_stages(ranks: Ranks, engine: EngineState, of_process: Callable[[], _Named]) -> _Named:
     """What all processes have; one stands for all where each has the whole model."""
     each = [of_process()] if engine.topology.mesh.pipeline == 1 else ranks.each(of_process)
     members = [list(dict.fromkeys(chain(*group))) for group in zip(*(one.members for one in each), strict=True)]
@@ -234,7 +230,7 @@ def _named_on_all_stages(ranks: Ranks, engine: TrainingEngine, of_process: Calla
 
 
 def _state_of(
-    engine: TrainingEngine, tag: str, held: _Named, client_state: Any, tensors: dict[str, torch.Tensor]
+    engine: EngineState, tag: str, held: _Named, client_state: Any, tensors: dict[str, torch.Tensor]
 ) -> StoredState:
     """All numbers of the engine's present state; ``tensors`` receives those of the user's state."""
     problems = list(held.problems)
@@ -260,7 +256,7 @@ def _state_of(
     return state
 
 
-def _with_extra_state(engine: TrainingEngine) -> Iterator[tuple[str, nn.Module]]:
+def _with_extra_state(engine: EngineState) -> Iterator[tuple[str, nn.Module]]:
     return (
         (path, one)
         for prefix, root in engine.weights.roots.items()
@@ -269,19 +265,19 @@ def _with_extra_state(engine: TrainingEngine) -> Iterator[tuple[str, nn.Module]]
     )
 
 
-def _tensors(engine: TrainingEngine, *, with_moments: bool) -> Tensors:
+def _tensors(engine: EngineState, *, with_moments: bool) -> Tensors:
     """This process's boxes of all parameters and moments: ``weights/NAME``, ``STATE/NAME``; views, not copies."""
     kinds = {"weights": engine.weights.parts()}
     kinds |= {kind: engine.engine.optimizer.parts(kind) for kind in _states(engine) if with_moments}
     return {f"{kind}/{name}": part for kind, parts in kinds.items() for name, part in parts.items()}
 
 
-def _states(engine: TrainingEngine) -> tuple[str, ...]:
+def _states(engine: EngineState) -> tuple[str, ...]:
     """Names of the optimizer's state vectors."""
     return engine.engine.optimizer.states
 
 
-def _buffers(engine: TrainingEngine) -> Tensors:
+def _buffers(engine: EngineState) -> Tensors:
     """Persistent buffers, each under its first name; views, not copies; complex ones as pairs of numbers."""
     found: dict[torch.Tensor, str] = {}
     for path, one, _ in chain.from_iterable(walk(root, prefix) for prefix, root in engine.weights.roots.items()):
@@ -297,7 +293,7 @@ def _buffers(engine: TrainingEngine) -> Tensors:
 # Loading one.
 
 
-def _require_fit(ranks: Ranks, engine: TrainingEngine, path: Path, state: StoredState, chosen: Chosen) -> None:
+def _require_fit(ranks: Ranks, engine: EngineState, path: Path, state: StoredState, chosen: Chosen) -> None:
     """Check, before any tensor is read, that names and groups of the checkpoint are those of the engine."""
     held = _named_on_all_stages(ranks, engine, partial(_named, engine))
     differences = list(alias_problems(state.aliases, held.aliases))
@@ -325,7 +321,7 @@ _REMEDY = (
 
 
 def _fill(
-    engine: TrainingEngine,
+    engine: EngineState,
     folder: Path,
     number: int,
     manifest: Manifest,
@@ -366,7 +362,7 @@ def _like(target: torch.Tensor | TensorParts, dtype: torch.dtype) -> TensorParts
     return TensorParts(parts.shape, boxes, dtype)
 
 
-def _take_over(engine: TrainingEngine, state: StoredState, chosen: Chosen) -> None:
+def _take_over(engine: EngineState, state: StoredState, chosen: Chosen) -> None:
     """Load everything but the tensors, which are loaded already."""
     engine.engine.publish()
     for path, module in _with_extra_state(engine):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from gptpar.any_module import checkpoint
+from gptpar.any_module.engine_state import EngineState
 from gptpar.any_module.stored_state import Chosen, UsersPart
-from gptpar.checkpoint.saver import Saver
 from gptpar.errors import CheckpointError, wrong_type
 
-if TYPE_CHECKING:
-    from gptpar.any_module.training_engine import TrainingEngine
 
-
-class CheckpointVerbs:
+class CheckpointVerbs(EngineState):
     """Saves and loads between two steps; with ``"async_save": true`` a save goes on behind the steps that follow."""
-
-    _saver: Saver
 
     def save_checkpoint(
         self,
@@ -37,16 +32,15 @@ class CheckpointVerbs:
         :class:`~gptpar.any_module.stored_state.UsersPart` for ``client_state``. ``exclude_frozen_parameters`` leaves
         out frozen weights; a load with ``load_module_strict=False`` then leaves alone those of the engine.
         """
-        engine = cast("TrainingEngine", self)
-        engine._require_open()
+        self._require_open()
         _require_path("engine.save_checkpoint: save_dir", save_dir)
-        if engine._has_begun or engine._count:
-            steps = engine.options.batch.accumulation_steps
-            raise CheckpointError(checkpoint.AMID_A_STEP.format(engine._count, steps))
-        with engine._watch.together("save_checkpoint"):
-            engine._take_note_of_last_step()
+        if self._has_begun or self._count:
+            steps = self.options.batch.accumulation_steps
+            raise CheckpointError(checkpoint.AMID_A_STEP.format(self._count, steps))
+        with self._watch.together("save_checkpoint"):
+            self._take_note_of_last_step()
             kept = UsersPart(client_state, latest=save_latest, frozen=not exclude_frozen_parameters)
-            return checkpoint.save(engine, self._saver, save_dir, tag, kept)
+            return checkpoint.save(self, self._saver, save_dir, tag, kept)
 
     def load_checkpoint(
         self,
@@ -61,21 +55,20 @@ class CheckpointVerbs:
 
         Gradients of a step at work are forgotten. See :func:`gptpar.any_module.checkpoint.load`.
         """
-        engine = cast("TrainingEngine", self)
-        engine._require_open()
+        self._require_open()
         _require_path("engine.load_checkpoint: load_dir", load_dir)
-        trains = engine.options.has_optimizer
+        trains = self.options.has_optimizer
         what = (
             load_module_strict,
             load_optimizer_states and trains,
             load_lr_scheduler_states and trains,
             load_module_only,
         )
-        with engine._watch.together("load_checkpoint"):
+        with self._watch.together("load_checkpoint"):
             self._saver.finish()
-            engine._take_note_of_last_step()
-            engine._drop_step()
-            return checkpoint.load(engine, load_dir, tag, Chosen(*what))
+            self._take_note_of_last_step()
+            self._drop_step()
+            return checkpoint.load(self, load_dir, tag, Chosen(*what))
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last :meth:`save_checkpoint` is on the disk; all processes call it.
@@ -83,7 +76,7 @@ class CheckpointVerbs:
         Raises:
             CheckpointError: on every process: it failed. Older checkpoints are whole.
         """
-        with cast("TrainingEngine", self)._watch.together("wait_for_checkpoint"):
+        with self._watch.together("wait_for_checkpoint"):
             self._saver.finish(required=True)
 
     def _finish_save(self, *, alone: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module.batches import BatchSource
 from gptpar.any_module.optimizer import EngineOptimizer
@@ -12,6 +13,7 @@ from gptpar.any_module.weights import Weights
 from gptpar.checkpoint.saver import Saver
 from gptpar.engine.engine import Engine
 from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.skip_step import SkipStep
 from gptpar.topology.groups import Topology
 
 
@@ -31,9 +33,14 @@ class EngineState(nn.Module):
     topology: Topology
     optimizer: EngineOptimizer
     loss_scaler: LossScale
+    lr_scheduler: LRScheduler | None
+    skip_step: SkipStep | None
     data: BatchSource
+    global_steps: int
     _saver: Saver
     _watch: OrderWatch
+    _count: int
+    _has_begun: bool
     _is_final: bool
     _ended_step: bool
     _norm: float
@@ -43,6 +50,13 @@ class EngineState(nn.Module):
     def _divisor(self) -> float:
         """The divisor of the sum over processes: the loss scale times their number."""
         return self.loss_scaler.value * self.topology.mesh.data
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, on all processes."""
+        raise NotImplementedError
+
+    def _drop_step(self) -> None:
+        raise NotImplementedError
 
     def _require_open(self) -> None:
         raise NotImplementedError

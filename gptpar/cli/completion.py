@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gptpar.cli import VERBS
 from gptpar.cli.flags import parser_of
-from gptpar.config.values import flag_fields
+from gptpar.config import flag_fields
 from gptpar.errors import GptparError
 from gptpar.system.command_line import DESCRIBE, Described
 

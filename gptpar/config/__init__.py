@@ -19,9 +19,11 @@ Each file of ``sections`` holds one section. Where typed and complete differ, a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from gptpar.config.fields import FlagField, fields_of
 from gptpar.config.sections.batch import BatchConfig, BatchFlags
 from gptpar.config.sections.checkpoint import CheckpointConfig
 from gptpar.config.sections.data import DataConfig, DataFlags
@@ -72,6 +74,13 @@ class Flags(_Sections):
     deepspeed: DeepSpeedFlags = field(default_factory=DeepSpeedFlags)
 
 
+@functools.cache
+def flag_fields() -> tuple[FlagField, ...]:
+    """Every flag of the configuration, section by section."""
+    sections = dataclasses.fields(Flags)
+    return tuple(one for section in sections for one in fields_of(section.name, type(getattr(Flags(), section.name))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(_Sections):
     """What the program runs on."""
@@ -115,4 +124,5 @@ __all__ = [
     "RecomputeFlags",
     "RecoveryConfig",
     "TokenizerConfig",
+    "flag_fields",
 ]

@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gptpar.config.fields import MAX_ECHOED
+
 FILE = Path(__file__).with_suffix(".toml")
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
-MAX_ECHOED = 80
-"""Characters of a refused value that are repeated in its sentence."""
 ANY_NUMBER = -1
 """Of values."""
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from gptpar.config import Flags
+from gptpar.config import Flags, flag_fields
 from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
 from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, choose_gelu, expand_preset
-from gptpar.config.elsewhere import MAX_ECHOED, OF_THE_LAUNCH, dashed, elsewhere
-from gptpar.config.fields import as_word, flag_name
+from gptpar.config.elsewhere import OF_THE_LAUNCH, dashed, elsewhere
+from gptpar.config.fields import add_flags, as_word, flag_name
 from gptpar.config.run_file import read_run_file
-from gptpar.config.values import FlagField, flag_fields, value_of
 from gptpar.errors import ConfigError
-from gptpar.system.command_line import BadValue, Parser, Unread
+from gptpar.system.command_line import Parser, Unread
 
 CONFIG_HELP = (
     "TOML file with flags as keys, flat or in sections; the command line wins over it. A run writes one into its "
@@ -72,39 +70,6 @@ class ParsedFlags:
     rest: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
-def _reader(one: FlagField) -> Callable[[str], Any]:
-    """A converter for argparse whose mistakes are collected."""
-
-    def read(text: str) -> Any:
-        try:
-            return value_of(text, one.kind, one.spec.metadata)
-        except ValueError as error:
-            raise BadValue(text[:MAX_ECHOED], str(error)) from None
-
-    return read
-
-
-def _add_field(group: Any, one: FlagField) -> None:
-    kind, spec = one.kind, one.spec
-    meta = spec.metadata
-    names = [flag_name(spec.name), *(n for n in meta["names"] if n != flag_name(spec.name))]
-    common: dict[str, Any] = {"dest": one.key, "default": argparse.SUPPRESS}
-    if kind.scalar is bool:
-        if meta["off"]:
-            group.add_argument(meta["off"], action="store_false", help=meta["help"], **common)
-        else:
-            group.add_argument(*names, action="store_true", help=meta["help"], **common)
-        return
-    text = meta["help"]
-    if meta["choices"]:
-        text += f" ({', '.join(meta['choices'])})"
-    if spec.default not in (None, dataclasses.MISSING):
-        text += f" (default: {spec.default:.10g})" if kind.scalar is float else f" (default: {spec.default})"
-    metavar = meta["metavar"] or {int: "N", float: "X"}.get(kind.scalar, "WORD")
-    nargs = "+" if kind.several else None
-    group.add_argument(*names, type=_reader(one), nargs=nargs, metavar=metavar, help=text.replace("%", "%%"), **common)
-
-
 @cache
 def _every_flag() -> argparse.ArgumentParser:
     """A parent of parsers with every configuration flag, one group a section.
@@ -112,11 +77,8 @@ def _every_flag() -> argparse.ArgumentParser:
     Making the flags takes 2 ms, longer than reading a command line.
     """
     parent = argparse.ArgumentParser(add_help=False)
-    for section, fields in itertools.groupby(flag_fields(), key=lambda one: one.section):
-        kind = type(getattr(Flags(), section))
-        group = parent.add_argument_group(section, (kind.__doc__ or section).strip().splitlines()[0])
-        for one in fields:
-            _add_field(group, one)
+    for section in dataclasses.fields(Flags):
+        add_flags(parent, section.name, type(getattr(Flags(), section.name)))
     return parent
 
 

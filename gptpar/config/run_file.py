@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gptpar.config.fields import flag_name
-from gptpar.config.values import FlagField, flag_fields, value_of
+from gptpar.config import flag_fields
+from gptpar.config.fields import FlagField, flag_name, value_of
 from gptpar.system.files import read_regular, replace_synced
 
 FILE_NAME = "config.toml"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli import VERBS, completion
+from gptpar.config import flag_fields
 from gptpar.config.fields import flag_name
-from gptpar.config.values import flag_fields
 
 pytestmark = pytest.mark.slow  # every verb is imported, with all that it needs
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.config.fields import flag_name
+from gptpar.config import flag_fields
+from gptpar.config.fields import FlagField, flag_name
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import FILE_NAME, read_run_file, run_file_text, write_run_file
 from gptpar.config.validate import resolve
-from gptpar.config.values import FlagField, flag_fields
 from gptpar.errors import ConfigError
 from tests.helpers import TINY
 

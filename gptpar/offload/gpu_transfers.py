@@ -259,6 +259,7 @@ class _GpuD2HCopy:
 
     def release(self) -> None:
         if self._slot is not None and self._own is None:
+            free = self._transfers.free  # if the ring is widened meanwhile, this list is given up with its slots
             if len(self._slot[0]) == self._transfers.slot_bytes:
-                self._transfers.free.append((self._slot[0], self._there))
+                free.append((self._slot[0], self._there))
             self._slot = None

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gptpar
-from gptpar.any_module import compiled_blocks, initialize
+from gptpar.any_module import build, compiled_blocks
 from gptpar.any_module.units import find_units
 from tests.any_module.harness import Training
 from tests.any_module.reference import Trace
@@ -30,7 +30,7 @@ def by_key(backend: str, **given: Any) -> Any:
 def by_default(backend: str, **given: Any) -> Any:
     """The configuration says nothing, and blocks are compiled as on a GPU."""
     compiles = lambda stage, options, device: compiled_blocks.compile_shared(stage, backend)  # noqa: E731
-    with patch.object(initialize, "compile_blocks", compiles):
+    with patch.object(build, "compile_blocks", compiles):
         return gptpar.initialize(**given)
 
 

@@ -46,9 +46,9 @@ ABSENT_HERE = {
     **dict.fromkeys(("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern"), "Mamba's layers"),
     **dict.fromkeys(("heterogeneous_block_specs", "heterogeneous_layers_config_path"), _LAYERS),
     "heterogeneous_layers_config_encoded_json": _LAYERS,
-    **{name: elsewhere().starts[flag_name(name)].why for name in _OF_FORKS},
+    **dict.fromkeys(_OF_FORKS, ""),
 }
-"""Arguments of Megatron and its forks that must be off, and what each turns on."""
+"""Arguments of Megatron and its forks that must be off, and what each turns on; "": what the flag of its name asks for."""
 
 OFF = {
     "num_experts": (None, 0, [1]),  # [1] is Megatron-DeepSpeed's default
@@ -99,7 +99,11 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
 
 def _absent(given: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each feature of Megatron's model that gptpar does not have."""
-    on = {name: what for name, what in ABSENT_HERE.items() if _is_on(given.get(name), OFF.get(name))}
+    on = {
+        name: what or elsewhere().starts[flag_name(name)].why
+        for name, what in ABSENT_HERE.items()
+        if _is_on(given.get(name), OFF.get(name))
+    }
     yield from (f"it has {what} ({flag_name(name)})" for name, what in on.items())
     scale, width = given.get("softmax_scale"), given.get("kv_channels")
     if scale is not None and not (

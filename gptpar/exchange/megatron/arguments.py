@@ -48,7 +48,7 @@ ABSENT_HERE = {
     "heterogeneous_layers_config_encoded_json": _LAYERS,
     **dict.fromkeys(_OF_FORKS, ""),
 }
-"""What Megatron and its forks call what must be off -> what it turns on; "": what the flag of the same name asks for."""
+"""Arguments of Megatron and its forks that must be off -> what each turns on; "": see the flag of the same name."""
 
 OFF = {
     "num_experts": (None, 0, [1]),  # [1] is Megatron-DeepSpeed's default

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from gptpar.cli import main
 from gptpar.cli.launch.worker import end_with_launcher, is_worker
-
-
-def leave(status: int) -> NoReturn:
-    """End a worker whose work is done without taking the interpreter apart.
-
-    Threads of gloo and NCCL may still be letting go of tensors. One that asks for Python's lock while the interpreter
-    is being taken apart ends the process with SIGABRT, and torchrun then calls a finished run failed (1 of 42 tiny runs
-    on a busy machine).
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            stream.flush()
-    os._exit(status)
+from gptpar.system.quiet_end import leave
 
 
 def run_as_program(argv: Sequence[str] | None = None) -> NoReturn:

@@ -35,7 +35,7 @@ ADOPTED_SECONDS = 10.0
 REPLY_SECONDS = 300.0
 """For which the launcher waits for a fork, the first time with all imports; a stopped template never replies."""
 
-_SERVE = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:])).run_here()"
+_SERVE = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:])).run_and_leave()"
 
 
 class Template:

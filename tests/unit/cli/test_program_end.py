@@ -1,0 +1,70 @@
+"""A launched program ends as Python ends it, though the interpreter is not taken apart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli.launch.program import Program
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_command(folder: Path, program: Program) -> subprocess.CompletedProcess[str]:
+    """The end of a launcher's worker, in this folder."""
+    command, environment = (
+        program.command({"LOCAL_RANK": "3"}),
+        os.environ | {"PYTHONPATH": str(ROOT), "LOCAL_RANK": "3"},
+    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """The same of a script of this text."""
+    script = folder / "train.py"
+    script.write_text(text)
+    return run_command(folder, Program("script", str(script), ("--rate=0.1", "rank ${local_rank}")))
+
+
+def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "import atexit, sys, threading, time\n"
+        "text, raw = open('text', 'w'), open('raw', 'wb')\n"
+        "text.write('not closed'); raw.write(b'bytes')\n"
+        "atexit.register(lambda: print('handler', flush=False))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print(__name__, __file__ == sys.argv[0], sys.argv[1:], flush=False)\n",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "__main__ True ['--rate=0.1', 'rank 3']\nthread\nhandler\n"
+    assert ((tmp_path / "text").read_text(), (tmp_path / "raw").read_bytes()) == ("not closed", b"bytes")
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [("", 0, ""), ("None", 0, ""), ("7", 7, ""), ("'no data'", 1, "no data\n"), ("True", 1, "")],
+)
+def test_its_status_is_the_processs(tmp_path: Path, end: str, status: int, told: str) -> None:
+    done = run(tmp_path, f"import sys; sys.exit({end})")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", told)
+
+
+def test_an_exception_is_shown_from_the_programs_first_line_on(tmp_path: Path) -> None:
+    done = run(tmp_path, "def train():\n    raise ValueError('no data')\n\n\ntrain()\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[:2] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 5, in <module>',
+    ]
+    assert done.stderr.endswith("ValueError: no data\n")
+
+
+def test_a_module_of_the_folder_is_run_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys; print(__package__, sys.argv[1:])")
+    done = run_command(tmp_path, Program("module", "package", ("word",)))
+    assert (done.returncode, done.stdout) == (0, "package ['word']\n")

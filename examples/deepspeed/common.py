@@ -64,7 +64,7 @@ class PlainEngine:
         self.module = self._forward = model.to(self.device)
         if self.world > 1:
             dist.init_process_group("nccl" if cuda else "gloo")
-            atexit.register(dist.destroy_process_group)  # gloo's threads may abort the interpreter's end otherwise
+            atexit.register(dist.destroy_process_group)
             self._forward = DistributedDataParallel(model)
         self._micro_batch, self._clip = config["train_micro_batch_size_per_gpu"], config["gradient_clipping"]
         whole = self.world * self._micro_batch

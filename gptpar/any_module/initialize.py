@@ -70,7 +70,7 @@ def initialize(
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
         model: the module, whose parameters stay the same objects; a :class:`gptpar.PipelineModule`; or its layers,
-            which the configuration's ``pipeline`` divides. The engine of the latter two is a
+            which the configuration's ``pipeline`` divides. The engine of a pipeline is a
             :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
         optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.

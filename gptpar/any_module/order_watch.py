@@ -53,7 +53,8 @@ CHECK_SECONDS = 0.2
 
 
 END_SECONDS = 1.0
-"""For which the end waits for the thread that looks; the other one may wait for a collective that never comes."""
+"""How long the end of a process waits for the thread that reads the store. The other thread is not waited for: its
+collective may never complete."""
 
 
 class OrderWatch:

@@ -121,7 +121,7 @@ class PipelineEngine(TrainingEngine):
 
 
 class PipelineWork(PipelinePasses):
-    """Runs the passes of a step over a user's layers, some of which may be frozen or formed in nested passes.
+    """Runs the passes of a step over a user's layers. Layers may be frozen, and passes may be nested.
 
     Args:
         stages: those of this process, on the engine.

@@ -1,4 +1,4 @@
-"""Decides which process writes which box of which tensor."""
+"""Divides the boxes of all tensors among the processes that hold them: each box is written once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reads ``elsewhere.toml``: what a run answers to the flags of Megatron-LM, Megatron-DeepSpeed and their forks.
 
 - ``no_effect``: reason -> number of values ("any", "0", "1") -> the flags that are accepted and change nothing here.
-- ``limited``: flags of which some values alone are accepted, why, and, if it is a sentence of its own, the refusal.
-- ``experts``: how flags for mixture-of-experts begin; those that are not above ask for a model that is not there.
+- ``limited``: flags, their accepted values, the reason, and the refusal of other values if it is no common one.
+- ``experts``: how flags for mixture-of-experts begin, and their refusal; a flag in ``limited`` is answered there.
 - ``absent``: what gptpar lacks -> how flags that ask for it begin, in whole words.
 - ``stands_for``: another program's flag, with its value -> the field that says it here, and its value.
 - ``meant``: a flag of gptpar -> other programs' flags that mean nearly the same.

@@ -1,8 +1,9 @@
-"""Ends processes whose C++ threads may still work: without taking the interpreter apart, or when those threads rest.
+"""Ends a process although threads of C++ libraries may still work.
 
-A thread of gloo drops its last reference to a tensor a moment after the training loop knows that the collective is
-complete. If that moment comes while the interpreter is being taken apart, the thread asks for Python's lock in vain,
-and the finished process ends with SIGABRT ("terminate called without an active exception").
+A thread that asks for Python's lock while the interpreter is taken apart ends the finished process with SIGABRT
+("terminate called without an active exception"). A thread of gloo may: it drops its last reference to a tensor a moment
+after the training loop knows that the collective is complete. A program that :mod:`gptpar.cli.launch` starts ends by
+:func:`leave`. Under another launcher, :func:`wait_at_exit` makes the abort less likely.
 """
 
 from __future__ import annotations

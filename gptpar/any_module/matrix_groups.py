@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import nn
 
-from gptpar.config.sections.optimizer import OptimizerOptions
+from gptpar.config.sections.optimizer import OptimizerFlags
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.optimizers import updates_of
@@ -31,7 +31,7 @@ class MatrixOptions(NamedTuple):
     hyperparameters: Hyperparameters
 
     @classmethod
-    def of(cls, flags: OptimizerOptions, lr: float) -> Self | None:
+    def of(cls, flags: OptimizerFlags, lr: float) -> Self | None:
         """A configuration's; ``None``: its optimizer is elementwise."""
         update, _ = updates_of(flags)
         return None if update is None else cls(update, update.configured(flags, lr, flags.weight_decay))

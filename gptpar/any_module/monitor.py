@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakMethod
 
-from gptpar.config.sections.logging import LoggingOptions
+from gptpar.config.sections.logging import LoggingFlags
 from gptpar.engine.readings import Readings
 from gptpar.errors import GptparError
 from gptpar.reporting import event_files
@@ -45,7 +45,7 @@ class MonitorOptions:
         return (self.csv_folder, self.tensorboard_folder, self.wandb) != (None, None, None)
 
     @classmethod
-    def of(cls, logging: LoggingOptions, *, with_loss_scale: bool) -> MonitorOptions:
+    def of(cls, logging: LoggingFlags, *, with_loss_scale: bool) -> MonitorOptions:
         """The options that a configuration sets."""
         place = {"project": logging.wandb_project, "entity": logging.wandb_entity, "group": logging.wandb_group}
         csv, board = logging.csv_dir, logging.tensorboard_dir
@@ -57,7 +57,7 @@ class MonitorOptions:
         )
 
 
-def monitor_problems(logging: LoggingOptions) -> Iterator[str]:
+def monitor_problems(logging: LoggingFlags) -> Iterator[str]:
     """A sentence about a package that is not installed."""
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
         yield (

@@ -11,9 +11,9 @@ GPU decides.
 The door, ``validate.resolve``, goes from one to the other: ``derive`` fills what follows from other flags and says why,
 ``checks`` finds all problems at once, and ``complete`` builds the ``Config``.
 
-Each file of ``sections`` holds one section. Where typed and complete differ, a section has three classes:
-``...Options`` with the fields that are complete as they are typed, ``...Flags`` with the others as they are typed,
-``...Config`` with the others as the program reads them. Where they do not differ, one ``...Config`` serves both.
+Each file of ``sections`` declares one section once. ``...Config`` has the fields of the complete section. A field whose
+type ends in ``| Open`` is ``None`` until something says it: as typed, a section is ``...Config[None]``, and complete it
+is ``...Config``. Flags that only stand for others are fields of ``...Flags``, which adds them to ``...Config[None]``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from gptpar.config import Config, Flags, ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.fields import is_open
 
 T = TypeVar("T")
 
@@ -56,21 +57,24 @@ def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig
 
 
 def completed(kind: type[T], flags: object) -> T:
-    """A complete section: what is open in the flags' section gets the complete one's default.
+    """A complete section, without the flags that stand for others; open fields get their ``complete`` values.
 
     Raises:
-        TypeError: there is no default.
+        TypeError: one has none.
     """
-    if isinstance(flags, kind):
+    open_fields = _open_fields(typing.cast(Any, kind))
+    if type(flags) is kind and not open_fields:
         return flags
-    return kind(
-        **{name: value for name in _names(typing.cast(Any, kind)) if (value := getattr(flags, name)) is not None}
-    )
+    values = {spec.name: getattr(flags, spec.name) for spec in dataclasses.fields(typing.cast(Any, kind))}
+    values |= {spec.name: spec.metadata.get("complete") for spec in open_fields if values[spec.name] is None}
+    if missing := [spec.name for spec in open_fields if values[spec.name] is None]:
+        raise TypeError(f"{', '.join(missing)} must be known")
+    return kind(**values)
 
 
 @cache
-def _names(kind: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
+def _open_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [spec for spec in dataclasses.fields(kind) if is_open(spec)]
 
 
 @cache

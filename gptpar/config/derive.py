@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Set
 from dataclasses import dataclass
 
-from gptpar.config import DataConfig, Flags, LoggingConfig
+from gptpar.config import Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.presets import PRESETS
+from gptpar.config.sections.data import SPLIT
+from gptpar.config.sections.logging import EVAL_INTERVAL
 from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
 from gptpar.config.sections.parallel import SHARDED
 
@@ -290,9 +292,9 @@ def _derive_rest(notes: _Notes) -> None:
     if flags.checkpoint.save_interval is not None and not flags.checkpoint.save:
         notes.add("save interval", "none", "--save is not given: nothing is saved")
     if flags.data.data_path:
-        notes.fill("data", "split", DataConfig.split, "Megatron's default")
+        notes.fill("data", "split", SPLIT, "Megatron's default")
     if flags.logging.eval_iters or flags.logging.full_validation:
-        notes.fill("logging", "eval_interval", LoggingConfig.eval_interval, "default")
+        notes.fill("logging", "eval_interval", EVAL_INTERVAL, "default")
     if flags.checkpoint.save:
         notes.fill("logging", "tensorboard_dir", f"{flags.checkpoint.save}/tensorboard", "inside --save")
 

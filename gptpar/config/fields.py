@@ -5,15 +5,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Never
 
 from gptpar.system.command_line import BadValue
 from gptpar.system.quantities import THOUSANDS, read_count
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # Python 3.13's, with a default
+
+    Open = TypeVar("Open", bound=None, default=Never, covariant=True)
+else:
+    Open = typing.TypeVar("Open", covariant=True)
+"""What a field may be beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
+
+UNKNOWN: Any = None
+"""The value, as typed, of an open field that is no flag."""
 
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
@@ -35,6 +47,8 @@ def flag(
     above: float | None = None,
     most: float | None = None,
     counts: bool = False,
+    complete: Any = None,
+    before: str | None = None,
 ) -> Any:
     """A dataclass field that is also a flag; the flag's name is the field's with dashes.
 
@@ -48,6 +62,9 @@ def flag(
         above: the number must be more than this.
         most: the largest number that makes sense; without it, what 64 bits (a float: 32 bits) can hold.
         counts: whether it counts steps, samples or tokens, so that 1.5B may be written for 1,500,000,000.
+        complete: value of an open field in the complete configuration, where nothing else says it.
+        before: for a flag that only stands for others: the field that follows it in ``--help``; ``None``: it is behind
+            the open fields.
     """
     metadata = {
         "help": help,
@@ -60,6 +77,8 @@ def flag(
         "above": above,
         "most": most,
         "counts": counts,
+        "complete": complete,
+        "before": before,
     }
     if isinstance(default, tuple):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
@@ -142,11 +161,31 @@ class FlagField:
             raise BadValue(text[:MAX_ECHOED], str(error)) from None
 
 
+def is_open(spec: dataclasses.Field[Any]) -> bool:
+    """Whether a field may be ``None`` as typed, and not in the complete configuration."""
+    return str(spec.type).endswith("| Open")
+
+
+def hints_of(kind: type[Any]) -> dict[str, Any]:
+    """The types of a section's fields as typed."""
+    return typing.get_type_hints(kind, localns={"Open": None})
+
+
 def fields_of(section: str, kind: type[Any]) -> list[FlagField]:
-    """The flags of a section's dataclass, its own fields first."""
-    hints = typing.get_type_hints(kind)
-    own_first = sorted(dataclasses.fields(kind), key=lambda spec: spec.name not in vars(kind)["__annotations__"])
-    return [FlagField(section, spec, FlagKind.of(hints[spec.name])) for spec in own_first if spec.metadata]
+    """The flags of a section's dataclass: open ones first, with those that stand for others, then the rest."""
+    hints = hints_of(kind)
+    return [FlagField(section, spec, FlagKind.of(hints[spec.name])) for spec in _in_order(kind) if spec.metadata]
+
+
+def _in_order(kind: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+    own = vars(kind)["__annotations__"] if dataclasses.is_dataclass(kind.__base__) else ()
+    specs = [spec for spec in dataclasses.fields(kind) if spec.name not in own]
+    aliases = [spec for spec in dataclasses.fields(kind) if spec.name in own]
+    for spec in filter(is_open, specs):
+        yield from (alias for alias in aliases if alias.metadata["before"] == spec.name)
+        yield spec
+    yield from (alias for alias in aliases if alias.metadata["before"] is None)
+    yield from itertools.filterfalse(is_open, specs)
 
 
 def add_flags(parser: argparse.ArgumentParser, section: str, kind: type[Any]) -> None:

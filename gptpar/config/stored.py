@@ -14,6 +14,7 @@ from typing import Any
 from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
+from gptpar.config.fields import hints_of
 from gptpar.errors import CheckpointError
 
 MAX_INT = 2**63 - 1
@@ -93,7 +94,7 @@ def _as_tuples(value: object) -> object:
 
 def _section_problems(kind: type, asked: dict[str, object], section: str) -> Iterator[str]:
     """What is wrong with fields of one section of the configuration."""
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind)
     for spec in dataclasses.fields(kind):
         if spec.name in asked:
             yield from _field_problems(spec, hints[spec.name], asked[spec.name], section)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from gptpar.config.sections.optimizer import OptimizerOptions
+from gptpar.config.sections.optimizer import OptimizerFlags
 from gptpar.optim.elementwise import DeviceKernel, blocks_of
 from gptpar.optim.update import Update
 from gptpar.topology.matrices import Matrices
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class MatrixUpdate(Update, ABC):
     """An optimizer over matrices, with the settings of a run. It has one state vector."""
 
-    def with_settings(self, flags: OptimizerOptions) -> Self:
+    def with_settings(self, flags: OptimizerFlags) -> Self:
         """The update with a run's settings."""
         return self
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gptpar.config.sections.optimizer import OptimizerOptions
+from gptpar.config.sections.optimizer import OptimizerFlags
 from gptpar.kernels import gpu
 from gptpar.optim.cpu_adam import CpuMuon
 from gptpar.optim.device_muon import TritonMuon
@@ -97,7 +97,7 @@ class Muon(MatrixUpdate):
     factor: float = 0.2
     qkv: str = "split"
 
-    def with_settings(self, flags: OptimizerOptions) -> Self:
+    def with_settings(self, flags: OptimizerFlags) -> Self:
         return type(self)(
             *(self.name, self.states, self.hyperparameters, self.numbers),
             flags.muon_nesterov,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptpar.config.sections.optimizer import OptimizerOptions
+from gptpar.config.sections.optimizer import OptimizerFlags
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.lion import LION
@@ -14,7 +14,7 @@ OPTIMIZERS: dict[str, Update] = {one.name: one for one in (ADAMW, LION, MUON)}
 """Name -> description."""
 
 
-def updates_of(flags: OptimizerOptions) -> tuple[MatrixUpdate | None, ElementwiseOptimizer]:
+def updates_of(flags: OptimizerFlags) -> tuple[MatrixUpdate | None, ElementwiseOptimizer]:
     """The update over the blocks' matrices, if a run has one, and that of all other parameters."""
     chosen = OPTIMIZERS[flags.optimizer]
     if isinstance(chosen, MatrixUpdate):

@@ -14,6 +14,7 @@ from typing import Any
 
 from gptpar.config import Config, DataConfig, DataFlags, Flags
 from gptpar.config.fields import flag_name
+from gptpar.config.sections.data import SPLIT
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import normalized_split
@@ -198,7 +199,7 @@ def _identity(corpus: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _split(config: Flags | Config) -> tuple[float, ...]:
-    return normalized_split(config.data.split or DataConfig.split) if config.data.data_path else (1.0,)
+    return normalized_split(config.data.split or SPLIT) if config.data.data_path else (1.0,)
 
 
 def _training(corpora: Corpora) -> tuple[str, list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gptpar.config import BatchConfig, BatchFlags, Flags, OffloadConfig
+from gptpar.config import BatchConfig, Flags, OffloadConfig
 from gptpar.config.fields import flag_name
 from gptpar.config.sections.batch import is_one_micro_batch
 
@@ -32,7 +32,7 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
         yield f"--optimizer-nvme-path {o.optimizer_nvme_path} is not a folder: make it, on the disk that is meant."
 
 
-def offload_gradients_obstacles(batch: BatchFlags | BatchConfig, world_size: int) -> Iterator[str]:
+def offload_gradients_obstacles(batch: BatchConfig[None], world_size: int) -> Iterator[str]:
     """What keeps gradients on the device until they are used, each as a part of a sentence.
 
     Sums are formed on the device: they are there during the whole step anyway.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
-from gptpar.config.fields import NEVER, flag
+from gptpar.config.fields import NEVER, Open, flag
 
 MEASURED_STEPS = 10
 """Steps after which ``--train-minutes`` fixes the length of a run. The first of them also warms up and is not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """Options of the batch and the length that are complete as they are typed."""
+class BatchConfig(Generic[Open]):
+    """The batch of every step, and the length of the run."""
 
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
@@ -55,17 +56,26 @@ class BatchOptions:
     sample_limit: int | None = None
     """--train-tokens in samples; filled with the sequence length."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class BatchFlags(BatchOptions):
-    """How much is trained on in a step, and for how long."""
-
-    micro_batch_size: int | None = flag(
+    micro_batch_size: int | Open = flag(
         None, "samples one process runs at once", least=1, most=1_000_000, names=("--batch-size",)
     )
-    global_batch_size: int | None = flag(
+    global_batch_size: int | Open = flag(
         None, "samples in one step, over all processes (default: micro x processes)", least=1, most=100_000_000
     )
+
+    def adds_gradients(self, world_size: int) -> bool:
+        """Whether a step's gradient is a sum, over micro-batches or processes.
+
+        Sums are kept in fp32 or wider. A gradient that comes once is kept as it comes: it gains nothing by being
+        widened.
+        """
+        return world_size > 1 or not is_one_micro_batch(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFlags(BatchConfig[None]):
+    """How much is trained on in a step, and for how long."""
+
     gradient_accumulation_steps: int | None = flag(
         None,
         "micro-batches in one step of a process; with any two of global batch, micro-batch and this the third follows",
@@ -83,23 +93,7 @@ class BatchFlags(BatchOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig(BatchOptions):
-    """The batch of every step, and the length of the run."""
-
-    micro_batch_size: int
-    global_batch_size: int
-
-    def adds_gradients(self, world_size: int) -> bool:
-        """Whether a step's gradient is a sum, over micro-batches or processes.
-
-        Sums are kept in fp32 or wider. A gradient that comes once is kept as it comes: it gains nothing by being
-        widened.
-        """
-        return world_size > 1 or not is_one_micro_batch(self)
-
-
-def is_one_micro_batch(batch: BatchFlags | BatchConfig) -> bool:
+def is_one_micro_batch(batch: BatchConfig[None]) -> bool:
     """Whether every step of one process is a single micro-batch."""
     grows = batch.rampup_batch_size is not None or batch.batch_sizes is not None
     return not grows and batch.global_batch_size == batch.micro_batch_size

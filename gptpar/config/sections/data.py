@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
-from gptpar.config.fields import flag
+from gptpar.config.fields import Open, flag
+
+SPLIT = "969, 30, 1"
+"""Megatron's default shares of training, validation and test."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Options of the data that are complete as they are typed."""
+class DataConfig(Generic[Open]):
+    """Where the samples come from, and in which order."""
 
     data_path: tuple[str, ...] | None = flag(
         None, "prefixes of .bin/.idx pairs, or WEIGHT PREFIX pairs to blend", metavar="PREFIX"
@@ -51,13 +55,13 @@ class DataOptions:
         "on resume, let this command line's data (corpora, weights, split, order, seed, sequence length) replace the "
         "checkpoint's, from the position reached",
     )
+    split: str | Open = flag(None, f"shares of training, validation and test (default: {SPLIT})", complete=SPLIT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFlags(DataOptions):
+class DataFlags(DataConfig[None]):
     """Data sets in Megatron's .bin/.idx format, or synthetic tokens."""
 
-    split: str | None = flag(None, "shares of training, validation and test (default: 969, 30, 1)")
     data_args_path: str | None = flag(None, "file with the words of --data-path", metavar="FILE")
     per_split_data_args_path: str | None = flag(
         None,
@@ -65,11 +69,3 @@ class DataFlags(DataOptions):
         "train, valid and test",
         metavar="FILE",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(DataOptions):
-    """Where the samples come from, and in which order."""
-
-    split: str = "969, 30, 1"
-    """Shares of training, validation and test; Megatron's default."""

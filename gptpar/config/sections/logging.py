@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeAlias
 
-from gptpar.config.fields import NEVER, flag, on_unless
+from gptpar.config.fields import NEVER, Open, flag, on_unless
+
+EVAL_INTERVAL = 1000
+"""Steps between evaluations, unless --eval-interval says them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingOptions:
-    """Options of evaluation and logging that are complete as they are typed."""
+class LoggingConfig(Generic[Open]):
+    """Evaluation and what is written where."""
 
     eval_iters: int = flag(100, "global batches in one evaluation; 0 is none", least=0)
     full_validation: bool = flag(
@@ -63,20 +67,13 @@ class LoggingOptions:
     )
     wandb_group: str | None = flag(None, "group of Weights & Biases runs that this one belongs to")
     wandb_save_dir: str | None = flag(None, "folder of Weights & Biases' own files (default: SAVE)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingFlags(LoggingOptions):
-    """Evaluation and what is written where."""
-
-    eval_interval: int | None = flag(
-        None, "steps between evaluations on validation data (default: 1000)", least=1, most=NEVER
+    eval_interval: int | Open = flag(
+        None,
+        f"steps between evaluations on validation data (default: {EVAL_INTERVAL})",
+        least=1,
+        most=NEVER,
+        complete=EVAL_INTERVAL,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig(LoggingOptions):
-    """Evaluation and what is written where."""
-
-    eval_interval: int = 1000
-    """Steps between evaluations."""
+LoggingFlags: TypeAlias = LoggingConfig[None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
-from gptpar.config.fields import flag, on_unless
+from gptpar.config.fields import UNKNOWN, Open, flag, on_unless
 from gptpar.config.presets import PRESETS
 
 GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
@@ -15,8 +16,8 @@ FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of a GPT that are complete as they are typed."""
+class ModelConfig(Generic[Open]):
+    """A GPT, completely described."""
 
     position_embedding_type: str = flag(
         "learned_absolute",
@@ -126,6 +127,30 @@ class ModelOptions:
     attention_dropout: float = flag(0.1, "dropout on attention probabilities")
     hidden_dropout: float = flag(0.1, "dropout on embeddings and on each block's two outputs")
 
+    num_layers: int | Open = flag(None, "number of transformer blocks", least=1, most=10_000)
+    hidden_size: int | Open = flag(None, "width of the residual stream", least=1, most=1_000_000)
+    ffn_hidden_size: int | Open = flag(
+        None, "width of the MLP (default: 4 x hidden, with a gate 8/3 x hidden)", least=1, most=10_000_000
+    )
+    num_attention_heads: int | Open = flag(None, "number of query heads", least=1, most=100_000)
+    num_query_groups: int | Open = flag(
+        None,
+        "number of key/value heads (default: one a query head)",
+        names=("--num-key-value-heads",),
+        least=1,
+        most=100_000,
+    )
+    kv_channels: int | Open = flag(None, "width of one head (default: hidden / heads)", least=1, most=1_000_000)
+    seq_length: int | Open = flag(None, "tokens in one sample", least=1, most=100_000_000)
+    max_position_embeddings: int | Open = flag(
+        None, "learned positions (default: --seq-length)", least=1, most=100_000_000
+    )
+    padded_vocab_size: int | Open = UNKNOWN
+    """Rows of the embedding; 0 until the tokenizer has been read, where ``--vocab-size`` does not say them."""
+    softmax_vocab_size: int | Open = UNKNOWN
+    """Rows over which the softmax is: the first ones, one a token id; the others pad the vocabulary. With
+    ``--softmax-over-padding``, and in models of other programs, all rows. Where a checkpoint does not say it: all."""
+
     @property
     def gated(self) -> bool:
         """Whether one half of the MLP's first layer is multiplied by an activation of the other half."""
@@ -143,28 +168,14 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(ModelOptions):
+class ModelFlags(ModelConfig[None]):
     """A GPT's shape and options."""
 
-    preset: str | None = flag(None, "fill the model's shape from this preset", choices=tuple(PRESETS))
-    num_layers: int | None = flag(None, "number of transformer blocks", least=1, most=10_000)
-    hidden_size: int | None = flag(None, "width of the residual stream", least=1, most=1_000_000)
-    ffn_hidden_size: int | None = flag(
-        None, "width of the MLP (default: 4 x hidden, with a gate 8/3 x hidden)", least=1, most=10_000_000
+    preset: str | None = flag(
+        None, "fill the model's shape from this preset", choices=tuple(PRESETS), before="num_layers"
     )
-    num_attention_heads: int | None = flag(None, "number of query heads", least=1, most=100_000)
-    group_query_attention: bool = flag(False, "share each key/value head among several query heads")
-    num_query_groups: int | None = flag(
-        None,
-        "number of key/value heads (default: one a query head)",
-        names=("--num-key-value-heads",),
-        least=1,
-        most=100_000,
-    )
-    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", least=1, most=1_000_000)
-    seq_length: int | None = flag(None, "tokens in one sample", least=1, most=100_000_000)
-    max_position_embeddings: int | None = flag(
-        None, "learned positions (default: --seq-length)", least=1, most=100_000_000
+    group_query_attention: bool = flag(
+        False, "share each key/value head among several query heads", before="num_query_groups"
     )
     glu_activation: str | None = flag(
         None, "same as --swiglu, or as --mlp-activation with a gate (BigScience)", choices=("swiglu", *GATES)
@@ -178,29 +189,3 @@ class ModelFlags(ModelOptions):
     add_position_embedding: bool = on_unless(
         "--no-position-embedding", "no positions: same as --position-embedding-type none"
     )
-
-    padded_vocab_size: int | None = None
-    """Rows of the embedding: what a checkpoint says; it is never typed."""
-    softmax_vocab_size: int | None = None
-    """Of these, the first ones, over which the softmax is: likewise. ``None``: all, as before there was this field."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelOptions):
-    """A GPT, completely described."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Key/value heads; as many as query heads without grouped-query attention."""
-    kv_channels: int
-    seq_length: int
-    max_position_embeddings: int
-    """Positions that can be learned; read where ``position_embedding_type`` says that they are."""
-    padded_vocab_size: int
-    """Rows of the embedding; 0 until the tokenizer has been read, where ``--vocab-size`` does not say them."""
-    softmax_vocab_size: int
-    """Rows over which the softmax is: the first ones, one a token id; the others pad the vocabulary. With
-    ``--softmax-over-padding``, and in models of other programs, all rows."""

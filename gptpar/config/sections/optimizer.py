@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeAlias
 
-from gptpar.config.fields import flag, on_unless
+from gptpar.config.fields import Open, flag, on_unless
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """Options of the optimizer that are complete as they are typed."""
+class OptimizerConfig(Generic[Open]):
+    """The optimizer with decoupled weight decay, its schedules and gradient clipping."""
 
     optimizer: str = flag(
         "adam",
@@ -104,22 +105,12 @@ class OptimizerOptions:
     """The ``scheduler`` of a DeepSpeed configuration, ``type`` and complete ``params``; it goes before the schedule of
     the flags."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerFlags(OptimizerOptions):
-    """The optimizer with decoupled weight decay, its schedules and gradient clipping."""
-
-    lr: float | None = flag(None, "peak learning rate", least=0)
-    start_weight_decay: float | None = flag(None, "weight decay at the start (with --weight-decay-incr-style)", least=0)
-    end_weight_decay: float | None = flag(None, "weight decay at the end", least=0)
+    lr: float | Open = flag(None, "peak learning rate", least=0, complete=0.0)
+    """Open with ``--skip-train`` alone, which takes no step."""
+    start_weight_decay: float | Open = flag(
+        None, "weight decay at the start (with --weight-decay-incr-style)", least=0, complete=0.0
+    )
+    end_weight_decay: float | Open = flag(None, "weight decay at the end", least=0, complete=0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(OptimizerOptions):
-    """The optimizer and its schedules."""
-
-    lr: float = 0.0
-    """Peak learning rate; open only with ``--skip-train``, which takes no step."""
-    start_weight_decay: float = 0.0
-    end_weight_decay: float = 0.0
-    """Read where the weight decay grows."""
+OptimizerFlags: TypeAlias = OptimizerConfig[None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
-from gptpar.config.fields import flag, on_unless
+from gptpar.config.fields import Open, flag, on_unless
 from gptpar.topology.mesh import Mesh
 
 SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -12,8 +13,8 @@ SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelOptions:
-    """Options of the layout that are complete as they are typed."""
+class ParallelConfig(Generic[Open]):
+    """How the processes share the work."""
 
     tensor_model_parallel_size: int = flag(
         1, "processes that split each layer", least=1, most=1_000_000, names=("--model-parallel-size",)
@@ -36,6 +37,25 @@ class ParallelOptions:
     distributed_timeout_minutes: float = flag(
         10, "a collective that takes longer ends the run", above=0, most=1_000_000
     )
+    num_virtual_stages_per_pipeline_rank: int | Open = flag(
+        None, "interleaved pipeline: virtual stages of each process (default: 1)", least=1, most=10_000, complete=1
+    )
+    zero_stage: int | Open = flag(
+        None,
+        "what is sharded over the data-parallel processes: 1 optimizer state, 2 also gradients, 3 also parameters "
+        "(default: 3 with --no-pipeline-parallel, 1 with --use-distributed-optimizer, else 0)",
+        least=0,
+        complete=0,
+    )
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Virtual stages of each process; more than one is an interleaved pipeline.
+
+        As typed, it is the number before --num-layers-per-virtual-pipeline-stage counts.
+        """
+        stages: int | None = self.num_virtual_stages_per_pipeline_rank
+        return stages or 1
 
     @property
     def model_parallel_size(self) -> int:
@@ -46,24 +66,25 @@ class ParallelOptions:
         """The size of the data axis: how often ``world_size`` processes hold the model; at least 1, also if too few."""
         return max(1, world_size // max(1, self.model_parallel_size))
 
+    def mesh(self, world_size: int) -> Mesh:
+        """How many of ``world_size`` processes are on each axis."""
+        return Mesh(
+            self.data_parallel_size(world_size), self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelFlags(ParallelOptions):
+class ParallelFlags(ParallelConfig[None]):
     """How many processes share the work, and how."""
 
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleaved pipeline: blocks in each virtual stage", least=1, most=10_000
-    )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "interleaved pipeline: virtual stages of each process (default: 1)", least=1, most=10_000
-    )
-    no_pipeline_parallel: bool = flag(False, "never split the stack of layers")
-    zero_stage: int | None = flag(
         None,
-        "what is sharded over the data-parallel processes: 1 optimizer state, 2 also gradients, 3 also parameters "
-        "(default: 3 with --no-pipeline-parallel, 1 with --use-distributed-optimizer, else 0)",
-        least=0,
+        "interleaved pipeline: blocks in each virtual stage",
+        least=1,
+        most=10_000,
+        before="num_virtual_stages_per_pipeline_rank",
     )
+    no_pipeline_parallel: bool = flag(False, "never split the stack of layers", before="zero_stage")
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
     use_megatron_fsdp: bool = flag(
         False,
@@ -81,27 +102,3 @@ class ParallelFlags(ParallelOptions):
         least=1,
         most=1_000,
     )
-
-    @property
-    def num_virtual_stages(self) -> int:
-        """Virtual stages of each process as typed, before --num-layers-per-virtual-pipeline-stage counts."""
-        return self.num_virtual_stages_per_pipeline_rank or 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(ParallelOptions):
-    """How the processes share the work."""
-
-    num_virtual_stages_per_pipeline_rank: int = 1
-    zero_stage: int = 0
-
-    @property
-    def num_virtual_stages(self) -> int:
-        """Virtual stages of each process; more than one is an interleaved pipeline."""
-        return self.num_virtual_stages_per_pipeline_rank
-
-    def mesh(self, world_size: int) -> Mesh:
-        """How many of ``world_size`` processes are on each axis."""
-        return Mesh(
-            self.data_parallel_size(world_size), self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
-from gptpar.config.fields import flag
+from gptpar.config.fields import Open, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecomputeOptions:
-    """Options of recomputation that are complete as they are typed."""
+class RecomputeConfig(Generic[Open]):
+    """The activations that are dropped in the forward pass and computed again in the backward pass."""
 
     recompute_granularity: str | None = flag(
         None, "what is recomputed: whole blocks, or parts of each block", choices=("full", "selective")
@@ -32,18 +33,19 @@ class RecomputeOptions:
         names=("--partition-activations", "--distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecomputeFlags(RecomputeOptions):
-    """Activation checkpointing: drop activations and compute them again in the backward pass."""
-
-    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
-    recompute_modules: tuple[str, ...] | None = flag(
+    recompute_modules: tuple[str, ...] | Open = flag(
         None,
         "parts recomputed by --recompute-granularity selective (default: core_attn)",
         choices=("core_attn", "mlp", "layernorm"),
+        complete=(),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFlags(RecomputeConfig[None]):
+    """Activation checkpointing: drop activations and compute them again in the backward pass."""
+
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective", before="recompute_modules")
     checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")
     activations_checkpoint_method: str | None = flag(
         None, "same as --recompute-granularity full --recompute-method WORD", choices=("uniform", "block")
@@ -51,11 +53,3 @@ class RecomputeFlags(RecomputeOptions):
     checkpoint_num_layers: int | None = flag(
         None, "same as --recompute-method uniform --recompute-num-layers N", least=1
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecomputeConfig(RecomputeOptions):
-    """The activations that are dropped in the forward pass and computed again in the backward pass."""
-
-    recompute_modules: tuple[str, ...] = ()
-    """Parts of each block."""

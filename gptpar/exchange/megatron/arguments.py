@@ -14,7 +14,7 @@ from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
 from gptpar.config.elsewhere import elsewhere
-from gptpar.config.fields import flag_name
+from gptpar.config.fields import flag_name, hints_of
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
 
@@ -151,7 +151,7 @@ def _told(value: object) -> str:
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's arguments as fields of our flags; most have the same name there."""
-    hints = typing.get_type_hints(ModelFlags)
+    hints = hints_of(ModelFlags)
     values: dict[str, Any] = {
         spec.name: _value(given[spec.name], hints[spec.name], spec.metadata.get("spellings", {}))
         for spec in fields(ModelFlags)

@@ -66,7 +66,7 @@ class ModuleEngine(TrainingEngine):
         self._no_sync = self._knows_late_units = False
         self._boundary: bool | None = None
         self._drops = 0  # steps in a row that zero_grad() has dropped
-        self._needs_losses = options.monitor.is_on or self.skip_step is not None
+        self._needs_losses = options.monitor.draws_curves or self.skip_step is not None
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakMethod
@@ -22,39 +22,6 @@ from gptpar.reporting.csv_files import curves_of
 from gptpar.reporting.guards import print_warning
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import CsvSink, TensorBoardSink, WandbSink
-
-
-@dataclass(frozen=True)
-class MonitorOptions:
-    """Where the curves go.
-
-    Attributes:
-        csv_folder, tensorboard_folder: of the files; ``None``: there are none.
-        wandb: project, entity and group at Weights & Biases; ``None``: nothing is logged there.
-        with_loss_scale: whether there is a curve of the loss scale.
-    """
-
-    csv_folder: Path | None = None
-    tensorboard_folder: Path | None = None
-    wandb: Mapping[str, str | None] | None = None
-    with_loss_scale: bool = False
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is written."""
-        return (self.csv_folder, self.tensorboard_folder, self.wandb) != (None, None, None)
-
-    @classmethod
-    def of(cls, logging: LoggingFlags, *, with_loss_scale: bool) -> MonitorOptions:
-        """The options that a configuration sets."""
-        place = {"project": logging.wandb_project, "entity": logging.wandb_entity, "group": logging.wandb_group}
-        csv, board = logging.csv_dir, logging.tensorboard_dir
-        return cls(
-            None if csv is None else Path(csv),
-            None if board is None else Path(board),
-            place if logging.wandb_project else None,
-            with_loss_scale,
-        )
 
 
 def monitor_problems(logging: LoggingFlags) -> Iterator[str]:
@@ -88,18 +55,19 @@ class Monitor:
     which will be written again, is dropped. The same happens when a checkpoint takes the engine back.
 
     Args:
-        options: where the curves go.
+        logging: the folders of CSV and TensorBoard files, and the project at Weights & Biases.
+        with_loss_scale: whether there is a curve of the loss scale.
         warn: takes a sentence.
     """
 
-    def __init__(self, options: MonitorOptions, warn: Callable[[str], None] = print_warning):
-        self._options, self._warn = options, warn
+    def __init__(self, logging: LoggingFlags, *, with_loss_scale: bool, warn: Callable[[str], None] = print_warning):
+        self._logging, self._with_loss_scale, self._warn = logging, with_loss_scale, warn
         self._csv: CsvSink | None = None
         self._board: TensorBoardSink | None = None
         self._wandb: WandbSink | None = None
         self._last = -1
         self._failed: set[str] = set()
-        if options.wandb is not None:
+        if logging.wandb_project:
             self._try("wandb", self._start_wandb)
 
     def write(self, point: Point) -> None:
@@ -108,7 +76,7 @@ class Monitor:
             self._close_files()
             self._open_files(point.samples_before)
         self._last = point.consumed_samples
-        values = curves_of(point, with_loss_scale=self._options.with_loss_scale)
+        values = curves_of(point, with_loss_scale=self._with_loss_scale)
         csv, board, wandb = self._csv, self._board, self._wandb
         if csv is not None:
             self._try("csv_monitor", lambda: csv.point(point))
@@ -134,13 +102,15 @@ class Monitor:
             self._wandb = None
 
     def _start_wandb(self) -> None:
-        self._wandb = WandbSink(Path.cwd(), ScalarOptions(), 1, self._options.wandb or {}, {})
+        o = self._logging
+        place = {"project": o.wandb_project, "entity": o.wandb_entity, "group": o.wandb_group}
+        self._wandb = WandbSink(Path.cwd(), ScalarOptions(), 1, place, {})
 
     def _open_files(self, samples: int) -> None:
-        o = self._options
-        if o.csv_folder is not None:
-            self._csv = CsvSink(o.csv_folder, samples, with_loss_scale=o.with_loss_scale)
-        if (folder := o.tensorboard_folder) is not None:
+        if self._logging.csv_dir is not None:
+            self._csv = CsvSink(Path(self._logging.csv_dir), samples, with_loss_scale=self._with_loss_scale)
+        if self._logging.tensorboard_dir is not None:
+            folder = Path(self._logging.tensorboard_dir)
             self._try("tensorboard", lambda: event_files.cut_after(folder, samples, samples))
             self._board = TensorBoardSink(folder, ScalarOptions(), queue_size=1)
 
@@ -159,13 +129,16 @@ class Monitor:
             self._failed.add(name)
 
 
-def make_monitor(options: MonitorOptions, warn: Callable[[str], None], end: Callable[[], None]) -> Monitor | None:
+def make_monitor(
+    logging: LoggingFlags, *, with_loss_scale: bool, warn: Callable[[str], None], end: Callable[[], None]
+) -> Monitor | None:
     """The monitor of an engine, if the configuration has any.
 
     Args:
+        logging, with_loss_scale, warn: as :class:`Monitor`'s.
         end: the engine's method that ends it; called when the process ends, if the engine is still there.
     """
-    if not options.is_on:
+    if not logging.draws_curves:
         return None
     method = WeakMethod(end)
 
@@ -174,4 +147,4 @@ def make_monitor(options: MonitorOptions, warn: Callable[[str], None], end: Call
             end_monitor()
 
     atexit.register(at_exit)
-    return Monitor(options, warn)
+    return Monitor(logging, with_loss_scale=with_loss_scale, warn=warn)

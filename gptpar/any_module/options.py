@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import torch
 
 from gptpar.any_module import torch_optimizers
 from gptpar.any_module.matrix_groups import MatrixOptions
-from gptpar.any_module.monitor import MonitorOptions, monitor_problems
+from gptpar.any_module.monitor import monitor_problems
 from gptpar.any_module.option_problems import precision_problems
 from gptpar.any_module.step_batch import StepBatch, step_batch
-from gptpar.config import Flags
+from gptpar.config import Flags, LoggingConfig, LoggingFlags
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import (
-    Said,
-    one_each,
+    KeyReader,
     optimizer_problems,
     part_of,
     read_file,
@@ -164,13 +163,13 @@ class EngineOptions:
     by_matrix: MatrixOptions | None = None
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
     has_optimizer: bool = True
-    monitor: MonitorOptions = MonitorOptions()
+    monitor: LoggingFlags = LoggingConfig()
 
     def facts(self) -> dict[str, str]:
         """What must be the same on all processes: option -> value, in words."""
         offload = replace(self.offload, folder=None, threads=None)
         mine = replace(
-            self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=MonitorOptions(), config={}
+            self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=LoggingConfig(), config={}
         )
         found = {field.name: str(getattr(mine, field.name)) for field in fields(mine)}
         return {**found, "update": self.update.name}
@@ -227,15 +226,13 @@ def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
 def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[EngineOptions | None, list[str]]:
     """(the options, if nothing is wrong; all problems)"""
     reader = read_values(raw, Door.ENGINE, Flags(), micro_is_known=False)
-    said, contradictions = one_each(reader.said)
-    values, (torch_optimizer, torch_problems) = _Values(said), torch_optimizers.of_configuration(raw)
+    values, (torch_optimizer, torch_problems) = _Values(reader), torch_optimizers.of_configuration(raw)
     stages = values.get("pipeline.stages", 1)
     problems = [
         *optimizer_problems(raw, OTHER_OPTIMIZER, others=torch_optimizers.TYPES),
         *torch_problems,
         *schedule_problems(raw),
         *reader.problems,
-        *contradictions,
         *values.out_of_range(),
         *precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
         *_zero_problems(values),
@@ -263,9 +260,8 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
 class _Values:
     """The values that a configuration sets, by field; fields of gptpar's own sections are in ``flags``, too."""
 
-    def __init__(self, said: Iterable[Said]):
-        self._said = {one.field: one for one in said}
-        self.flags = Flags()
+    def __init__(self, reader: KeyReader):
+        self._said, self.flags = reader.values, Flags()
         for one in self._said.values():
             section, name = one.field.split(".")
             if hasattr(self.flags, section):
@@ -395,6 +391,6 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         ignore_unused=values.get("module.ignore_unused_parameters", True),
         async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
-        monitor=MonitorOptions.of(flags.logging, with_loss_scale=flags.precision.fp16),
+        monitor=flags.logging,
         config=plain,
     )

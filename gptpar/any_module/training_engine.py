@@ -98,7 +98,10 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._count = 0  # complete micro-batches of the current step
         self._has_begun = self._is_final = self._closed = False
         self._readings: Readings | None = None
-        self._monitor = make_monitor(options.monitor, warn, self._end_monitor) if self.topology.is_main else None
+        self._monitor: Monitor | None = None
+        if self.topology.is_main:
+            scaled = options.dtype is torch.float16
+            self._monitor = make_monitor(options.monitor, with_loss_scale=scaled, warn=warn, end=self._end_monitor)
         self._point = Point(0, 0, 0.0, 0.0)
         self._result: StepResult | None = None
         self._lr_kwargs: dict[str, Any] = {}

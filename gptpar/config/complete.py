@@ -62,19 +62,16 @@ def completed(kind: type[T], flags: object) -> T:
     Raises:
         TypeError: one has none.
     """
-    open_fields = _open_fields(typing.cast(Any, kind))
-    if type(flags) is kind and not open_fields:
-        return flags
-    values = {spec.name: getattr(flags, spec.name) for spec in dataclasses.fields(typing.cast(Any, kind))}
-    values |= {spec.name: spec.metadata.get("complete") for spec in open_fields if values[spec.name] is None}
-    if missing := [spec.name for spec in open_fields if values[spec.name] is None]:
-        raise TypeError(f"{', '.join(missing)} must be known")
-    return kind(**values)
+    return kind(**{spec.name: _value(spec, flags) for spec in dataclasses.fields(typing.cast(Any, kind))})
 
 
-@cache
-def _open_fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    return [spec for spec in dataclasses.fields(kind) if is_open(spec)]
+def _value(spec: dataclasses.Field[Any], flags: object) -> Any:
+    value = getattr(flags, spec.name)
+    if value is None and is_open(spec):
+        value = spec.metadata.get("complete")
+        if value is None:
+            raise TypeError(f"{spec.name} must be known")
+    return value
 
 
 @cache

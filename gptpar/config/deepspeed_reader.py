@@ -68,12 +68,14 @@ class KeyReader:
     Attributes:
         tree: all known keys.
         said: values of fields; several for a field that several keys set.
+        values: in the end, the value of each field.
         problems: sentences, without the file's name.
         without_effect: keys that change nothing, each with the reason.
     """
 
     tree: Tree
     said: list[Said] = field(default_factory=list)
+    values: dict[str, Said] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
 
@@ -222,18 +224,11 @@ def read_values(raw: Mapping[str, Any], door: Door, flags: Flags, *, micro_is_kn
         if name not in part_of(plain, *sections):
             reader.assume(path, value)
     _leave_out_unused(reader, flags, door)
-    return reader
-
-
-def one_each(said: list[Said]) -> tuple[list[Said], list[str]]:
-    """(a value for each field, a sentence for each contradiction); what the file says goes before what is assumed."""
-    chosen: dict[str, Said] = {}
-    problems = []
-    for one in sorted(said, key=lambda one: one.default):
-        before = chosen.setdefault(one.field, one)
+    for one in sorted(reader.said, key=lambda one: one.default):  # what the file says goes before what is assumed
+        before = reader.values.setdefault(one.field, one)
         if not one.default and before.value != one.value:
-            problems.append(f"{before}, but {one}: keep one.")
-    return list(chosen.values()), problems
+            reader.problems.append(f"{before}, but {one}: keep one.")
+    return reader
 
 
 def without_auto(raw: Mapping[str, Any]) -> dict[str, Any]:

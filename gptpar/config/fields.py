@@ -24,9 +24,6 @@ else:
     Open = typing.TypeVar("Open", covariant=True)
 """What a field may be beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
 
-UNKNOWN: Any = None
-"""The value, as typed, of an open field that is no flag."""
-
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
 

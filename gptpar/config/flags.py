@@ -10,16 +10,15 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from gptpar.config import Flags, flag_fields
 from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
-from gptpar.config.deepspeed import FromFile, read_deepspeed
+from gptpar.config.deepspeed import read_deepspeed
 from gptpar.config.derive import Derived, choose_gelu, expand_preset
 from gptpar.config.elsewhere import OF_THE_LAUNCH, dashed, elsewhere
 from gptpar.config.fields import add_flags, as_word, flag_name
+from gptpar.config.parsed import ParsedFlags
 from gptpar.config.run_file import read_run_file
 from gptpar.errors import ConfigError
 from gptpar.system.command_line import Parser, Unread
@@ -37,37 +36,6 @@ SHORTEST_MISTYPED = 5
 def keys_of_model() -> set[str]:
     """The fields of the model and the tokenizer, as ``section.field``."""
     return {one.key for one in flag_fields() if one.section in ("model", "tokenizer")}
-
-
-@dataclass
-class ParsedFlags:
-    """A command line, read.
-
-    Attributes:
-        flags: what it says; fields with a problem keep their default.
-        problems: one sentence for each mistake.
-        given: the fields that were set, as ``section.field``.
-        typed: those of them that the command line or --config sets, with their values.
-        from_config: those of them that --config alone sets.
-        refused: the fields whose values could not be read.
-        derived: those of them that --deepspeed_config set.
-        without_effect: what is understood of other programs but changes nothing, each with the reason.
-        launched: what another program's flags say of the process's place among others.
-        file: what --deepspeed_config says.
-        rest: values of the extra flags a verb declares beyond the configuration's.
-    """
-
-    flags: Flags
-    problems: list[str] = field(default_factory=list)
-    given: set[str] = field(default_factory=set)
-    typed: dict[str, Any] = field(default_factory=dict)
-    from_config: set[str] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
-    derived: list[Derived] = field(default_factory=list)
-    without_effect: list[str] = field(default_factory=list)
-    launched: dict[str, str] = field(default_factory=dict)
-    file: FromFile = field(default_factory=lambda: FromFile(Flags()))
-    rest: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
 @cache
@@ -221,7 +189,7 @@ def parse_flags(
     for fill in (expand_preset, choose_gelu):
         parsed.flags, derived = fill(parsed.flags, parsed.given)
         parsed.derived += derived
-    _read_deepspeed(parsed)
+    read_deepspeed(parsed)
     return parsed
 
 
@@ -257,14 +225,3 @@ def _read_data_files(parsed: ParsedFlags) -> None:
     parsed.flags = parsed.flags.update("data", **found)
     parsed.given |= {f"data.{name}" for name in found}
     parsed.derived += [Derived(name.replace("_", " "), " ".join(words), "its file") for name, words in found.items()]
-
-
-def _read_deepspeed(parsed: ParsedFlags) -> None:
-    """Fill what the command line leaves open from the DeepSpeed configuration that it names."""
-    parsed.file = file = read_deepspeed(parsed.flags, parsed.given)
-    parsed.flags = file.flags
-    parsed.given |= file.given
-    parsed.refused |= file.refused - file.given
-    parsed.derived += file.derived
-    parsed.problems += file.problems
-    parsed.without_effect += file.without_effect

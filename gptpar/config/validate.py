@@ -44,7 +44,7 @@ def resolve(
     problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
     problems += _launch_problems(parsed, world_size)
     if problems or parsed.problems:
-        raise ConfigError([*parsed.problems, *map(parsed.file.as_written, problems)])
+        raise ConfigError([*parsed.problems, *map(parsed.as_written, problems)])
     return complete(flags), [*parsed.derived, *derived]
 
 

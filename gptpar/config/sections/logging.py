@@ -75,5 +75,10 @@ class LoggingConfig(Generic[Open]):
         complete=EVAL_INTERVAL,
     )
 
+    @property
+    def draws_curves(self) -> bool:
+        """Whether a folder or a project for curves is named."""
+        return (self.csv_dir, self.tensorboard_dir, self.wandb_project) != (None, None, None)
+
 
 LoggingFlags: TypeAlias = LoggingConfig[None]

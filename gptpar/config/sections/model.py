@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from gptpar.config.fields import UNKNOWN, Open, flag, on_unless
+from gptpar.config.fields import Open, flag, on_unless
 from gptpar.config.presets import PRESETS
 
 GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
@@ -145,9 +145,9 @@ class ModelConfig(Generic[Open]):
     max_position_embeddings: int | Open = flag(
         None, "learned positions (default: --seq-length)", least=1, most=100_000_000
     )
-    padded_vocab_size: int | Open = UNKNOWN
+    padded_vocab_size: int | Open = None  # type: ignore[assignment]
     """Rows of the embedding; 0 until the tokenizer has been read, where ``--vocab-size`` does not say them."""
-    softmax_vocab_size: int | Open = UNKNOWN
+    softmax_vocab_size: int | Open = None  # type: ignore[assignment]
     """Rows over which the softmax is: the first ones, one a token id; the others pad the vocabulary. With
     ``--softmax-over-padding``, and in models of other programs, all rows. Where a checkpoint does not say it: all."""
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from gptpar.config import Config, Flags, ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.fields import is_open
+from gptpar.config.fields import complete_values
 
 T = TypeVar("T")
 
@@ -62,16 +62,7 @@ def completed(kind: type[T], flags: object) -> T:
     Raises:
         TypeError: one has none.
     """
-    return kind(**{spec.name: _value(spec, flags) for spec in dataclasses.fields(typing.cast(Any, kind))})
-
-
-def _value(spec: dataclasses.Field[Any], flags: object) -> Any:
-    value = getattr(flags, spec.name)
-    if value is None and is_open(spec):
-        value = spec.metadata.get("complete")
-        if value is None:
-            raise TypeError(f"{spec.name} must be known")
-    return value
+    return kind(**complete_values(kind, flags))
 
 
 @cache

@@ -163,6 +163,17 @@ def is_open(spec: dataclasses.Field[Any]) -> bool:
     return str(spec.type).endswith("| Open")
 
 
+def complete_values(kind: Any, flags: object) -> dict[str, Any]:
+    """The values of a complete section's fields; see :func:`gptpar.config.complete.completed`."""
+    values = {spec.name: getattr(flags, spec.name) for spec in dataclasses.fields(kind)}
+    for spec in dataclasses.fields(kind):
+        if values[spec.name] is None and is_open(spec):
+            values[spec.name] = spec.metadata.get("complete")
+            if values[spec.name] is None:
+                raise TypeError(f"{spec.name} must be known")
+    return values
+
+
 def hints_of(kind: type[Any]) -> dict[str, Any]:
     """The types of a section's fields as typed."""
     return typing.get_type_hints(kind, localns={"Open": None})

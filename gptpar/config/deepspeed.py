@@ -70,7 +70,7 @@ def _translate(raw: Mapping[str, Any], path: str, parsed: ParsedFlags) -> list[s
             problems += _fill(one, given - decided, parsed)
     if not problems and "scheduler.type" in values and _in_steps(flags):
         problems += _fill_schedule(values, given, parsed)
-    if "lr" in part_of(raw, "optimizer", "params") and _RATE not in parsed.given - given:
+    if "lr" in part_of(raw, "optimizer", "params") and _RATE not in parsed.given:
         parsed.refused.add(_RATE)
     return problems
 

@@ -15,7 +15,9 @@ from torch import nn
 
 from gptpar.adapter.units import FlatUnit, UnitPlan
 from gptpar.engine.engine import EngineStage
+from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.guards.not_copied import NotCopied
+from gptpar.guards.read_guard import ReadGuard
 from gptpar.pipeline.stage import place_parameter
 
 
@@ -62,6 +64,11 @@ class PlacedParameters(NotCopied):
     def scope_module(self, path: str) -> nn.Module:
         """The module of a scope: the scope's parameters are gathered before its forward."""
         raise NotImplementedError
+
+    def read_guard(self, gatherer: ParameterGatherer) -> ReadGuard:
+        """A guard of all parameters, which the gatherer brings."""
+        units = {unit.name: unit.parameters for unit in self.plan.units}
+        return ReadGuard(self.parameters, units, gatherer, lambda: self.is_watching)
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
         """Point parameters to their memory, given by first name."""

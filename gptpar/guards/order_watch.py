@@ -22,11 +22,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gptpar.adapter.module_stage import UNIT
 from gptpar.errors import GptparError
 from gptpar.guards.agreement import REMEDY
 from gptpar.system import quiet_end
 from gptpar.topology.groups import Topology
+
+UNIT = "unit "
+"""How the place of a unit's call begins."""
 
 LOOK_SECONDS = 1.0
 """Time between two checks of the thread; a process that has noted nothing in between counts as waiting."""

@@ -27,15 +27,16 @@ class MicroBatch:
         tokens_BS, labels_BS: int64; labels are the tokens that follow. Padding is 0 in both.
         loss_mask_BS: float32, 0 where a label does not count; None: all count.
         position_ids_BS: int64; None: 0 to S - 1.
-        document_ids_BS: int64, number of document ends before each token; tokens attend only to equal ids.
-            None: to all.
+        cu_seqlens: int32, where documents start among the B x S tokens, sample after sample, and then B x S until the
+            length is a power of two plus one. Each sample starts a document. Tokens attend to their own document only;
+            None: to their whole sample.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     loss_mask_BS: torch.Tensor | None = None
     position_ids_BS: torch.Tensor | None = None
-    document_ids_BS: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
 
     @property
     def num_counted(self) -> float:
@@ -56,10 +57,27 @@ class MicroBatch:
         return replace(self, **{name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
+def cumulative_lengths(starts_BS: np.ndarray, least: int = 1) -> np.ndarray:
+    """``cu_seqlens`` of a :class:`MicroBatch`, as kernels for sequences of variable length take it.
+
+    Its length changes as rarely as possible, because kernels are compiled and recorded for one length.
+
+    Args:
+        starts_BS: whether a token is the first of its document; first tokens of samples are in any case.
+        least: room for so many documents at least; a power of two.
+    """
+    starts_BS = starts_BS.copy()
+    starts_BS[:, 0] = True
+    (places,) = np.nonzero(starts_BS.reshape(-1))
+    room = max(least, 1 << (len(places) - 1).bit_length())
+    return np.pad(places, (0, room + 1 - len(places)), constant_values=starts_BS.size).astype(np.int32)
+
+
 def make_micro_batch(
     samples_BT: np.ndarray,
     *,
     eod: int | None = None,
+    least_documents: int = 1,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -70,6 +88,7 @@ def make_micro_batch(
 
     Args:
         eod: id of the end-of-document token, needed by the three options.
+        least_documents: see :func:`cumulative_lengths`.
         reset_position_ids: whether positions restart after each end of document.
         reset_attention_mask: whether tokens see their own document only.
         eod_mask_loss: whether the label after an end of document does not count in the loss.
@@ -81,18 +100,18 @@ def make_micro_batch(
         counts = counts & ~ends
     follows_end = np.zeros_like(ends)
     follows_end[:, 1:] = ends[:, :-1]
-    positions = documents = None
+    positions = cu_seqlens = None
     if reset_position_ids:
         places = np.arange(inputs.shape[1])
         positions = places - np.maximum.accumulate(np.where(follows_end, places, 0), axis=1)
     if reset_attention_mask:
-        documents = np.cumsum(follows_end, axis=1)
+        cu_seqlens = cumulative_lengths(follows_end, least_documents)
     return MicroBatch(
         torch.from_numpy(np.where(inputs == PAD, 0, inputs)),
         torch.from_numpy(np.where(labels == PAD, 0, labels)),
-        None if counts.all() else torch.from_numpy(counts.astype(np.float32)),
+        None if counts.all() and not eod_mask_loss else torch.from_numpy(counts.astype(np.float32)),
         None if positions is None else torch.from_numpy(positions),
-        None if documents is None else torch.from_numpy(documents),
+        None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
     )
 
 

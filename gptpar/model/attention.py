@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
-from gptpar.model.core_attention import AttentionDropout, core_attention, has_window_kernel
+from gptpar.model.core_attention import AttentionDropout, core_attention, has_varlen_kernel
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.mup import attention_scale
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         self,
         x_ND: torch.Tensor,
         positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
@@ -154,13 +154,13 @@ class Attention(nn.Module):
             if self.recompute_core and self.training
             else self.core
         )
-        return self.out(core(self.qkv(x_ND), positions_BS, document_ids_BS, seq_length, seeds))
+        return self.out(core(self.qkv(x_ND), positions_BS, cu_seqlens, seq_length, seeds))
 
     def core(
         self,
         qkv: torch.Tensor,
         positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
@@ -178,7 +178,7 @@ class Attention(nn.Module):
             scale = scale or self.head_width**-0.5  # of the head without the channels for distances
             slopes_H = self._slopes(q_BHSK)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout, self.window, scale)
+        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale)
         if self.has_distances:
             y_BHSK = y_BHSK[..., : self.head_width]
         for gate_BHSK in gates:
@@ -229,7 +229,7 @@ class Attention(nn.Module):
         window = min(self.window or length, length)
         seen = window - window * window / (2 * length)
         width = self.head_width + DISTANCE_CHANNELS * self.has_distances
-        has_kernel = self.dropout == 0 and has_window_kernel(batch.device_type, batch.dtype, width)
+        has_kernel = self.dropout == 0 and has_varlen_kernel(batch.device_type, batch.dtype, width)
         if not batch.has_documents and (window == length or has_kernel):
             return seen, 0.0, 0.0
         samples = batch.tokens // length if batch.has_documents else 1

@@ -9,6 +9,7 @@ import torch
 from gptpar.data.loader import BatchLoader, MicroBatch, make_micro_batch
 from gptpar.data.order import WholeOrder, make_order
 from gptpar.errors import DataError
+from gptpar.model.core_attention import document_ids
 
 EOD = 9
 
@@ -46,7 +47,7 @@ def test_tokens_and_labels_without_masks() -> None:
     assert batch.tokens_BS.tolist() == [[1, 9, 3], [5, 6, 7]]
     assert batch.labels_BS.tolist() == [[9, 3, 4], [6, 7, 8]]
     assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
-    assert batch.loss_mask_BS is None and batch.position_ids_BS is None and batch.document_ids_BS is None
+    assert batch.loss_mask_BS is None and batch.position_ids_BS is None and batch.cu_seqlens is None
 
 
 def test_padding_does_not_count() -> None:
@@ -60,23 +61,24 @@ def test_document_ends() -> None:
     samples = np.array([[1, 9, 9, 2, 3, 9, 4], [9, 1, 2, 3, 4, 5, 9]])
     batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     assert batch.position_ids_BS.tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4]]
-    assert batch.document_ids_BS.tolist() == [[0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 7, 12, 12, 12, 12]  # 5 documents, room for 8
     assert batch.loss_mask_BS.tolist() == [[1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1]]
-    assert batch.position_ids_BS.dtype == batch.document_ids_BS.dtype == torch.int64
+    assert batch.position_ids_BS.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_document_ends_as_megatron_loops_over_them(seed: int) -> None:
     samples = np.random.RandomState(seed).randint(7, 10, (4, 30))
     batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
-    for row, (positions, documents) in enumerate(zip(batch.position_ids_BS, batch.document_ids_BS, strict=True)):
+    documents_BS = document_ids(batch.cu_seqlens, 4, 29)
+    for row, (positions, documents) in enumerate(zip(batch.position_ids_BS, documents_BS, strict=True)):
         expected, start = np.arange(29), 0
         ids = np.zeros(29, int)
         for end in np.flatnonzero(samples[row, :-1] == EOD):
             expected[end + 1 :] -= end + 1 - start
             ids[end + 1 :] += 1
             start = end + 1
-        assert positions.tolist() == expected.tolist() and documents.tolist() == ids.tolist()
+        assert positions.tolist() == expected.tolist() and (documents - documents[0]).tolist() == ids.tolist()
 
 
 def test_conversion_keeps_what_is_absent_absent() -> None:

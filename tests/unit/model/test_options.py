@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gptpar.model.attention import Attention, window_of
 from gptpar.model.block import Block
-from gptpar.model.core_attention import attention_mask, has_window_kernel
+from gptpar.model.core_attention import attention_mask, has_varlen_kernel
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
 from gptpar.optim.parameter_groups import ParameterGroups
@@ -138,13 +138,13 @@ def test_gates_by_their_other_names() -> None:
 
 
 def test_a_window_is_a_number_of_tokens() -> None:
-    mask = attention_mask(6, None, 3, torch.device("cpu"))
+    mask = attention_mask(1, 6, None, 3, torch.device("cpu"))
     assert mask is not None and mask.shape == (1, 1, 6, 6)
     assert mask[0, 0].int().tolist() == [[int(0 <= i - j < 3) for j in range(6)] for i in range(6)]
-    documents = torch.tensor([[0, 0, 0, 0, 1, 1]])
-    both = attention_mask(6, documents, 3, torch.device("cpu"))
+    cu_seqlens = torch.tensor([0, 4, 6, 6, 6])
+    both = attention_mask(1, 6, cu_seqlens, 3, torch.device("cpu"))
     assert both is not None and both[0, 0, 4].tolist() == [False] * 4 + [True, False]
-    assert attention_mask(6, None, 6, torch.device("cpu")) is None is attention_mask(6, None, None, torch.device("cpu"))
+    assert attention_mask(1, 6, None, 6, torch.device("cpu")) is None is attention_mask(1, 6, None, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_window_is_a_number_of_tokens() -> None:
         ("cpu", torch.bfloat16, 64, False),
     ],
 )
-def test_windows_with_a_kernel(device_type: str, dtype: torch.dtype, width: int, expected: bool) -> None:
-    assert has_window_kernel(device_type, dtype, width) == expected
+def test_documents_and_windows_with_a_kernel(device_type: str, dtype: torch.dtype, width: int, expected: bool) -> None:
+    assert has_varlen_kernel(device_type, dtype, width) == expected
 
 
 def test_windows_follow_their_pattern_and_count_what_is_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,9 @@ from gptpar.data.gpt_dataset import PAD
 from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
 
-NUM_START_UP_CHECKS = 8
+NUM_START_UP_CHECKS, NUM_DOCUMENT_CHECKS = 8, 64
+DEVIATIONS, ROOM_STEP = 5, 8
+"""Standard deviations from the mean number of documents for which there is room, and the number it is a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +60,69 @@ class MicroBatch:
         return replace(self, **{name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def cumulative_lengths(starts_BS: np.ndarray, least: int = 1) -> np.ndarray:
+def cumulative_lengths(starts_BS: np.ndarray, room: int = 0) -> np.ndarray | None:
     """``cu_seqlens`` of a :class:`MicroBatch`, as kernels for sequences of variable length take it.
 
-    Its length changes as rarely as possible, because kernels are compiled and recorded for one length.
+    Its length changes as rarely as possible: a recorded step takes one length only.
 
     Args:
         starts_BS: whether a token is the first of its document; first tokens of samples are in any case.
-        least: room for so many documents at least; a power of two.
+        room: number of documents for which there is room, if there are not more. 0: where each sample is one document,
+            there is no ``cu_seqlens``, because attention to whole samples has the faster kernel.
     """
     starts_BS = starts_BS.copy()
     starts_BS[:, 0] = True
     (places,) = np.nonzero(starts_BS.reshape(-1))
-    room = max(least, 1 << (len(places) - 1).bit_length())
+    if not room and len(places) == len(starts_BS):
+        return None
+    if len(places) > room:
+        room = 1 << (len(places) - 1).bit_length()
     return np.pad(places, (0, room + 1 - len(places)), constant_values=starts_BS.size).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a few samples say of the documents that samples are cut from.
+
+    Attributes:
+        lengths: of documents as tokens see them, within their samples.
+        room: documents for which a micro-batch has room, see :func:`cumulative_lengths`; hardly any has more.
+    """
+
+    lengths: tuple[int, ...]
+    room: int
+
+    @classmethod
+    def of(cls, samples_BT: np.ndarray, eod: int | None, micro_batch_size: int) -> Documents:
+        """Those of a few samples [B, S + 1]."""
+        starts_BS = _follow_ends(samples_BT[:, :-1] == eod)
+        starts_BS[:, 0] = True
+        places = np.append(np.flatnonzero(starts_BS), starts_BS.size)
+        counts_B = starts_BS.sum(axis=1)
+        lengths = tuple(np.diff(places).tolist())
+        if counts_B.max() == 1:
+            return cls(lengths, 0)
+        most = micro_batch_size * counts_B.mean() + DEVIATIONS * (micro_batch_size * counts_B.var()) ** 0.5
+        return cls(lengths, ROOM_STEP * math.ceil(most / ROOM_STEP))
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a document."""
+        return sum(self.lengths) / len(self.lengths)
+
+
+def _follow_ends(ends_BS: np.ndarray) -> np.ndarray:
+    """Whether the token before is an end of document; it is not for a sample's first."""
+    follows_end = np.zeros_like(ends_BS)
+    follows_end[:, 1:] = ends_BS[:, :-1]
+    return follows_end
 
 
 def make_micro_batch(
     samples_BT: np.ndarray,
     *,
     eod: int | None = None,
-    least_documents: int = 1,
+    room: int = 0,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -88,7 +133,7 @@ def make_micro_batch(
 
     Args:
         eod: id of the end-of-document token, needed by the three options.
-        least_documents: see :func:`cumulative_lengths`.
+        room: see :func:`cumulative_lengths`.
         reset_position_ids: whether positions restart after each end of document.
         reset_attention_mask: whether tokens see their own document only.
         eod_mask_loss: whether the label after an end of document does not count in the loss.
@@ -98,14 +143,13 @@ def make_micro_batch(
     ends = inputs == eod
     if eod_mask_loss:
         counts = counts & ~ends
-    follows_end = np.zeros_like(ends)
-    follows_end[:, 1:] = ends[:, :-1]
+    follows_end = _follow_ends(ends)
     positions = cu_seqlens = None
     if reset_position_ids:
         places = np.arange(inputs.shape[1])
         positions = places - np.maximum.accumulate(np.where(follows_end, places, 0), axis=1)
     if reset_attention_mask:
-        cu_seqlens = cumulative_lengths(follows_end, least_documents)
+        cu_seqlens = cumulative_lengths(follows_end, room)
     return MicroBatch(
         torch.from_numpy(np.where(inputs == PAD, 0, inputs)),
         torch.from_numpy(np.where(labels == PAD, 0, labels)),
@@ -127,6 +171,9 @@ class BatchLoader:
         pin_memory: whether micro-batches are in pinned memory.
         num_workers: threads that read in advance; 0 reads inside fetch.
         eod, rules: see make_micro_batch; the rules are reset_position_ids, reset_attention_mask and eod_mask_loss.
+
+    Attributes:
+        documents: of a few samples, if tokens see their own document only.
 
     Raises:
         DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the
@@ -152,11 +199,14 @@ class BatchLoader:
         self._dataset, self._order, self._vocab_size = dataset, order, vocab_size
         self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
         self._pin_memory = pin_memory
-        self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, **rules)
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
-        last = len(dataset) - 1
-        looked_at = self._read(np.unique(np.linspace(0, last, NUM_START_UP_CHECKS).astype(np.int64)))
+        has_documents, last = rules.get("reset_attention_mask", False), len(dataset) - 1
+        count = NUM_DOCUMENT_CHECKS if has_documents else NUM_START_UP_CHECKS
+        looked_at = self._read(np.unique(np.linspace(0, last, count).astype(np.int64)))
+        self.documents = Documents.of(looked_at, eod, micro_batch_size) if has_documents else None
+        room = self.documents.room if self.documents else 0
+        self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, room=room, **rules)
         self._padding = np.full_like(looked_at[0], PAD)
 
     def whole(self, global_batch_size: int) -> list[tuple[int, int]]:

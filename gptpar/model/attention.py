@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
-from gptpar.model.core_attention import AttentionDropout, core_attention, has_varlen_kernel
+from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, norm_over_width
 from gptpar.model.rotary import rotate
+from gptpar.model.varlen_attention import has_varlen_kernel
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.matrices import Interleaved
@@ -211,6 +212,8 @@ class Attention(nn.Module):
         kept += (queries + keys) * over_width  # before the norms' factor
         if self.rotated or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
             kept += heads * (self.head_width + channels) + queries * self.gated
+        if self._calls_by_document(batch) and (self.gated or not (self.rotated or self.has_distances)):
+            kept += queries  # their outputs are put together in a copy
         seen, masked, mask_bytes = self._pairs(batch)
         normed, size = (queries + keys) * has_norms, batch.dtype.itemsize
         return Cost(
@@ -225,15 +228,23 @@ class Attention(nn.Module):
 
     def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
         """For a token: mean numbers of tokens that it sees, and of those that only a mask hides; the mask's bytes."""
-        length = batch.seq_length
-        window = min(self.window or length, length)
-        seen = window - window * window / (2 * length)
+        length, has_documents = batch.seq_length, batch.document_lengths is not None
+        lengths, window = batch.document_lengths or (length,), self.window or length
+        tokens, size = sum(lengths), batch.dtype.itemsize
+        seen = sum(_pairs_seen(one, window) for one in lengths) / tokens
         width = self.head_width + DISTANCE_CHANNELS * self.has_distances
-        has_kernel = self.dropout == 0 and has_varlen_kernel(batch.device_type, batch.dtype, width)
-        if not batch.has_documents and (window == length or has_kernel):
+        if not has_documents and window >= length or has_varlen_kernel(batch.device_type, batch.dtype, width):
             return seen, 0.0, 0.0
-        samples = batch.tokens // length if batch.has_documents else 1
-        return seen, length - seen, samples * length * length / batch.tokens * batch.dtype.itemsize
+        if self._calls_by_document(batch):  # long ones have a mask for the window
+            masked = [one for one in lengths if one > window]
+            hidden = sum(one * one - _pairs_seen(one, window) for one in masked)
+            return seen, hidden / tokens, sum(one * one for one in masked) / tokens * size
+        samples = batch.tokens // length if has_documents else 1
+        return seen, length - seen, samples * length * length / batch.tokens * size
+
+    def _calls_by_document(self, batch: BatchShape) -> bool:
+        """Whether attention is a call for each document (:func:`gptpar.model.core_attention.one_call_a_document`)."""
+        return batch.document_lengths is not None and batch.device_type == "cpu" and self.dropout == 0
 
     def _slopes(self, q_BHSK: torch.Tensor) -> torch.Tensor:
         """slopes_H of this rank's query heads."""
@@ -268,3 +279,9 @@ def _norms(config: ModelConfig, axis: TensorAxis) -> tuple[Norm | None, Norm | N
         )
     norm = partial(make_norm, config, width, axis.inside_layers)
     return norm(), norm()
+
+
+def _pairs_seen(length: int, window: int) -> float:
+    """Pairs of a document's tokens that see each other: half of the square, less what a window hides."""
+    window = min(window, length)
+    return window * length - window * window / 2

@@ -195,8 +195,9 @@ class Job:
     @cached_property
     def costs(self) -> list[Cost]:
         """Every layer's cost on one tensor rank, for each token of a micro-batch."""
-        dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
-        shape = BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
+        dtype, length = DTYPES[self.config.precision.dtype], self.shape.seq_length
+        documents = (length,) if self.config.data.reset_attention_mask else None
+        shape = BatchShape(self.tokens, length, dtype, self.device_type, documents)
         return costs_of(self.layers, shape)
 
     @property

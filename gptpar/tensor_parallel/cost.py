@@ -20,14 +20,15 @@ class BatchShape(NamedTuple):
         seq_length: tokens of a sample.
         dtype: of weights and activations.
         device_type: ``cuda`` or ``cpu``.
-        has_documents: whether tokens see their own document only.
+        document_lengths: of documents, whose tokens see their own only, as a sample of them all; ``None``: a sample of
+            the corpus is one document.
     """
 
     tokens: int
     seq_length: int
     dtype: torch.dtype = torch.bfloat16
     device_type: str = "cuda"
-    has_documents: bool = False
+    document_lengths: tuple[int, ...] | None = None
 
     @property
     def statistic_size(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -13,13 +12,12 @@ import numpy as np
 import torch
 
 from gptpar.data.blend import SampleSource
+from gptpar.data.documents import NUM_SAMPLES, Documents, cumulative_lengths, follow_ends
 from gptpar.data.gpt_dataset import PAD
 from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
 
-NUM_START_UP_CHECKS, NUM_DOCUMENT_CHECKS = 8, 64
-DEVIATIONS, ROOM_STEP = 5, 8
-"""Standard deviations from the mean number of documents for which there is room, and the number it is a multiple of."""
+NUM_START_UP_CHECKS = 8
 
 
 @dataclass(frozen=True)
@@ -60,64 +58,6 @@ class MicroBatch:
         return replace(self, **{name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def cumulative_lengths(starts_BS: np.ndarray, room: int = 0) -> np.ndarray | None:
-    """``cu_seqlens`` of a :class:`MicroBatch`, as kernels for sequences of variable length take it.
-
-    Its length changes as rarely as possible: a recorded step takes one length only.
-
-    Args:
-        starts_BS: whether a token is the first of its document; first tokens of samples are in any case.
-        room: number of documents for which there is room, if there are not more. 0: where each sample is one document,
-            there is no ``cu_seqlens``, because attention to whole samples has the faster kernel.
-    """
-    starts_BS = starts_BS.copy()
-    starts_BS[:, 0] = True
-    (places,) = np.nonzero(starts_BS.reshape(-1))
-    if not room and len(places) == len(starts_BS):
-        return None
-    if len(places) > room:
-        room = 1 << (len(places) - 1).bit_length()
-    return np.pad(places, (0, room + 1 - len(places)), constant_values=starts_BS.size).astype(np.int32)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """What a few samples say of the documents that samples are cut from.
-
-    Attributes:
-        lengths: of documents as tokens see them, within their samples.
-        room: documents for which a micro-batch has room, see :func:`cumulative_lengths`; hardly any has more.
-    """
-
-    lengths: tuple[int, ...]
-    room: int
-
-    @classmethod
-    def of(cls, samples_BT: np.ndarray, eod: int | None, micro_batch_size: int) -> Documents:
-        """Those of a few samples [B, S + 1]."""
-        starts_BS = _follow_ends(samples_BT[:, :-1] == eod)
-        starts_BS[:, 0] = True
-        places = np.append(np.flatnonzero(starts_BS), starts_BS.size)
-        counts_B = starts_BS.sum(axis=1)
-        lengths = tuple(np.diff(places).tolist())
-        if counts_B.max() == 1:
-            return cls(lengths, 0)
-        most = micro_batch_size * counts_B.mean() + DEVIATIONS * (micro_batch_size * counts_B.var()) ** 0.5
-        return cls(lengths, ROOM_STEP * math.ceil(most / ROOM_STEP))
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of a document."""
-        return sum(self.lengths) / len(self.lengths)
-
-
-def _follow_ends(ends_BS: np.ndarray) -> np.ndarray:
-    """Whether the token before is an end of document; it is not for a sample's first."""
-    follows_end = np.zeros_like(ends_BS)
-    follows_end[:, 1:] = ends_BS[:, :-1]
-    return follows_end
-
-
 def make_micro_batch(
     samples_BT: np.ndarray,
     *,
@@ -133,7 +73,7 @@ def make_micro_batch(
 
     Args:
         eod: id of the end-of-document token, needed by the three options.
-        room: see :func:`cumulative_lengths`.
+        room: see :func:`~gptpar.data.documents.cumulative_lengths`.
         reset_position_ids: whether positions restart after each end of document.
         reset_attention_mask: whether tokens see their own document only.
         eod_mask_loss: whether the label after an end of document does not count in the loss.
@@ -143,7 +83,7 @@ def make_micro_batch(
     ends = inputs == eod
     if eod_mask_loss:
         counts = counts & ~ends
-    follows_end = _follow_ends(ends)
+    follows_end = follow_ends(ends)
     positions = cu_seqlens = None
     if reset_position_ids:
         places = np.arange(inputs.shape[1])
@@ -202,7 +142,7 @@ class BatchLoader:
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
         has_documents, last = rules.get("reset_attention_mask", False), len(dataset) - 1
-        count = NUM_DOCUMENT_CHECKS if has_documents else NUM_START_UP_CHECKS
+        count = NUM_SAMPLES if has_documents else NUM_START_UP_CHECKS
         looked_at = self._read(np.unique(np.linspace(0, last, count).astype(np.int64)))
         self.documents = Documents.of(looked_at, eod, micro_batch_size) if has_documents else None
         room = self.documents.room if self.documents else 0

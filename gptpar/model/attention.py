@@ -34,6 +34,17 @@ DISTANCE_CHANNELS = 8
 _DIGITS, _BASE = 3, 256
 """Of a token's position in ALiBi's channels; positions up to 16 million."""
 
+VARLEN_SPEED = 0.55
+"""Of flash attention of variable length, as a fraction of the speed of the kernel for whole samples (cuDNN, H200)."""
+
+
+def document_kernel(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
+    """How :func:`~gptpar.model.core_attention.core_attention` keeps documents apart, in words."""
+    width = model.kv_channels + DISTANCE_CHANNELS * (model.position_embedding_type == "alibi")
+    if has_varlen_kernel(device_type, dtype, width):
+        return "flash attention of variable length"
+    return "masks in memory" if device_type == "cuda" or model.attention_dropout else "a call for each document"
+
 
 def window_of(model: ModelConfig, layer: int) -> int | None:
     """How many tokens a layer's token sees, itself among them; ``None``: all earlier ones."""
@@ -227,14 +238,19 @@ class Attention(nn.Module):
         )
 
     def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
-        """For a token: mean numbers of tokens that it sees, and of those that only a mask hides; the mask's bytes."""
+        """For a token: mean numbers of tokens that it sees, and of those that it would in the lost time; mask's bytes.
+
+        Time is lost where a mask alone hides tokens, and in flash attention of variable length.
+        """
         length, has_documents = batch.seq_length, batch.document_lengths is not None
         lengths, window = batch.document_lengths or (length,), self.window or length
         tokens, size = sum(lengths), batch.dtype.itemsize
         seen = sum(_pairs_seen(one, window) for one in lengths) / tokens
         width = self.head_width + DISTANCE_CHANNELS * self.has_distances
-        if not has_documents and window >= length or has_varlen_kernel(batch.device_type, batch.dtype, width):
+        if not has_documents and window >= length:
             return seen, 0.0, 0.0
+        if has_varlen_kernel(batch.device_type, batch.dtype, width):
+            return seen, seen / VARLEN_SPEED - seen, 0.0
         if self._calls_by_document(batch):  # long ones have a mask for the window
             masked = [one for one in lengths if one > window]
             hidden = sum(one * one - _pairs_seen(one, window) for one in masked)

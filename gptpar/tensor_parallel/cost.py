@@ -58,7 +58,8 @@ class Cost:
     Attributes:
         products: of the forward pass.
         attention: FLOPs of the forward pass in attention's kernel, for the pairs of tokens that see each other.
-        masked: further FLOPs of that kernel, for pairs that a mask in memory hides.
+        masked: further FLOPs of that kernel, for pairs that a mask in memory hides, or in the time that a slower kernel
+            takes.
         forward, backward: elements that norms, sums and activation functions read and write.
         forward_kernels, backward_kernels: number of kernels; the backward's with the addition to the gradient sums.
         small_sums: sums of a few numbers a token over the tensor axis, in forward and backward each.

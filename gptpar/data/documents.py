@@ -13,7 +13,7 @@ from gptpar.data.indexed import IndexedDataset
 
 NUM_SAMPLES = 64
 """So many samples are looked at, to know a corpus's documents."""
-DEVIATIONS, ROOM_STEP = 5, 8
+DEVIATIONS, ROOM_STEP = 4, 4
 """Standard deviations from the mean number of documents for which there is room, and the number it is a multiple of."""
 
 

@@ -81,6 +81,31 @@ def test_document_ends_as_megatron_loops_over_them(seed: int) -> None:
         assert positions.tolist() == expected.tolist() and (documents - documents[0]).tolist() == ids.tolist()
 
 
+def test_all_micro_batches_of_a_run_have_the_same_tensors() -> None:
+    """Whether or not a document ends in them; else a recorded step would not fit them."""
+    rules = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+    reader = loader(Counting(40, 20), eod=25, **rules)  # samples 1 and 2 have an end
+    whole, cut = reader.fetch(8, 2)[0], reader.fetch(0, 2)[0]
+    assert reader.documents is not None and reader.documents.room == 4
+    assert whole.cu_seqlens.tolist() == [0, 20, 40, 40, 40] and cut.cu_seqlens.tolist() == [0, 20, 36, 40, 40]
+    assert whole.loss_mask_BS.sum() == 40 and cut.loss_mask_BS.sum() == 39
+    reader.close()
+
+
+def test_more_documents_than_there_is_room_for_are_exact() -> None:
+    ends = np.full((2, 9), EOD)
+    batch = make_micro_batch(ends, eod=EOD, reset_attention_mask=True, room=8)
+    assert batch.cu_seqlens.tolist() == list(range(17))
+    batch = make_micro_batch(np.array([[EOD] * 4 + [1] * 5]), eod=EOD, reset_attention_mask=True, room=3)
+    assert batch.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 8, 8, 8, 8]
+
+
+def test_whole_samples_need_no_documents_where_ends_are_rare() -> None:
+    samples = np.array([[1, 2, 3, 4], [5, 6, 7, EOD]])  # the end is a label alone
+    assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True).cu_seqlens is None
+    assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True, room=8).cu_seqlens.tolist() == [0, 3, *[6] * 7]
+
+
 def test_conversion_keeps_what_is_absent_absent() -> None:
     batch = make_micro_batch(np.array([[1, 2, -1]])).to("cpu", non_blocking=True)
     assert batch.loss_mask_BS.tolist() == [[1, 0]] and batch.position_ids_BS is None

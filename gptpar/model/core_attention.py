@@ -74,7 +74,7 @@ def one_call_a_document(
     """Causal attention inside documents on a CPU, where reading their lengths waits for nothing; returns y_BHSK."""
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     parts = (rearrange(x, "b h s k -> 1 h (b s) k").split(lengths, 2) for x in (q_BHSK, k_BGSK, v_BGSK))
-    found = [core_attention(*of_one, window=window, scale=scale) for of_one in zip(*parts, strict=True)]
+    found = [core_attention(q, k, v, None, None, window, scale) for q, k, v in zip(*parts, strict=True)]
     y_NHK = torch.cat([rearrange(y, "1 h s k -> s h k") for y in found])
     return rearrange(y_NHK, "(b s) h k -> b h s k", b=len(q_BHSK))
 
@@ -106,8 +106,9 @@ def core_attention(
     if not is_whole and has_varlen_kernel(device.type, q_BHSK.dtype, width):
         if dropout is None:
             return varlen_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale)
-        documents = {"cu_seqlens": cu_seqlens, "window": window}
-        return attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, None, *dropout, scale=scale, **documents)
+        return attention_with_dropout(
+            q_BHSK, k_BGSK, v_BGSK, None, *dropout, scale=scale, cu_seqlens=cu_seqlens, window=window
+        )
     if cu_seqlens is not None and dropout is None and device.type == "cpu":
         return one_call_a_document(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale)
     mask_B1SS = None if is_whole else attention_mask(batch, length, cu_seqlens, window, device)

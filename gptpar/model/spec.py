@@ -77,7 +77,7 @@ class ModelSpec:
 
         Two definitions are in use: attention over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT,
         torchtitan) or over its causal half (Megatron-LM since 2025, llm.c). The utilisations that they give differ by
-        2 to 15 %. In a layer with a sliding window, and with documents, the causal count covers what the tokens see, and
+        2 to 15 %. In a layer with a sliding window, and with documents, the causal count covers what tokens see, and
         the whole square is twice that. The causal count equals that of Megatron-LM's ``num_floating_point_operations``.
 
         Args:

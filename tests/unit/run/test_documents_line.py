@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptpar.data.documents import Documents
-from gptpar.training.data import documents_line
+from gptpar.run.data import documents_line
 from tests.helpers import tiny_config
 
 

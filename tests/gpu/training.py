@@ -34,6 +34,7 @@ def run(
     schedule = make_schedule(config, BatchPlan.of(config.batch).train_samples)
     trainer = Trainer(config, Topology(Mesh(), 0, torch.device(device)), schedule)
     trainer.initialise()
+    torch._dynamo.reset()  # trainings of one process share the limit of recompilations
     losses = []
     for step in range(STEPS):
         parts = [micro_batch(tokens) for tokens in random_tokens(4, 16, 60, seed=step).split(2)]

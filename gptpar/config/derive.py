@@ -163,7 +163,12 @@ def _derive_context(notes: _Notes) -> None:
     """How context-parallel processes see each other's tokens: the way that sends less, of those that are possible."""
     p, m = notes.flags.parallel, notes.flags.model
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
-    if size <= 1 or tensor < 1 or p.cp_comm_type != "auto" or not (m.num_attention_heads and m.num_query_groups and m.seq_length):
+    if (
+        size <= 1
+        or tensor < 1
+        or p.cp_comm_type != "auto"
+        or not (m.num_attention_heads and m.num_query_groups and m.seq_length)
+    ):
         return
     heads, sent = m.num_attention_heads // tensor, p.heads_sent(m.num_attention_heads, m.num_query_groups)
     if heads % size:

@@ -15,6 +15,4 @@ def wants_graph(config: Config, num_copies: int) -> bool:
     if config.precision.cuda_graph != "auto":
         return config.precision.cuda_graph == "on"
     gathers = config.parallel.zero_stage == 1 and num_copies > 1
-    return not any(graph_obstacles(config, num_copies)) and not (
-        gathers and config.parallel.model_parallel_size == 1
-    )
+    return not any(graph_obstacles(config, num_copies)) and not (gathers and config.parallel.model_parallel_size == 1)

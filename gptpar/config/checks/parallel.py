@@ -66,7 +66,10 @@ def _context(flags: Flags) -> Iterator[str]:
     heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))
     if p.cp_comm_type == "a2a" and heads % size:
         fit = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
-        yield f"{name}: {heads} heads of a tensor rank are not divisible by {size}: give --cp-comm-type allgather; sizes that fit: {fit}."
+        yield (
+            f"{name}: {heads} heads of a tensor rank are not divisible by {size}: give --cp-comm-type allgather; sizes "
+            f"that fit: {fit}."
+        )
     if m.attention_dropout and (p.cp_comm_type == "allgather" or groups % size):
         fit = max(i for i in range(1, size + 1) if groups % i == 0) if groups else 1
         yield (
@@ -75,7 +78,7 @@ def _context(flags: Flags) -> Iterator[str]:
             f"--attention-dropout 0, or --cp-comm-type a2a with a size such as {fit}."
         )
     if flags.logging.eval_tasks:
-        yield f"{name}: --eval-tasks is not computed by several processes a sample: use gptpar evaluate on a checkpoint."
+        yield f"{name}: --eval-tasks needs whole samples in each process: use gptpar evaluate on a checkpoint."
 
 
 def _sequence(flags: Flags, size: int) -> Iterator[str]:

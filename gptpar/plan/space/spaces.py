@@ -192,7 +192,9 @@ def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
         [
             d.sizes,
             lambda at: [Option({d.CONTEXT_WAY: way}, way) for way in d.WAYS] if at.context > 1 else [UNCHANGED],
-            lambda at: [Option({d.ZERO_STAGE: n}, f"ZeRO-{n}" if len(d.zero_stages(at)) > 1 else "") for n in d.zero_stages(at)],
+            lambda at: [
+                Option({d.ZERO_STAGE: n}, f"ZeRO-{n}" if len(d.zero_stages(at)) > 1 else "") for n in d.zero_stages(at)
+            ],
             lambda at: [UNCHANGED, *[Option({d.SEQUENCE_PARALLEL: True}, "sequence parallel")] * (at.tensor > 1)],
             lambda at: [UNCHANGED, *[Option({d.VIRTUAL_STAGES: 2}, "interleaved")] * (at.pipeline > 1)],
             d.fixed(*VARIANTS),

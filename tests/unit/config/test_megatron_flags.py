@@ -80,13 +80,10 @@ def test_sequence_parallelism_of_one_process_is_off_as_in_megatron() -> None:
     ]
 
 
-def test_a_parallelism_that_is_not_there_is_refused() -> None:
-    told = "context parallelism is not part of this version yet; leave it out."
-    assert problems("--context-parallel-size 2 --ds-sequence-parallel-size 4") == [
-        f"--context-parallel-size: {told}",
-        f"--ds-sequence-parallel-size: {told}",
-    ]
-    assert problems("--context-parallel-size --bf16") == ["--context-parallel-size takes 1 value(s), 0 given."]
+def test_ways_of_context_parallelism_that_are_not_there_become_those_that_are() -> None:
+    """A ring computes the same, more slowly."""
+    for way, becomes in (("p2p", "auto"), ("a2a+p2p", "auto"), ("all_gather", "allgather"), ("a2a", "a2a")):
+        assert resolved(f"--cp-comm-type {way} --ds-sequence-parallel-size 1").parallel.cp_comm_type == becomes
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ WORLD = 8
             ],
         ),
         (
-            "--context-parallel-size 3",
+            "--context-parallel-size 3 --seq-length 1023",
             ["8 processes cannot be cut into groups of 1 x 1 x 3 = 3 (tensor x pipeline x context): start a multiple"],
         ),
         (
@@ -170,8 +170,8 @@ WORLD = 8
             "--context-parallel-size 4 --num-query-groups 2 --attention-dropout 0.1",
             [
                 "--context-parallel-size 4 with --cp-comm-type a2a: masks of --attention-dropout 0.1 are those of one "
-                "process by --cp-comm-type a2a alone, and if the 2 query group(s) of a tensor rank are divisible by the "
-                "size: give --attention-dropout 0, or --cp-comm-type a2a with a size such as 2."
+                "process by --cp-comm-type a2a alone, and if the 2 query group(s) of a tensor rank are divisible by "
+                "the size: give --attention-dropout 0, or --cp-comm-type a2a with a size such as 2."
             ],
         ),
     ],

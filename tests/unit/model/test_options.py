@@ -174,6 +174,20 @@ def test_windows_follow_their_pattern_and_count_what_is_seen() -> None:
     assert all(window_of(tiny_config("--window-size 16").model, layer) is None for layer in range(2))
 
 
+def test_flops_of_documents_are_those_of_what_is_seen() -> None:
+    """Samples of 16 in documents of 8, 4, 3 and 1, with a window of 4 in one of the layers."""
+    model = gpt_model(tiny_config("--window-size 4 --window-pattern SF").model)
+    windowed, full = 2 * (4 * 8 - 8) + (8 + 9 / 2 + 1 / 2) * 2, 64 + 16 + 9 + 1  # twice the pairs
+    whole = 2 * (4 * 16 - 8) + 256
+    for causal in (False, True):
+        fewer = model.flops_per_token(causal=causal) - model.flops_per_token(
+            causal=causal, document_lengths=(8, 4, 3, 1)
+        )
+        assert fewer == (1 if causal else 2) * 3 * 4 * 32 * (whole - windowed - full) / 2 / 16
+    lengths = (16,) * 3
+    assert model.flops_per_token(causal=True, document_lengths=lengths) == model.flops_per_token(causal=True)
+
+
 # --- muP --------------------------------------------------------------------------------------------------------------
 
 

@@ -55,14 +55,23 @@ def _tensor(flags: Flags) -> Iterator[str]:
 
 
 def _context(flags: Flags) -> Iterator[str]:
-    """Each process must have equally many tokens of a sample, and by a2a equally many heads of attention."""
+    """Each process must have equally many tokens of a sample, and whole samples are nowhere."""
     m, p = flags.model, flags.parallel
-    size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
+    size = p.context_parallel_size
     parts = 2 * size if p.cp_comm_type == "allgather" else size
     name = f"--context-parallel-size {size} with --cp-comm-type {p.cp_comm_type}"
     if m.seq_length and m.seq_length % parts:
         near = max(parts, round(m.seq_length / parts) * parts)
         yield f"{name}: --seq-length {m.seq_length} is not divisible by {parts}: the nearest length is {near}."
+    yield from _context_heads(flags, name)
+    if flags.logging.eval_tasks:
+        yield f"{name}: --eval-tasks needs whole samples in each process: use gptpar evaluate on a checkpoint."
+
+
+def _context_heads(flags: Flags, name: str) -> Iterator[str]:
+    """By a2a each process must have equally many heads, and dropout is that of one process only there."""
+    m, p = flags.model, flags.parallel
+    size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))
     if p.cp_comm_type == "a2a" and heads % size:
         fit = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
@@ -71,14 +80,12 @@ def _context(flags: Flags) -> Iterator[str]:
             f"that fit: {fit}."
         )
     if m.attention_dropout and (p.cp_comm_type == "allgather" or groups % size):
-        fit = max(i for i in range(1, size + 1) if groups % i == 0) if groups else 1
+        most = max((i for i in range(1, size + 1) if groups % i == 0), default=1)
         yield (
             f"{name}: masks of --attention-dropout {m.attention_dropout:g} are those of one process by --cp-comm-type "
             f"a2a alone, and if the {groups} query group(s) of a tensor rank are divisible by the size: give "
-            f"--attention-dropout 0, or --cp-comm-type a2a with a size such as {fit}."
+            f"--attention-dropout 0, or --cp-comm-type a2a with a size such as {most}."
         )
-    if flags.logging.eval_tasks:
-        yield f"{name}: --eval-tasks needs whole samples in each process: use gptpar evaluate on a checkpoint."
 
 
 def _sequence(flags: Flags, size: int) -> Iterator[str]:

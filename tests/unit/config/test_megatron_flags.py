@@ -27,8 +27,6 @@ def problems(flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--context-parallel-size 1 --cp-comm-type p2p",
-        "--ds-sequence-parallel-size 1",
         "--no-query-key-layer-scaling",
         "--no-async-tensor-model-parallel-allreduce",
         "--universal-checkpoint --dist-ckpt-strictness log_all",
@@ -56,7 +54,7 @@ def problems(flags: str) -> list[str]:
         "--ddp-num-buckets 4 --suggested-communication-unit-size 400 --ddp-pad-buckets-for-high-nccl-busbw",
         "--no-align-param-gather --create-all-gather-group --torch-fsdp2-no-reshard-after-forward",
         "--disable-symmetric-registration --no-gradient-reduce-div-fusion --tp-comm-overlap-cfg a.yaml",
-        "--overlap-p2p-communication --use-ring-exchange-p2p --standalone-embedding-stage --cp-comm-type p2p a2a",
+        "--overlap-p2p-communication --use-ring-exchange-p2p --standalone-embedding-stage",
         "--dist-ckpt-format torch_dist --dist-ckpt-workers 2 --dataloader-fast-cache-load --return-data-index",
         "--dataloader-defer-npy-index-mmap --adlr-autoresume --adlr-autoresume-interval 1000 --no-one-logger",
         "--one-logger-async --one-logger-project a --one-logger-run-name b --app-tag-run-name c --valid-num-workers 2",

@@ -17,7 +17,7 @@ ROWS = [
     ["offload"],
     ["exchange"],
     ["any_module"],
-    ["plan"],
+    ["context_parallel", "plan"],
     ["deepspeed"],
     ["training"],
     ["cli"],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,16 +74,17 @@ class ContextSplit:
         """
         if self.size == 1:
             return batch
-        positions_BS, counted = batch.position_ids_BS, None
+        positions_BS, mask_BS = batch.position_ids_BS, batch.loss_mask_BS
         if positions_BS is None:
-            positions_BS = torch.arange(batch.tokens_BS.shape[1], device=batch.tokens_BS.device)
-            positions_BS = positions_BS.expand_as(batch.tokens_BS)
-        if batch.loss_mask_BS is not None:
-            counted = batch.loss_mask_BS.sum(dtype=torch.float64) / self.size
-        whole = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name.endswith("_BS")}
-        whole["position_ids_BS"] = positions_BS
-        own = {name: None if x_BS is None else self.own(x_BS) for name, x_BS in whole.items()}
-        return MicroBatch(**own, cu_seqlens=batch.cu_seqlens, counted=counted)
+            positions_BS = torch.arange(batch.tokens_BS.shape[1]).expand_as(batch.tokens_BS)
+        return MicroBatch(
+            self.own(batch.tokens_BS),
+            self.own(batch.labels_BS),
+            None if mask_BS is None else self.own(mask_BS),
+            self.own(positions_BS),
+            batch.cu_seqlens,
+            None if mask_BS is None else mask_BS.sum(dtype=torch.float64) / self.size,
+        )
 
 
 def divide_attention(modules: Iterable[nn.Module], topology: Topology, split: ContextSplit) -> None:
@@ -119,12 +120,12 @@ def attend_by_heads(
     lengths = [part.shape[2] for part in parts]
     packed = torch.cat(parts, 2).transpose(0, 1)  # [c, B, heads of a rank, T, K]
     exchanged = Collective.apply(packed, group, all_to_all, all_to_all)
-    own = exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(lengths, 1)
+    q_BHSK, k_BGSK, v_BGSK = exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(lengths, 1)
     if dropout is not None:
         first = dropout.first_group * copies + split.rank * lengths[1]
         dropout = dropout._replace(first_group=first, num_groups=dropout.num_groups * copies)
-    y = core_attention(*own, cu_seqlens, dropout, window, scale)
-    back = Collective.apply(y.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4), group, all_to_all, all_to_all)
+    y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, window, scale)
+    back = Collective.apply(y_BHSK.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4), group, all_to_all, all_to_all)
     return back.transpose(0, 1).flatten(1, 2)
 
 

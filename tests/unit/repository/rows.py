@@ -16,10 +16,12 @@ ROWS = [
     ["reporting"],
     ["offload"],
     ["exchange"],
+    ["guards"],
+    ["adapter"],
     ["any_module"],
     ["context_parallel", "plan"],
     ["deepspeed"],
-    ["training"],
+    ["run"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -30,11 +30,11 @@ from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
 from gptpar.reporting.records import IterationRecord
 from gptpar.reporting.sinks import Sink
-from gptpar.topology.mesh import COPIES
 from gptpar.run.assemble import open_run
 from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.run.loop import Run
 from gptpar.run.reporter import device_peak
+from gptpar.topology.mesh import COPIES
 from gptpar.topology.world import world_from_environment
 
 OF_A_RUN = ("checkpoint", "logging", "recovery")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
@@ -206,7 +206,18 @@ class Job:
         dtype, length = DTYPES[self.config.precision.dtype], self.shape.seq_length
         documents = (self.document_lengths or (length,)) if self.config.data.reset_attention_mask else None
         shape = BatchShape(self.tokens, length, dtype, self.device_type, documents)
-        return costs_of(self.layers, shape)
+        gathered, costs = self._gathered_bytes, costs_of(self.layers, shape)
+        return [replace(cost, kept=cost.kept + gathered) if cost.attention else cost for cost in costs]
+
+    @property
+    def _gathered_bytes(self) -> float:
+        """Bytes of gathered keys and values that attention keeps, for each token that a process has."""
+        if self.mesh.context == 1 or self.config.parallel.cp_comm_type != "allgather":
+            return 0.0
+        if "core_attn" in self.config.recompute.recompute_modules:
+            return 0.0
+        keys = self.shape.num_query_groups // self.mesh.tensor * self.shape.kv_channels
+        return 2.0 * keys * self.mesh.context * self.element_size
 
     @property
     def updates(self) -> tuple[Update, ...]:

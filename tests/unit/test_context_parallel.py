@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from gptpar.config.validate import resolve
 from gptpar.context_parallel import ContextSplit, copies_of_groups
 from gptpar.data.loader import MicroBatch
 from gptpar.model.core_attention import core_attention
+from gptpar.plan.hardware import make_cluster
+from gptpar.plan.job import Job
+from gptpar.plan.timing import step_time
+from gptpar.topology.mesh import Mesh
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
@@ -107,3 +112,24 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
         seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         found = context_parallel._of_chunk(*seen, start, 16, cu_seqlens, window, 0.3)
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
+
+
+def test_gathered_keys_and_values_are_in_the_plan() -> None:
+    """They are as large as those of all tokens; heads that are exchanged are as large as before."""
+    shape = "--num-attention-heads 8 --num-query-groups 4 --seq-length 4096 --attention-dropout 0 --bf16"
+    sizes, times = {}, {}
+    for way in ("a2a", "allgather"):
+        config, _ = resolve(parse_flags([*TINY.split(), *shape.split(), "--cp-comm-type", way]), 4)
+        job = Job(config, config.parallel.mesh(4))
+        assert job.tokens == 1024 and job.num_copies == 4
+        block = next(number for number in job.layers.blocks)
+        sizes[way], times[way] = job.kept(block), step_time(job, make_cluster("h100", "bf16")).total
+    assert sizes["allgather"] - sizes["a2a"] == 4096 * 2 * 4 * 8 * 2
+    assert times["a2a"] > 0 and times["allgather"] > 0
+
+
+def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"sequence_parallel_size": 2}')
+    words = TINY.replace("--context-parallel-size 4", f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'}")
+    config, _ = resolve(parse_flags([*words.split(), "--num-attention-heads", "4", "--seq-length", "8"]), 4)
+    assert config.parallel.mesh(4) == Mesh(2, context=2)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -180,13 +179,9 @@ class MasterOptimizer:
             kind: ``weights`` or one of the states, whose values are views, or ``grad``.
             only: see :meth:`state_tensors`.
         """
-        params, dtype, found = self._table.params, self.master.dtype, defaultdict[str, list[Any]](list)
-        for name, param in params.items():
-            if not param.info.full_shape.numel() and self._has(param.group, kind):
-                found[name] = []  # it has no range, but a checkpoint lists it all the same
-        for one, values in self.ranges_of(kind, only):
-            found[one.param] += self._table.views(one, values.to(dtype))
-        return {name: TensorParts(params[name].info.full_shape, tuple(held), dtype) for name, held in found.items()}
+        params = self._table.params.items()
+        empty = [name for name, one in params if not one.info.full_shape.numel() and self._has(one.group, kind)]
+        return self._table.parts(self.ranges_of(kind, only), self.master.dtype, empty)  # a checkpoint lists empty ones
 
     def ranges_of(self, kind: str, only: Only | None = None) -> Iterator[tuple[Range, torch.Tensor]]:
         """Each range that has this kind of values, with them as in :meth:`parts`.
@@ -203,9 +198,8 @@ class MasterOptimizer:
             return
         for unit, at, values in self.host.parts(kind) if only is None else only[kind]:
             low = self._table.on_device[unit] + at
-            for one in self._table.ranges(unit=unit, home=Home.HOST):
-                if part := one.between(low, low + values.numel()):
-                    yield part, values[part.start - low : part.stop - low]
+            for one in self._table.ranges_on_host(unit, low, low + values.numel()):
+                yield one, values[one.start - low : one.stop - low]
 
     @property
     def states(self) -> tuple[str, ...]:

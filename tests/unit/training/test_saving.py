@@ -20,7 +20,7 @@ from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
 from gptpar.offload.next_action import BackOff
-from gptpar.system.blocks import span
+from gptpar.system.regions import span
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.state_guard import StateGuard
 from gptpar.training import resume

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank,
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
 from gptpar.system.snapshot import Snapshot
-from gptpar.system.spare_memory import SpareMemory
 from gptpar.system.switch_interval import SWITCH_INTERVAL
-from gptpar.topology.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import TensorParts, as_parts, tensors_of
 
 _SHARED_DIRECTORY_SECONDS = 10.0
 
@@ -110,7 +109,8 @@ def save_checkpoint(
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held), tokenizer_files)
+    snapshot = snapshot or Snapshot(tensors_of(held.values()))
+    _write(ranks, final, iteration, held, table, meta, permit, snapshot, tokenizer_files)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, retain, report, permit)
@@ -121,20 +121,6 @@ def save_checkpoint(
             ranks.lead(lambda: report(f"kept {', '.join(map(str, old))}: {final} could not be proved whole"))
     ranks.lead(permit)
     return final
-
-
-def snapshot_of(
-    tensors: Mapping[str, TensorParts],
-    room: int = 0,
-    *,
-    clones: Callable[[torch.Tensor], bool] = lambda part: False,
-    spare: SpareMemory | None = None,
-    exchanged: Iterable[torch.Tensor] = (),
-    more: bool = False,
-) -> Snapshot:
-    """What ``save_checkpoint`` will read of tensors as they are now; see :class:`Snapshot`."""
-    parts = (part for tensor in tensors.values() for _, part in tensor.parts)
-    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged, more=more)
 
 
 def _check_input(

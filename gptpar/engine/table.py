@@ -118,7 +118,8 @@ class ParameterTable:
 
     def ranges_on_host(self, unit: str, start: int, stop: int) -> list[Range]:
         """The host's ranges of a unit, as far as they are in ``start:stop`` of its shard."""
-        return [part for one in self.ranges(unit=unit, home=Home.HOST) if (part := one.between(start, stop))]
+        ranges = list(self.ranges(unit=unit, home=Home.HOST))
+        return [part for one in ranges if (part := one.between(start, stop))]
 
     def parts(
         self, values: Iterable[tuple[Range, torch.Tensor]], dtype: torch.dtype, also: Iterable[str] = ()

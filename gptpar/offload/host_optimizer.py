@@ -371,7 +371,7 @@ class HostOptimizer:
             self.shared.wait_for_step()
         else:
             self.finish()
-        yield from parts_of(self._buckets, kind)
+        return parts_of(self._buckets, kind)
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""

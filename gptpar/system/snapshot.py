@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -93,7 +94,9 @@ class Snapshot:
         self._is_held, self._complete = threading.Event(), threading.Event()
         self._take(tensors, exchanged, clones, completes=not more)
         device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
-        self._stream = None if device is None else _stream_beside(device)
+        self._on_stream: Callable[[], AbstractContextManager[object]] = (
+            nullcontext if device is None else partial(torch.cuda.stream, _stream_beside(device))
+        )
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(NUM_BUFFERS if device is not None and self._guarded and room else 0):
             self._staging.put(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
@@ -363,12 +366,6 @@ class Snapshot:
         if not borrowed.num_regions:
             self._room += borrowed.block.numel()
             self._spare.give_back(borrowed.block)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """A stream of the snapshot, which follows the work that was launched before the snapshot was taken."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            yield
 
     def close(self) -> None:
         """Release everything; the save reads no longer."""

@@ -53,7 +53,7 @@ STATE = [
     ),
     Mutation(
         "box-written-by-two-ranks",
-        "gptpar/checkpoint/tiling.py",
+        "gptpar/topology/tensor_parts.py",
         "return (lows, sizes) if all(size > 0 for size in sizes) else None",
         "return None",
         ("tests/ranks/test_checkpoint_ranks.py::test_a_layout_with_holes_or_overlaps_is_never_a_checkpoint",),

@@ -18,6 +18,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.muon import MUON
 from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule, make_schedule
+from gptpar.topology.tensor_parts import kind_of
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import data_order, other_order
@@ -84,7 +85,7 @@ def _begun_anew(c: CheckpointConfig, stored: StoredRun) -> StoredRun:
 def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> Iterator[str]:
     """Why the checkpoint's optimizer state cannot be taken over."""
     name, before = config.optimizer.optimizer, stored.config.optimizer.optimizer
-    kinds = {tensor.partition("/")[0] for tensor in manifest.tensors}
+    kinds = set(map(kind_of, manifest.tensors))
     of_matrices, of_others = updates_of(config.optimizer)
     states = {*of_others.states, *(of_matrices.states if of_matrices else ())}
     if "optimizer.optimizer" in stored.known and name != before and not _takes_over(name, before):

@@ -27,7 +27,8 @@ from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import available_memory
 from gptpar.system.restart import MEMORY_VARIABLE, is_told_how_to_go_on, memory_folder
 from gptpar.training.progress import Progress
-from gptpar.training.resume import checkpoint_tensors, goes_on
+from gptpar.training.resume import goes_on
+from gptpar.training.saved_state import checkpoint_tensors
 from gptpar.training.saving import Saving, Target
 from gptpar.training.trainer import Trainer
 

@@ -17,13 +17,13 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError
 from gptpar.topology.mesh import DATA, Mesh
-from gptpar.training import resume
 from gptpar.training.progress import Progress
 from gptpar.training.saving import Saving
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 from tests.unit.offload.tiny_runs import OFFLOAD, hash_of
+from tests.unit.training import saved_runs
 from tests.unit.training.saved_runs import inputs_of
 
 CASES = {
@@ -63,7 +63,7 @@ def save_both_ways(rank: int, mesh: Mesh, words: str, root: Path) -> None:
     done = Progress(3, consumed_samples=12, scheduled_samples=12)
     still = config.update("checkpoint", save=str(root / "still"))
     trainer.config = still
-    resume.save(trainer, done, inputs_of(still), keep=None)
+    saved_runs.save(trainer, done, inputs_of(still), keep=None)
     trainer.config = config
 
     behind.begin(behind.targets[0], done, keep_all=False)

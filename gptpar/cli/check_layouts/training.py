@@ -18,7 +18,7 @@ from gptpar.optim.skip_step import NOT_FINITE
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts
-from gptpar.training.resume import checkpoint_tensors
+from gptpar.training.saved_state import checkpoint_tensors
 from gptpar.training.trainer import Trainer
 
 

@@ -109,7 +109,6 @@ def save_checkpoint(
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    snapshot = snapshot or Snapshot(tensors_of(held.values()))
     _write(ranks, final, iteration, held, table, meta, permit, snapshot, tokenizer_files)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
@@ -207,7 +206,7 @@ def _write(
     table: dict[str, list[Any]],
     meta: dict[str, Any],
     permit: Callable[[], None],
-    snapshot: Snapshot,
+    snapshot: Snapshot | None,
     tokenizer_files: Mapping[str, bytes] | None,
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
@@ -225,7 +224,7 @@ def _write(
     try:
         ranks.each(lambda: _require_shared(temporary))
         writer = ChunkWriter(
-            *(temporary, ranks, iteration, entries, meta, snapshot),
+            *(temporary, ranks, iteration, entries, meta, snapshot or Snapshot(tensors_of(tensors.values()))),
             publish if on_machines is None else written.append,
             together=None if on_machines is None else on_machines.ring.kept_by(0),
         )

@@ -152,7 +152,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if folder != Path(c.load):
         say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
     weights_only = c.finetune or c.no_load_optim
-    targets = checkpoint_tensors(trainer, kinds=("weights",) if weights_only else None)
+    targets = checkpoint_tensors(trainer, weights_only=weights_only)
     if weights_only and (missing := targets.keys() - manifest.tensors.keys()):
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"

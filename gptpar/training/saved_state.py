@@ -18,14 +18,15 @@ RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, lay
 
 
 def checkpoint_tensors(
-    trainer: Trainer, *, kinds: Collection[str] | None = None, only: Only | None = None
+    trainer: Trainer, *, weights_only: bool = False, only: Only | None = None
 ) -> dict[str, TensorParts]:
     """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer.
 
     Args:
-        kinds, only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
+        weights_only: leave out the states.
+        only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
     """
-    return named(trainer.engine.optimizer.state_tensors(only, kinds))
+    return named(trainer.engine.optimizer.state_tensors(only, ("weights",) if weights_only else None))
 
 
 def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, TensorParts]:
@@ -34,7 +35,7 @@ def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, Ten
     Args:
         only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
     """
-    return joined(checkpoint_tensors(trainer, kinds=kinds_to_save(trainer), only=only), {})
+    return joined(checkpoint_tensors(trainer, weights_only=trainer.config.checkpoint.no_save_optim, only=only), {})
 
 
 def kinds_to_save(trainer: Trainer) -> Collection[str]:

@@ -182,8 +182,8 @@ STATE = [
     Mutation(
         "held-state-overwritten-before-its-parts-are-taken",
         "gptpar/system/snapshot.py",
-        "            self._complete.wait()\n",
-        "",
+        "                self._wait(self._complete)\n",
+        "                pass\n",
         (LATE,),
     ),
     Mutation(

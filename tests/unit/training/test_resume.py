@@ -21,8 +21,7 @@ from gptpar.training.progress import Progress
 from gptpar.training.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.training.same_run import FREE_SECTIONS, RULES, Rule
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.training import saved_runs
-from tests.unit.training.saved_runs import DONE, inputs_of, saved, with_fields
+from tests.unit.training.saved_runs import DONE, inputs_of, save, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
 
@@ -38,7 +37,7 @@ def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
     before.loss_scale.update(True)
     before.loss_scale.update(True)
     before.loss_scale.update(False)
-    saved_runs.save(before, DONE, inputs_of(config), keep=None)
+    save(before, DONE, inputs_of(config), keep=None)
     assert resume.load(after, inputs_of(config), lambda _: None) == DONE
     assert after.engine.optimizer.steps_taken == 5
     scale = before.loss_scale.state()
@@ -62,7 +61,7 @@ def test_a_run_of_fp16_goes_on_after_any_number_of_overflows(tmp_path: Path, ove
     for _ in range(overflows):
         before.loss_scale.update(True)
     assert before.loss_scale.tolerance == 2 - overflows
-    saved_runs.save(before, DONE, inputs_of(config), keep=None)
+    save(before, DONE, inputs_of(config), keep=None)
     assert resume.load(after, inputs_of(config), lambda _: None) == DONE
     assert after.loss_scale.state() == before.loss_scale.state()
     for overflow in (False, True, True):
@@ -93,7 +92,7 @@ def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: P
     for tensor in before.engine.optimizer.vectors.values():
         tensor.uniform_()
     before.engine.optimizer.steps_taken = 5
-    saved_runs.save(before, DONE, inputs_of(before.config), keep=None)
+    save(before, DONE, inputs_of(before.config), keep=None)
     after = make_trainer(config)
     assert progress_to_resume(config, inputs_of(config)) == RESETS[flags]
     assert resume.load(after, inputs_of(config), lambda _: None) == RESETS[flags]

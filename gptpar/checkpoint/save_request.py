@@ -1,8 +1,8 @@
-"""What a save is asked for (``Save``), and its result (``Saved``)."""
+"""What a save is asked for (``Save``), the state that it takes later (``Late``), and its result (``Saved``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,18 @@ import torch
 
 from gptpar.topology.tensor_parts import TensorParts
 
-Late = Callable[[Callable[[Iterable[torch.Tensor]], None]], Mapping[str, TensorParts]]
-"""Returns the parts of tensors that are in host memory, once the last step has updated them. It calls its argument with
-their blocks of memory first: the next step may be requested from then on."""
+
+@dataclass(frozen=True)
+class Late:
+    """State in host memory that a save takes after its begin.
+
+    Attributes:
+        blocks: the memory.
+        tensors: finds the parts of tensors in it.
+    """
+
+    blocks: Sequence[torch.Tensor]
+    tensors: Callable[[], Mapping[str, TensorParts]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Save:
         files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
         optional: whether training goes on however often the save fails.
         unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
-        late: takes the state in host memory, after the save's begin; ``None``: there is none.
+        late: returns the state in host memory once the last step has updated it; ``None``: there is none.
         late_bytes: bytes of that state.
     """
 
@@ -40,7 +49,7 @@ class Save:
     files_in_memory: int = 0
     optional: bool = False
     unguarded: Callable[[torch.Tensor], bool] = lambda part: False
-    late: Late | None = None
+    late: Callable[[], Late] | None = None
     late_bytes: int = 0
 
 

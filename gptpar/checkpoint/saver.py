@@ -133,15 +133,12 @@ class Saver:
     def _write(self, save: Save, snapshot: Snapshot, moved: Callable[[], None]) -> Path:
         """Take the late parts, and write all parts; in the thread of the save."""
         late: dict[str, TensorParts] = {}
-        exchanged: list[torch.Tensor] = []
-
-        def hold(blocks: Iterable[torch.Tensor]) -> None:
-            exchanged.extend(self._guard.exchanged())
-            snapshot.hold(blocks)  # the next step may be requested, and exchange blocks
 
         def take() -> None:
             if save.late is not None:
-                late.update(save.late(hold))
+                state, exchanged = save.late(), list(self._guard.exchanged())
+                snapshot.hold(state.blocks)  # the next step may be requested, and exchange blocks
+                late.update(state.tensors())
                 snapshot.add(tensors_of(late.values()), exchanged)
 
         with SWITCH_INTERVAL.short():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +15,13 @@ import torch
 from gptpar.checkpoint import room, save_checkpoint
 from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.ring import Ring
-from gptpar.checkpoint.save_request import Save, Saved
+from gptpar.checkpoint.save_request import Late, Save, Saved
 from gptpar.checkpoint.saver import Saver
 from gptpar.config import CheckpointConfig
 from gptpar.engine.ranges import Home
 from gptpar.exchange import Exports
 from gptpar.reporting.banner import format_bytes
-from gptpar.topology.tensor_parts import TensorParts, tensors_of
+from gptpar.topology.tensor_parts import tensors_of
 from gptpar.training.accept import Inputs
 from gptpar.training.progress import Progress
 from gptpar.training.saved_state import kinds_to_save, meta_of, tensors_to_save
@@ -231,10 +231,10 @@ class Saving:
         )
         self._saver.begin(save, behind=self._config.async_save and not last, required=last, since=since)
 
-    def _late(self, hold: Callable[[Iterable[torch.Tensor]], None]) -> Mapping[str, TensorParts]:
+    def _late(self) -> Late:
         views = self._trainer.engine.optimizer.host_views(kinds_to_save(self._trainer))
-        hold([values for of_kind in views.values() for _, _, values in of_kind])
-        return tensors_to_save(self._trainer, views)
+        blocks = [values for of_kind in views.values() for _, _, values in of_kind]
+        return Late(blocks, partial(tensors_to_save, self._trainer, views))
 
     def poll(self) -> None:
         """Tell of a save that is over by now."""

@@ -101,9 +101,7 @@ def save_checkpoint(
     root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
-    ranks.lead(permit)
-    ranks.lead(lambda: _prepare_root(root, report))
-    if ranks.lead(final.exists):
+    if ranks.lead(lambda: _prepare(final, permit, report)):
         if _existing_is_whole(ranks, final, report):
             ranks.lead(lambda: _require_same(final, table, meta))
             return final
@@ -168,10 +166,13 @@ def _union(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     return union
 
 
-def _prepare_root(root: Path, report: Report) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for path in folders.remove_dead_saves(root):
+def _prepare(final: Path, permit: Callable[[], None], report: Report) -> bool:
+    """Make the folder of checkpoints ready, if that is permitted; returns whether this one is there already."""
+    permit()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in folders.remove_dead_saves(final.parent):
         report(f"removed {path}, left by a save that died")
+    return final.exists()
 
 
 def _existing_is_whole(ranks: Ranks, path: Path, report: Report) -> bool:

@@ -188,18 +188,18 @@ class MasterOptimizer:
 
         A range that the host keeps in several buckets comes in parts.
         """
-        if only is None or only is Home.DEVICE:
-            for at, one in self._table.ranges_on_device():
-                if kind == "grad":
-                    yield one, self.grad[at : at + one.length]
-                elif self._has(one.group, kind):
-                    yield one, self._layout.view(kind, self.vectors[kind], at, at + one.length)
+        here = self._ranges_here(kind) if only is None or only is Home.DEVICE else iter(())
         if self.host is None or only is Home.DEVICE:
-            return
-        for unit, at, values in self.host.parts(kind) if only is None else only[kind]:
-            low = self._table.on_device[unit] + at
-            for one in self._table.ranges_on_host(unit, low, low + values.numel()):
-                yield one, values[one.start - low : one.stop - low]
+            return here
+        held = self.host.parts(kind) if only is None else only[kind]
+        return itertools.chain(here, self._table.ranges_on_host(held))
+
+    def _ranges_here(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
+        for at, one in self._table.ranges_on_device():
+            if kind == "grad":
+                yield one, self.grad[at : at + one.length]
+            elif self._has(one.group, kind):
+                yield one, self._layout.view(kind, self.vectors[kind], at, at + one.length)
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -116,10 +116,16 @@ class ParameterTable:
     def _ranges(self) -> dict[str, tuple[Range, ...]]:
         return {unit.name: tuple(self._ranges_of(unit)) for unit in self.units}
 
-    def ranges_on_host(self, unit: str, start: int, stop: int) -> list[Range]:
-        """The host's ranges of a unit, as far as they are in ``start:stop`` of its shard."""
-        ranges = list(self.ranges(unit=unit, home=Home.HOST))
-        return [part for one in ranges if (part := one.between(start, stop))]
+    def ranges_on_host(self, held: Iterable[tuple[str, int, torch.Tensor]]) -> Iterator[tuple[Range, torch.Tensor]]:
+        """The host's ranges with their values; one whose values are in several places comes in parts.
+
+        Args:
+            held: (unit, first element within its offloaded range, values).
+        """
+        for unit, at, values in held:
+            low, ranges = self.on_device[unit] + at, list(self.ranges(unit=unit, home=Home.HOST))
+            found = [part for one in ranges if (part := one.between(low, low + values.numel()))]
+            yield from ((one, values[one.start - low : one.stop - low]) for one in found)
 
     def parts(
         self, values: Iterable[tuple[Range, torch.Tensor]], dtype: torch.dtype, also: Iterable[str] = ()

@@ -40,7 +40,7 @@ class StreamedPart:
 
 
 @dataclass(frozen=True)
-class Source:
+class ViewElements:
     """Consecutive elements of a view of a new tensor.
 
     Attributes:
@@ -58,7 +58,7 @@ class Source:
     read: Callable[[], AbstractContextManager[torch.Tensor]]
 
 
-def fill(groups: Iterable[Sequence[Source]], room: Room, look: Callable[[str, int, torch.Tensor], None]) -> None:
+def fill(groups: Iterable[Sequence[ViewElements]], room: Room, look: Callable[[str, int, torch.Tensor], None]) -> None:
     """Read all sources, and write all new tensors.
 
     Args:
@@ -67,12 +67,12 @@ def fill(groups: Iterable[Sequence[Source]], room: Room, look: Callable[[str, in
     """
     assembly = Assembly(room)
 
-    def reading(source: Source) -> Reading:
+    def reading(source: ViewElements) -> Reading:
         boxes = flat_boxes(source.view.shape, source.start, source.stop)
         blocks = source.tensor.touching(source.view.elements_of_parameter(boxes))
         return Reading(blocks, partial(give, source))
 
-    def give(source: Source, blocks: Sequence[FileBlock]) -> None:
+    def give(source: ViewElements, blocks: Sequence[FileBlock]) -> None:
         with source.read() as values:
             look(source.key, source.start, values)
             assembly.fill(blocks, source.key, source.view.of_elements(source.start, values))
@@ -126,11 +126,11 @@ class StreamedCheckpoint:
                 they are from, as ``name, part 0``.
         """
         views = {f"{name}, part {number}": part.view for number, part in enumerate(parts)}
-        tensor, sources = self.add(name, shape, dtype, views), list[Source]()
+        tensor, sources = self.add(name, shape, dtype, views), list[ViewElements]()
         for (key, view), part in zip(views.items(), parts, strict=True):
             start = 0
             for values in (some for one in part.values for some in one.reshape(-1).split(_ELEMENTS)):
-                sources.append(Source(tensor, key, view, start, start + len(values), partial(_in_memory, values)))
+                sources.append(ViewElements(tensor, key, view, start, start + len(values), partial(_in_memory, values)))
                 start += len(values)
         fill([sources], Room.within(torch.Size(shape).numel() * dtype.itemsize), look)
 

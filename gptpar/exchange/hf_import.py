@@ -11,7 +11,7 @@ from gptpar.checkpoint.assembly import Room
 from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.patches import common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
-from gptpar.checkpoint.streamed import Source, StreamedCheckpoint, fill
+from gptpar.checkpoint.streamed import StreamedCheckpoint, ViewElements, fill
 from gptpar.config import TokenizerConfig
 from gptpar.data.tokenizer import files_of
 from gptpar.errors import CheckpointError
@@ -47,9 +47,9 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
     room = Room.within(max(prod(shapes[name]) * model.dtype(name).itemsize for name in new))
     buffers, finite = AlignedBuffers(room.readers), Finite()
 
-    def source(part: SourcePart) -> Source:
+    def source(part: SourcePart) -> ViewElements:
         read = partial(part.read, buffers, past_cache=True)
-        return Source(new[part.ours], part.theirs, views[part.ours][part.theirs], part.start, part.stop, read)
+        return ViewElements(new[part.ours], part.theirs, views[part.ours][part.theirs], part.start, part.stop, read)
 
     fill((list(map(source, model.parts(name))) for name in new), room, finite.look)
     finite.require(model.folder)

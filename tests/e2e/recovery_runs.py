@@ -18,7 +18,7 @@ import os, signal
 if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
     from pathlib import Path
     from gptpar.errors import GptparError
-    from gptpar.training import resume, run
+    from gptpar.run import resume, loop as run
 
     def meet(place, iteration):
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

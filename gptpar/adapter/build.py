@@ -160,7 +160,7 @@ def build_engine(
         learns=True,
     )
     if engine.gatherer.acquires:
-        engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
+        engine.gatherer.watch = stage.read_guard(engine.gatherer)
     take_values(engine, frozen, values, topology)
     name = name_of_engine(topology)
     watch.start(name, notes_units=wait_for is not wait_without_limit and engine.gatherer.gathers_in_call_order)

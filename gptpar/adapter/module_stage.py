@@ -35,10 +35,6 @@ UNDER_FUNC = (
 )
 
 
-UNIT = "unit "
-"""How the place of a unit's call begins."""
-
-
 @dataclass(frozen=True)
 class _Saved:
     """A parameter that autograd saves for the backward pass; its memory may be released until then."""

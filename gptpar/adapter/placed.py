@@ -63,6 +63,11 @@ class PlacedParameters(NotCopied):
         """The module of a scope: the scope's parameters are gathered before its forward."""
         raise NotImplementedError
 
+    def read_guard(self, gatherer: ParameterGatherer) -> ReadGuard:
+        """A guard of all parameters, which the gatherer brings."""
+        units = {unit.name: unit.parameters for unit in self.plan.units}
+        return ReadGuard(self.parameters, units, gatherer, lambda: self.is_watching)
+
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
         """Point parameters to their memory, given by first name."""
         first: dict[tuple[int, FlatUnit], int] = {}

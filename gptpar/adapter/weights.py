@@ -67,10 +67,10 @@ class Weights(NotCopied):
         self._loading, self._has_ended = 0, False
         self._versions = self._read_versions()
         watch = engine.gatherer.watch
-        self.guard = watch if isinstance(watch, ReadGuard) else ReadGuard(stage, engine.gatherer)
-        self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
-        for scope in stage.plan.scopes:
-            module = stage.scope_module(scope.path)
+        self.guard = watch if isinstance(watch, ReadGuard) else stage.read_guard(engine.gatherer)
+        scopes = {scope.path: stage.scope_module(scope.path) for scope in stage.plan.scopes}
+        self._memory_watch = MemoryWatch(stage.parameters, scopes, transient=engine.parameters.transient)
+        for scope, module in zip(stage.plan.scopes, scopes.values(), strict=True):
             for hook in (
                 module.register_state_dict_pre_hook(partial(self._before_saving, scope)),
                 module.register_state_dict_post_hook(partial(self._after_saving, scope)),

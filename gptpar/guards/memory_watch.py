@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import eq, is_
 from typing import Any
@@ -27,14 +27,15 @@ class MemoryWatch:
     tensor and call no hook.
 
     Args:
-        placed: the parameters, in the engine's memory.
+        parameters: by name, in the engine's memory.
+        scopes: path -> module; together they have all parameters.
         transient: whether parameters have memory only while they are gathered. While they have none, it cannot be
             replaced (:mod:`gptpar.guards.read_guard`), so that it is enough to compare while they have.
     """
 
-    def __init__(self, placed: PlacedParameters, *, transient: bool):
-        names = {id(parameter): name for name, parameter in placed.parameters.items()}
-        self._scopes = {scope.path: placed.scope_module(scope.path) for scope in placed.plan.scopes}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], scopes: Mapping[str, nn.Module], *, transient: bool):
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._scopes = scopes
         self._modules = _modules_of(self._scopes.values())
         self._known = set(names)
         self._structure = self._read_structure()

@@ -28,6 +28,9 @@ from gptpar.guards.agreement import REMEDY
 from gptpar.system import quiet_end
 from gptpar.topology.groups import Topology
 
+UNIT = "unit "
+"""How the place of a unit's call begins."""
+
 LOOK_SECONDS = 1.0
 """Time between two checks of the thread; a process that has noted nothing in between counts as waiting."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -50,21 +50,27 @@ class ReadGuard:
     to read the parameter.
 
     Args:
-        placed: the parameters.
+        parameters: by name.
+        units: name -> names of its parameters.
         gatherer: gathers them.
+        is_watching: whether every operator is observed already, so that parameters are gathered before it reads them.
     """
 
-    def __init__(self, placed: PlacedParameters, gatherer: ParameterGatherer):
-        self._placed, self._gatherer = placed, gatherer
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        units: Mapping[str, Sequence[str]],
+        gatherer: ParameterGatherer,
+        is_watching: Callable[[], bool],
+    ):
+        self._gatherer, self._is_watching = gatherer, is_watching
         self._classes: dict[type, type] = {}
         self._members = {
-            unit.name: [(p := placed.parameters[name], type(p), self._watched(type(p))) for name in unit.parameters]
-            for unit in placed.plan.units
+            unit: [(p := parameters[name], type(p), self._watched(type(p))) for name in names]
+            for unit, names in units.items()
         }
-        self._unit_of = {
-            id(placed.parameters[name]): unit.name for unit in placed.plan.units for name in unit.parameters
-        }
-        self._names = {id(parameter): name for name, parameter in placed.parameters.items()}
+        self._unit_of = {id(parameters[name]): unit for unit, names in units.items() for name in names}
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._away: set[str] = set()
         self._here: set[str] = set()
         self._lasts = True  # False: the gatherer tells it of units until the step alone
@@ -138,7 +144,7 @@ class ReadGuard:
                 if args[1] is args[0]:  # a cast of the whole module that changes nothing
                     return None
                 raise GptparError(self._told("{} was to get other memory by .data = ...", args[:1]) + IN_PLACE)
-            if not (name in ABOUT or attribute and attribute not in VIEWS or self._placed.is_watching):
+            if not (name in ABOUT or attribute and attribute not in VIEWS or self._is_watching()):
                 self._bring((args, kwargs))
             if name == "__get__" and attribute == "data":
                 return args[0].detach()  # has the parameter's version, which tells that it was changed in place

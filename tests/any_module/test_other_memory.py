@@ -122,11 +122,9 @@ def test_other_memory_is_refused(bench: Bench, setup: Setup, change: Change, gat
 def test_a_moved_parameter_is_named_and_its_neighbours_are_not() -> None:
     model = CASES["mlp"].make_model()
 
-    class Placed(PlacedParameters):
-        def scope_module(self, path: str) -> torch.nn.Module:
-            return model.get_submodule(path)
-
-    watch = MemoryWatch(Placed(find_units(model), dict(model.named_parameters())), transient=False)
+    plan = find_units(model)
+    scopes = {scope.path: model.get_submodule(scope.path) for scope in plan.scopes}
+    watch = MemoryWatch(dict(model.named_parameters()), scopes, transient=False)
     watch.check()
     with torch.no_grad():
         model.first.weight.zero_()

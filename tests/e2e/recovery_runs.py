@@ -26,7 +26,7 @@ if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
         at = restart, rank, iteration
 {faults}
 
-    launch_update, load = run.Run.launch_update, resume.load
+    launch_update, load = loop.Run.launch_update, resume.load
 
     def launch(self, *arguments):
         step = launch_update(self, *arguments)
@@ -37,7 +37,7 @@ if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
         meet("load", 0)
         return load(*arguments)
 
-    run.Run.launch_update, resume.load = launch, loading
+    loop.Run.launch_update, resume.load = launch, loading
 """
 
 

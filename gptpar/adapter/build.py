@@ -28,7 +28,6 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
 from gptpar.guards.failed_passes import FailedPasses
 from gptpar.guards.order_watch import OrderWatch, name_of_engine
-from gptpar.guards.read_guard import ReadGuard
 from gptpar.offload.buckets import StateSize
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation

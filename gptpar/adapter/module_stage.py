@@ -21,6 +21,7 @@ from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
 from gptpar.guards.eager_stance import EAGER_STANCE
 from gptpar.guards.memory_watch import RELEASED, some_of
+from gptpar.guards.order_watch import UNIT
 from gptpar.guards.read_watch import ReadWatch
 
 ROOT = ""

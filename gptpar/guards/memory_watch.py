@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gptpar.adapter.placed import PlacedParameters
 from gptpar.errors import GptparError
 
 MAX_NAMED = 4

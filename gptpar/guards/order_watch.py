@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gptpar.adapter.module_stage import UNIT
 from gptpar.errors import GptparError
 from gptpar.guards.agreement import REMEDY
 from gptpar.system import quiet_end

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from gptpar.adapter.placed import PlacedParameters
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gptpar.adapter.placed import PlacedParameters
 from gptpar.adapter.units import find_units
 from gptpar.errors import GptparError
 from gptpar.guards.memory_watch import MemoryWatch

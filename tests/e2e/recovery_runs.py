@@ -18,7 +18,7 @@ import os, signal
 if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
     from pathlib import Path
     from gptpar.errors import GptparError
-    from gptpar.run import resume, loop as run
+    from gptpar.run import loop, resume
 
     def meet(place, iteration):
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

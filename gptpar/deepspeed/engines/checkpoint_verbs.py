@@ -29,8 +29,8 @@ class CheckpointVerbs(EngineState):
         :meth:`wait_for_checkpoint` returns, or the process has ended.
 
         See :func:`gptpar.deepspeed.engines.checkpoint.save` for the result and the errors, and
-        :class:`~gptpar.deepspeed.engines.stored_state.UsersPart` for ``client_state``. ``exclude_frozen_parameters`` leaves
-        out frozen weights; a load with ``load_module_strict=False`` then leaves alone those of the engine.
+        :class:`~gptpar.deepspeed.engines.stored_state.UsersPart` for ``client_state``. ``exclude_frozen_parameters``
+        leaves out frozen weights; a load with ``load_module_strict=False`` then leaves alone those of the engine.
         """
         self._require_open()
         _require_path("engine.save_checkpoint: save_dir", save_dir)

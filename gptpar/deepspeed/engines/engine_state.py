@@ -18,7 +18,7 @@ from gptpar.topology.groups import Topology
 
 
 class EngineState(nn.Module):
-    """Base of the classes that an engine consists of; see :class:`~gptpar.deepspeed.engines.training_engine.TrainingEngine`.
+    """Base of the classes that an engine consists of: :mod:`gptpar.deepspeed.engines.training_engine` joins them.
 
     Attributes:
         engine: has the parameters, their gradients and the optimizer.

@@ -20,8 +20,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     Args:
         updates: by group; each says which hyperparameters its group has.
-        groups: complete ones, as :func:`~gptpar.deepspeed.engines.client_optimizer.groups_of` makes them. These dictionaries
-            become ``param_groups``, so that other holders of them change the hyperparameters, too.
+        groups: complete ones, as :func:`~gptpar.deepspeed.engines.client_optimizer.groups_of` makes them. These
+            dictionaries become ``param_groups``, so that other holders of them change the hyperparameters, too.
         update: updates all parameters with :meth:`hyperparameters`.
         drop_gradients: drops the gradients.
         scaler: the loss scale.

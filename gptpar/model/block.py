@@ -5,6 +5,7 @@ Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -63,10 +64,16 @@ def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020)."""
+    """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020).
 
-    def __init__(self, linears: Linears):
+    Args:
+        linears: makes the layers.
+        recompute_activation: whether the activation's output is computed again in the backward pass.
+    """
+
+    def __init__(self, linears: Linears, *, recompute_activation: bool = False):
         super().__init__()
+        self.recompute_activation = recompute_activation
         config = linears.config
         width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
@@ -82,6 +89,12 @@ class MLP(nn.Module):
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns y_ND."""
         up = self.up(x_ND)
+        if self.recompute_activation and self.training:
+            # The second product is inside: its input is then no output of the function, and is not kept.
+            return checkpoint(self._activate_and_project, up, use_reentrant=False, preserve_rng_state=False)
+        return self._activate_and_project(up)
+
+    def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
         if self.gated:
             gate_NF, value_NF = up.chunk(2, dim=-1)
             return self.down(gate(self.activation, gate_NF) * value_NF)
@@ -92,7 +105,11 @@ class MLP(nn.Module):
         up, down = self.up.cost(batch), self.down.cost(batch)
         width = up.products[0].columns
         kept = width * batch.dtype.itemsize
-        return up + Cost(forward=2 * width, backward=3 * width, kept=kept, workspace=down.kept) + down
+        activation = Cost(forward=2 * width, backward=3 * width, kept=kept, workspace=down.kept)
+        if self.recompute_activation:
+            again = Cost(forward=2 * width)
+            activation, down = replace(activation, again=(again,)), replace(down, kept=0.0)
+        return up + activation + down
 
 
 class Block(nn.Module):
@@ -105,7 +122,7 @@ class Block(nn.Module):
     Args:
         axis: this process's place on the tensor axis.
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
-            without its projections), ``mlp``, ``layernorm``.
+            without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``.
         window: see :class:`Attention`.
     """
 
@@ -118,7 +135,7 @@ class Block(nn.Module):
         window: int | None = None,
     ):
         super().__init__()
-        unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
+        unknown = recompute_modules - {"core_attn", "mlp", "mlp_act", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
         self.recompute_modules, self.token_splits = recompute_modules, axis.token_splits
         self.width = config.hidden_size
@@ -132,7 +149,8 @@ class Block(nn.Module):
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
-        self.mlp = MLP(linears)
+        act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules
+        self.mlp = MLP(linears, recompute_activation=act)
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)

@@ -213,7 +213,7 @@ def recomputed(rank: int) -> list[Result]:
     axis = axis_of(rank, 2, True)
     return [
         loss_and_whole_gradients(build(LLAMA, axis, modules).train(), axis, ())
-        for modules in ((), ("core_attn",), ("mlp",), ("core_attn", "mlp", "layernorm"))
+        for modules in ((), ("core_attn",), ("mlp",), ("layernorm", "mlp_act"), ("core_attn", "mlp", "layernorm"))
     ]
 
 

@@ -41,8 +41,9 @@ class RecomputeFlags(RecomputeOptions):
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "parts recomputed by --recompute-granularity selective (default: core_attn)",
-        choices=("core_attn", "mlp", "layernorm"),
+        "parts recomputed by --recompute-granularity selective (default: core_attn); layernorm mlp_act: the outputs of "
+        "norms and of the MLP's activation function",
+        choices=("core_attn", "mlp", "mlp_act", "layernorm"),
     )
     checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")
     activations_checkpoint_method: str | None = flag(

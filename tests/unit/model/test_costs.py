@@ -117,7 +117,7 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
     assert products == whole / size and attention == whole_attention / size
 
 
-@pytest.mark.parametrize("modules", [("mlp",), ("core_attn",), ("layernorm",), ("core_attn", "mlp", "layernorm")])
+@pytest.mark.parametrize("modules", [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("core_attn", "mlp", "layernorm")])
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)
     assert products == declared
@@ -172,6 +172,9 @@ def modules(*names: str) -> dict[str, Any]:
         (NONE, modules("mlp")),
         (NONE, modules("core_attn")),
         (NONE, modules("core_attn", "mlp")),
+        (NONE, modules("mlp_act")),
+        (NONE, modules("mlp_act", "mlp")),
+        (NONE + "--swiglu --disable-bias-linear", modules("mlp_act")),
         (NONE + "--mlp-activation squared_relu", {}),
         (NONE + "--qk-layernorm", {}),
         (NONE + GATE, {}),
@@ -203,11 +206,23 @@ def test_a_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None
         (ROPE + WIDTH_NORM, {}),
         (NONE, modules("layernorm")),
         (NONE, modules("layernorm", "mlp")),
+        (NONE, modules("layernorm", "mlp_act")),
+        (LLAMA, modules("layernorm", "mlp_act")),
     ],
 )
 def test_a_compiled_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None:
     """A compiler may compute one of the four statistics of norms again."""
     assert measured(flags, compiled=True, **options) == pytest.approx(declared(flags, **options), rel=3e-3)
+
+
+def test_norms_and_the_activation_leave_twenty_of_thirty_two_bytes() -> None:
+    """Of a token and channel in 16 bits: two inputs of norms, queries, keys and values, attention's, the MLP's inside."""
+    for names, per_hidden in (((), 32), (("layernorm", "mlp_act"), 20)):
+        with torch.device("meta"):
+            block = Block(tiny_config(NONE).model, **modules(*names))
+        kept = block.cost(SHAPE._replace(dtype=torch.bfloat16)).kept
+        statistics = 4 * HEADS + (0 if names else 2 * 2 * 4)
+        assert kept - statistics == per_hidden * H
 
 
 @pytest.mark.parametrize(

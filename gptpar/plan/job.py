@@ -177,6 +177,12 @@ class Job:
         return self.tokens // self.token_splits * self.shape.hidden_size * self.element_size
 
     @property
+    def recomputed_input_bytes(self) -> float:
+        """Bytes that a process keeps of the input of a group of recomputed blocks, on the device or on the host."""
+        splits = self.config.recompute.distribute_saved_activations and self.token_splits == 1
+        return self.boundary_bytes / (self.mesh.tensor if splits else 1)
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model."""
         return model_of(self.config.model).num_parameters

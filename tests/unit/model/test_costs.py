@@ -117,7 +117,9 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
     assert products == whole / size and attention == whole_attention / size
 
 
-@pytest.mark.parametrize("modules", [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("core_attn", "mlp", "layernorm")])
+@pytest.mark.parametrize(
+    "modules", [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("core_attn", "mlp", "layernorm")]
+)
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)
     assert products == declared
@@ -216,7 +218,7 @@ def test_a_compiled_block_keeps_what_it_says(flags: str, options: dict[str, Any]
 
 
 def test_norms_and_the_activation_leave_twenty_of_thirty_two_bytes() -> None:
-    """Of a token and channel in 16 bits: two inputs of norms, queries, keys and values, attention's, the MLP's inside."""
+    """In 16 bits: inputs of two norms, of attention and of its projection, and what the MLP's activation reads."""
     for names, per_hidden in (((), 32), (("layernorm", "mlp_act"), 20)):
         with torch.device("meta"):
             block = Block(tiny_config(NONE).model, **modules(*names))

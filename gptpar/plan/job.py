@@ -196,7 +196,8 @@ class Job:
     def layers(self) -> Layers:
         """The layers on one tensor rank, of whose units the data axis has ``shards``."""
         config, tensor = self.config, TensorAxis(self.mesh.tensor, sequence_parallel=self.token_splits > 1)
-        return layers_of(config.model, config.optimizer, tensor, frozenset(config.recompute.recompute_modules))
+        modules, tiles = frozenset(config.recompute.recompute_modules), config.recompute.mlp_chunks_for_training
+        return layers_of(config.model, config.optimizer, tensor, modules, tiles)
 
     @cached_property
     def costs(self) -> list[Cost]:

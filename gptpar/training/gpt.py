@@ -65,7 +65,9 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     """
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
-    model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
+    again = config.recompute
+    modules, tiles = frozenset(again.recompute_modules), again.mlp_chunks_for_training
+    model = gpt_model(config.model, tensor, recompute_modules=modules, mlp_tiles=tiles)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
     if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):

@@ -32,6 +32,9 @@ class RecomputeOptions:
         names=("--partition-activations", "--distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
+    mlp_chunks_for_training: int = flag(
+        1, "compute each MLP for N parts of the tokens, one after the other, and keep its input alone", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

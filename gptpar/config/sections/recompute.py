@@ -33,10 +33,21 @@ class RecomputeConfig(Generic[Open]):
         names=("--partition-activations", "--distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
-    recompute_modules: tuple[str, ...] | Open = flag(
+    mlp_chunks_for_training: int = flag(
+        1, "compute each MLP for N parts of the tokens, one after the other, and keep its input alone", least=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFlags(RecomputeOptions):
+    """Activation checkpointing: drop activations and compute them again in the backward pass."""
+
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+    recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "parts recomputed by --recompute-granularity selective (default: core_attn)",
-        choices=("core_attn", "mlp", "layernorm"),
+        "parts recomputed by --recompute-granularity selective (default: core_attn); layernorm mlp_act: the outputs of "
+        "norms and of the MLP's activation function",
+        choices=("core_attn", "mlp", "mlp_act", "layernorm"),
         complete=(),
     )
 

@@ -36,14 +36,7 @@ class RecomputeConfig(Generic[Open]):
     mlp_chunks_for_training: int = flag(
         1, "compute each MLP for N parts of the tokens, one after the other, and keep its input alone", least=1
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecomputeFlags(RecomputeOptions):
-    """Activation checkpointing: drop activations and compute them again in the backward pass."""
-
-    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
-    recompute_modules: tuple[str, ...] | None = flag(
+    recompute_modules: tuple[str, ...] | Open = flag(
         None,
         "parts recomputed by --recompute-granularity selective (default: core_attn); layernorm mlp_act: the outputs of "
         "norms and of the MLP's activation function",

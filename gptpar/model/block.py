@@ -106,7 +106,7 @@ class Block(nn.Module):
         axis: this process's place on the tensor axis.
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
             without its projections), ``mlp``, ``layernorm``.
-        window: see :class:`Attention`.
+        window, rotary: see :class:`Attention`.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class Block(nn.Module):
         *,
         recompute_modules: frozenset[str] = NOTHING,
         window: int | None = None,
+        rotary: bool = True,
     ):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
@@ -129,7 +130,8 @@ class Block(nn.Module):
         linears = Linears(config, axis, residual_norm=before and bool(of_stream), output_norm=after and bool(of_output))
         norm = partial(make_norm, config, config.hidden_size, axis.between_layers)
         self.attention_norm = norm(fused=of_stream) if before else None
-        self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
+        recompute_core = "core_attn" in recompute_modules
+        self.attention = Attention(linears, window=window, rotary=rotary, recompute_core=recompute_core)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
         self.mlp = MLP(linears)

@@ -7,7 +7,7 @@ from functools import partial
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role, layer_roles
-from gptpar.model.attention import window_of
+from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
@@ -54,6 +54,7 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                     axis,
                     recompute_modules=recompute_modules,
                     window=window_of(config, number),
+                    rotary=is_rotary(config, number),
                     name=name,
                     batch_fields=fields,
                 )

@@ -83,7 +83,7 @@ class ModelOptions:
     )
     yarn_correction_range_round_to_int: bool = on_unless(
         "--no-yarn-correction-range-round-to-int",
-        "with yarn: the channels between both limits are not rounded to whole pairs",
+        "do not round the channels between YaRN's two limits to whole pairs",
     )
     normalization: str = flag(
         "LayerNorm",

@@ -146,7 +146,8 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     }
     found = {name: value for name, value in found.items() if not off.get(name, False)}
     found["max_position_embeddings"] = model.max_position_embeddings if learned else None
-    found["rope_pattern"] = "".join("NR"[has] for has in rotary_layers(model)) if rope else None
+    if rope:
+        found["rope_pattern"] = "".join("NR"[has] for has in rotary_layers(model))
     return found | {"window_size": windows_of(model)}
 
 

@@ -15,6 +15,7 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
     """The flags of a ``GPTNeoXForCausalLM``."""
     config.require("attention_bias", True, "biases are in all linear layers or in none")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    positions = config.rotary(10000, 0.25)
     options: dict[str, Any] = dict(
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
@@ -34,7 +35,7 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
         attention_dropout=config.get("attention_dropout", 0.0),
         hidden_dropout=config.get("hidden_dropout", 0.0),
     )
-    return ModelFlags(**(options | config.rotary(10000, 0.25)))
+    return ModelFlags(**(options | positions))
 
 
 def gpt_neox_fields(model: ModelConfig) -> dict[str, Any]:

@@ -232,7 +232,6 @@ def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str
     stage = Stage(gpt_model(model).specs)
     stage.place({name: value.contiguous() for name, value in of_llama(model, reference.state_dict())})
     tokens = random_tokens(2, length - 1, 61)
-    tokens = torch.cat((tokens, tokens[:, :1]), 1)
     with torch.no_grad():
         found, wanted = stage.eval()(tokens, {"seq_length": length}), reference(tokens).logits.flatten(0, 1)
         plain = dataclasses.replace(model, rope_scaling_type=None)

@@ -145,8 +145,16 @@ OTHER: dict[str, Any] = {
     "model.position_embedding_type": "none",
     "model.rotary_base": 500,
     "model.rotary_percent": 0.5,
-    "model.use_rope_scaling": True,
+    "model.rope_pattern": "RN",
+    "model.rope_scaling_type": "linear",
     "model.rope_scaling_factor": 32.0,
+    "model.original_max_position_embeddings": 8,
+    "model.low_freq_factor": 2.0,
+    "model.high_freq_factor": 8.0,
+    "model.yarn_beta_fast": 16.0,
+    "model.yarn_beta_slow": 2.0,
+    "model.yarn_attention_factor": 1.5,
+    "model.yarn_correction_range_round_to_int": False,
     "model.normalization": "RMSNorm",
     "model.norm_epsilon": 0.1,
     "model.qk_layernorm": True,
@@ -208,7 +216,13 @@ OTHER: dict[str, Any] = {
     "precision.loss_scale": 4.0,
 }
 NEEDS = {  # where a field has an effect
-    "model.rope_scaling_factor": {"model.use_rope_scaling": True},
+    "model.rope_scaling_factor": {"model.rope_scaling_type": "linear"},
+    "model.original_max_position_embeddings": {"model.rope_scaling_type": "dynamic"},
+    **{f"model.{name}_freq_factor": {"model.rope_scaling_type": "llama3"} for name in ("low", "high")},
+    **{
+        f"model.yarn_{name}": {"model.rope_scaling_type": "yarn"}
+        for name in ("beta_fast", "beta_slow", "attention_factor", "correction_range_round_to_int")
+    },
     "model.max_position_embeddings": {"model.position_embedding_type": "learned_absolute"},
     "model.add_bias_linear": {"model.add_bias_linear": True},
     "data.split": {"data.mock_data": False, "data.data_path": ("x",)},

@@ -10,7 +10,7 @@ from gptpar.config import ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.sections.model import STRETCHING
 from gptpar.errors import CheckpointError
 from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, holds_ours
 from gptpar.exchange.hf_folder import open_hf, read_config
@@ -21,9 +21,6 @@ from gptpar.topology.tensor_parts import TensorParts
 
 OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
 """Fields of a model that a run may set to other values than those of the ``config.json``."""
-
-STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
-"""Fields of rotary positions that a run may set otherwise, so that it goes on with longer samples; told."""
 
 SPELLINGS = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),

@@ -15,7 +15,7 @@ from gptpar.config import Flags, ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
-from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
+from gptpar.config.sections.model import FUSED_GELU, STRETCHING, UNFUSED_GELU
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError, TokenizerError
 from gptpar.exchange import tokenizer_of_checkpoint
@@ -30,7 +30,8 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
     """The command line, its model and tokenizer filled from the checkpoint where ``--use-checkpoint-args`` asks for it.
 
     A flag that makes another model, or another tokenizer, than the checkpoint's is a problem. Others win over the
-    checkpoint: dropout, the sequence length, and the tokenizer's files, which may have moved.
+    checkpoint: dropout, the sequence length, the tokenizer's files, which may have moved, and, with ``--finetune``,
+    what stretches rotary positions.
 
     Raises:
         CheckpointError: there is no checkpoint to read, or it is damaged or foreign.
@@ -108,13 +109,17 @@ def _with_problem(parsed: ParsedFlags, problem: str) -> ParsedFlags:
 
 def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags:
     flags, derived, conflicts = parsed.flags, list(parsed.derived), []
+    free = {f"model.{name}" for name in STRETCHING} if flags.checkpoint.finetune else set()
+    learned = stored.model.position_embedding_type == "learned_absolute"
     if flags.model.preset is not None:
         conflicts.append(f"--preset {flags.model.preset} and {_REASON} both say what the model is: drop one of them.")
     for section, kind, there in (("model", ModelFlags, stored.model), ("tokenizer", TokenizerConfig, stored.tokenizer)):
         for spec in dataclasses.fields(kind):
             key, here = f"{section}.{spec.name}", getattr(getattr(flags, section), spec.name)
             value = getattr(there, spec.name, here)
-            if key in parsed.given and value != here and _must_agree(key):
+            if key == "model.max_position_embeddings" and not learned:  # as many as a sample has tokens
+                continue
+            if key in parsed.given and value != here and _must_agree(key) and key not in free:
                 conflicts.append(
                     f"{flag_name(spec.name)} {here}, but the checkpoint in {load} has "
                     f"{'none' if value is None else value}: drop it, or drop {_REASON}."

@@ -29,7 +29,13 @@ from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule
 from gptpar.system.restart import memory_folder
 from gptpar.topology.tensor_parts import TensorParts, joined
-from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
+from gptpar.training.accept import (
+    Inputs,
+    accepted,
+    check_learned_positions,
+    tell_differences,
+    tell_finetuned_differences,
+)
 from gptpar.training.progress import Progress
 from gptpar.training.run_folder.branches import branch_with
 from gptpar.training.trainer import Trainer
@@ -207,7 +213,10 @@ def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
         CheckpointError: the checkpoint is of another run; with all that differs.
     """
     manifest = checkpoint_to_resume(config)
-    if manifest is None or config.checkpoint.finetune:
+    if manifest is None:
+        return Progress()
+    if config.checkpoint.finetune:
+        check_learned_positions(config, manifest.meta)
         return Progress()
     return accepted(config, inputs, manifest).progress
 

@@ -127,7 +127,7 @@ def _scaling(m: ModelFlags) -> Iterator[str]:
             "YaRN has 1 and 32."
         )
     if kind == "yarn" and m.rotary_base == 1:
-        yield "--rope-scaling-type yarn tells frequencies apart, and with --rotary-base 1 all are equal: raise the base."
+        yield "--rope-scaling-type yarn tells frequencies apart, and with --rotary-base 1 all are equal: raise it."
     if kind == "dynamic" and m.kv_channels and int(m.kv_channels * m.rotary_percent) == 2:
         yield "--rope-scaling-type dynamic needs two pairs of channels or more, and a head turns one: use another type."
 
@@ -144,7 +144,8 @@ def _layer_lists(m: ModelFlags) -> Iterator[str]:
             continue
         try:
             if ours not in (None, found := layer_pattern(text, letters, most)):
-                yield f"{flag_name(name)} is {flag_name(pattern)} {found[:80]}, and {ours[:80]} is given: drop one of them."
+                flag = flag_name(pattern)
+                yield f"{flag_name(name)} is {flag} {found[:80]}, and {ours[:80]} is given: drop one of them."
         except ValueError as why:
             yield f"{flag_name(name)} {text[:80]}: {why}."
 

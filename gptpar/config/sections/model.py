@@ -19,6 +19,9 @@ SCALED_BY: dict[str, tuple[str, ...]] = {
 }
 """A field of scaled rotary frequencies -> the values of ``--rope-scaling-type`` with which it has a meaning."""
 
+STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
+"""Fields of rotary positions that a new run with a trained model's weights may set otherwise, for longer samples."""
+
 GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
 

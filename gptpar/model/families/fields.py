@@ -173,7 +173,9 @@ class HfConfig:
             )
             return {}
         numbers, length = HfConfig(fields), self["max_position_embeddings"]
-        context = self.size("original_max_position_embeddings", numbers.size("original_max_position_embeddings", length))
+        context = self.size(
+            "original_max_position_embeddings", numbers.size("original_max_position_embeddings", length)
+        )
         factor = float(numbers.get("factor", length / context if kind == "yarn" else 0.0))
         if factor < 1 and not numbers.problems:
             numbers.problems.append(f"factor is {_shown(fields.get('factor'))}; a number from 1 is needed.")
@@ -186,7 +188,9 @@ class HfConfig:
                 low, high = (numbers.positive(name, 0.0) for name in ("low_freq_factor", "high_freq_factor"))
                 flags |= {"low_freq_factor": low, "high_freq_factor": high}
                 if low >= high and not numbers.problems:
-                    numbers.problems.append(f"low_freq_factor is {low:g}; less than high_freq_factor, {high:g}, is needed.")
+                    numbers.problems.append(
+                        f"low_freq_factor is {low:g}; less than high_freq_factor, {high:g}, is needed."
+                    )
             case "yarn":
                 flags |= {ours: numbers.positive(name, 0.0) for name, ours in YARN.items() if fields.get(name)}
                 flags["yarn_correction_range_round_to_int"] = numbers.get("truncate", True)

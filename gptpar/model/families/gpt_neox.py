@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
     config.require("attention_bias", True, "biases are in all linear layers or in none")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     positions = config.rotary(10000, 0.25)
-    options: dict[str, Any] = dict(
+    flags = ModelFlags(
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
         ffn_hidden_size=config["intermediate_size"],
@@ -35,7 +36,7 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
         attention_dropout=config.get("attention_dropout", 0.0),
         hidden_dropout=config.get("hidden_dropout", 0.0),
     )
-    return ModelFlags(**(options | positions))
+    return dataclasses.replace(flags, **positions)
 
 
 def gpt_neox_fields(model: ModelConfig) -> dict[str, Any]:

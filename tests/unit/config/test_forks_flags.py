@@ -152,7 +152,10 @@ def test_rotary_positions_of_llama_3_by_the_names_of_mindspeed() -> None:
         ("--rope-scaling-type yarn", "give --position-embedding-type rope, or drop it"),
         ("--use-rope-scaling --rope-scaling-type yarn", "and yarn is given: drop one of them"),
         ("--rope-scaling-type dynamic", "give their length, --original-max-position-embeddings"),
-        ("--rope-scaling-type llama3 --low-freq-factor 4", "--low-freq-factor 4 must be less than --high-freq-factor 4"),
+        (
+            "--rope-scaling-type llama3 --low-freq-factor 4",
+            "--low-freq-factor 4 must be less than --high-freq-factor 4",
+        ),
         ("--rope-scaling-type yarn --beta-slow 32", "--yarn-beta-slow 32 must be less than --yarn-beta-fast 32"),
         ("--rope-scaling-type yarn --rotary-base 1", "with --rotary-base 1 all are equal"),
         ("--rope-scaling-type dynamic --rotary-percent 0.25", "and a head turns one"),

@@ -193,7 +193,9 @@ def of_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[t
 
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2", "smollm3"), of_llama)
+NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(
+    ("llama", "qwen2", "qwen3", "olmo2", "smollm3"), of_llama
+)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,7 +21,7 @@ from gptpar.training.progress import Progress
 from gptpar.training.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.training.same_run import FREE_SECTIONS, RULES, Rule
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.training.saved_runs import DONE, inputs_of, saved, with_fields
+from tests.unit.training.saved_runs import DONE, initial, inputs_of, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
 
@@ -287,6 +287,29 @@ def test_fine_tuning_another_model_is_told(tmp_path: Path) -> None:
     config, said = tiny_config(f"--load {tmp_path} {ROPE} --rotary-base 500 --finetune"), list[str]()
     assert resume.load(make_trainer(config), inputs_of(config), said.append) == Progress()
     assert said[-1] == " > fine-tuning another model than the checkpoint's: --rotary-base 10000 there, 500 here"
+
+
+def test_a_short_training_goes_on_with_longer_samples(tmp_path: Path) -> None:
+    """Rotary positions by a flag, which is told; the weights are those of the short training."""
+    saved(tmp_path, ROPE)
+    longer = "--seq-length 32 --rope-scaling-type yarn --rope-scaling-factor 2 --original-max-position-embeddings 16"
+    config, said = tiny_config(f"--load {tmp_path} {ROPE} --finetune --seed 5 {longer}"), list[str]()
+    trainer = make_trainer(config)
+    assert progress_to_resume(config, inputs_of(config)) == Progress()
+    assert resume.load(trainer, inputs_of(config), said.append) == Progress()
+    assert said[-1] == (
+        " > fine-tuning another model than the checkpoint's: --rope-scaling-type not given there, yarn here"
+    )
+    before = initial(ROPE).engine.parameters.views()
+    assert all(torch.equal(view, before[name]) for name, view in trainer.engine.parameters.views().items())
+
+
+def test_a_table_of_positions_cannot_go_on_with_longer_samples(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = tiny_config(f"--load {tmp_path} --finetune --seq-length 32")
+    told = "learned positions for samples of up to 16 tokens, and --max-position-embeddings is 32: a table of positions"
+    with pytest.raises(CheckpointError, match=told):
+        progress_to_resume(config, inputs_of(config))
 
 
 @pytest.mark.parametrize(

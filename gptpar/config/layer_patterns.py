@@ -45,9 +45,14 @@ def _digits(node: ast.expr) -> list[int] | int | None:
             if isinstance(first, list) and isinstance(second, list) and len(first) + len(second) <= MAX_LAYERS:
                 return first + second
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first, second = _digits(left), _digits(right)
-            if isinstance(first, int):
-                first, second = second, first
-            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= MAX_LAYERS:
-                return first * second
+            return _repeated(_digits(left), _digits(right))
+    return None
+
+
+def _repeated(first: list[int] | int | None, second: list[int] | int | None) -> list[int] | None:
+    """A list as often as a number says; they may stand in either order."""
+    if isinstance(first, int):
+        first, second = second, first
+    if isinstance(first, list) and isinstance(second, int) and len(first) * second <= MAX_LAYERS:
+        return first * second
     return None

@@ -109,17 +109,13 @@ def _with_problem(parsed: ParsedFlags, problem: str) -> ParsedFlags:
 
 def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags:
     flags, derived, conflicts = parsed.flags, list(parsed.derived), []
-    free = {f"model.{name}" for name in STRETCHING} if flags.checkpoint.finetune else set()
-    learned = stored.model.position_embedding_type == "learned_absolute"
     if flags.model.preset is not None:
         conflicts.append(f"--preset {flags.model.preset} and {_REASON} both say what the model is: drop one of them.")
     for section, kind, there in (("model", ModelFlags, stored.model), ("tokenizer", TokenizerConfig, stored.tokenizer)):
         for spec in dataclasses.fields(kind):
             key, here = f"{section}.{spec.name}", getattr(getattr(flags, section), spec.name)
-            value = getattr(there, spec.name, here)
-            if key == "model.max_position_embeddings" and not learned:  # as many as a sample has tokens
-                continue
-            if key in parsed.given and value != here and _must_agree(key) and key not in free:
+            value = here if _follows_from_length(key, stored) else getattr(there, spec.name, here)
+            if key in parsed.given and value != here and _must_agree(key, flags.checkpoint.finetune):
                 conflicts.append(
                     f"{flag_name(spec.name)} {here}, but the checkpoint in {load} has "
                     f"{'none' if value is None else value}: drop it, or drop {_REASON}."
@@ -131,6 +127,13 @@ def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags
     return dataclasses.replace(parsed, flags=flags, derived=derived, problems=[*parsed.problems, *conflicts])
 
 
-def _must_agree(key: str) -> bool:
-    """Whether another value makes another model or tokenizer."""
+def _follows_from_length(key: str, stored: StoredModel) -> bool:
+    """Whether it is the number of positions of a model that has as many as a sample has tokens."""
+    return key == "model.max_position_embeddings" and stored.model.position_embedding_type != "learned_absolute"
+
+
+def _must_agree(key: str, finetune: bool) -> bool:
+    """Whether another value makes another model or tokenizer, and no new run with stretched positions."""
+    if finetune and key.removeprefix("model.") in STRETCHING:
+        return False
     return key in ("tokenizer.tokenizer_type", "tokenizer.vocab_size") or RULES.get(key) is Rule.MODEL

@@ -116,6 +116,12 @@ def _scaling(m: ModelFlags) -> Iterator[str]:
             f"--rope-scaling-type {kind} starts from the samples of the first training: give their length, "
             "--original-max-position-embeddings."
         )
+    yield from _scaling_numbers(m)
+
+
+def _scaling_numbers(m: ModelFlags) -> Iterator[str]:
+    """Whether the numbers of a form of scaled frequencies can be computed with."""
+    kind = m.rope_scaling_type
     if kind == "llama3" and m.low_freq_factor >= m.high_freq_factor:
         yield (
             f"--low-freq-factor {m.low_freq_factor:g} must be less than --high-freq-factor {m.high_freq_factor:g}: "

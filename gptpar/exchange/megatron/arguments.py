@@ -188,12 +188,18 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     match values.pop("window_size", None):
         case [int(before), _] if before >= 0:
             values["window_size"] = before + 1  # Megatron leaves out the token itself
+    return values | _patterns(given, values)
+
+
+def _patterns(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Which layers have positions and windows, where the model has these at all."""
     has = {"rope_pattern": values.get("position_embedding_type") == "rope", "window_pattern": "window_size" in values}
+    found = {}
     for name, pattern, letters, most in LAYER_LISTS:
         if has[pattern] and _is_on(given.get(name), None):
             with contextlib.suppress(ValueError):  # told by _layer_lists
-                values[pattern] = layer_pattern(str(given[name]), letters, most)
-    return values
+                found[pattern] = layer_pattern(str(given[name]), letters, most)
+    return found
 
 
 def _value(value: Any, hint: Any, spellings: Mapping[str, str]) -> Any:

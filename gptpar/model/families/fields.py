@@ -180,25 +180,11 @@ class HfConfig:
         if factor < 1 and not numbers.problems:
             numbers.problems.append(f"factor is {_shown(fields.get('factor'))}; a number from 1 is needed.")
         flags: dict[str, Any] = {"rope_scaling_type": kind, "rope_scaling_factor": max(factor, 1.0)}
-        match kind:
-            case "dynamic":  # transformers has no other place for this length
-                flags |= {"original_max_position_embeddings": length, "max_position_embeddings": None}
-            case "llama3":
-                flags["original_max_position_embeddings"] = context
-                low, high = (numbers.positive(name, 0.0) for name in ("low_freq_factor", "high_freq_factor"))
-                flags |= {"low_freq_factor": low, "high_freq_factor": high}
-                if low >= high and not numbers.problems:
-                    numbers.problems.append(
-                        f"low_freq_factor is {low:g}; less than high_freq_factor, {high:g}, is needed."
-                    )
-            case "yarn":
-                flags |= {ours: numbers.positive(name, 0.0) for name, ours in YARN.items() if fields.get(name)}
-                flags["yarn_correction_range_round_to_int"] = numbers.get("truncate", True)
-                flags["original_max_position_embeddings"] = context
-                scales = [numbers.get(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-                if all(scales) and not fields.get("attention_factor"):
-                    over, under = (yarn_amplitude(factor, scale) for scale in scales)
-                    flags["yarn_attention_factor"] = over / under
+        if kind == "dynamic":  # transformers has no other place for this length
+            flags |= {"original_max_position_embeddings": length, "max_position_embeddings": None}
+        elif kind != "linear":
+            flags |= {"original_max_position_embeddings": context}
+            flags |= _limits_of_llama(numbers) if kind == "llama3" else _numbers_of_yarn(numbers, fields, factor)
         self.problems += [problem.replace(" is ", " of the rotary positions is ", 1) for problem in numbers.problems]
         return flags
 
@@ -219,6 +205,24 @@ class HfConfig:
         if "S" not in pattern:
             return {}
         return {"window_size": self["sliding_window"], "window_pattern": shortest_period(pattern)}
+
+
+def _limits_of_llama(numbers: HfConfig) -> dict[str, Any]:
+    low, high = (numbers.positive(name, 0.0) for name in ("low_freq_factor", "high_freq_factor"))
+    if low >= high and not numbers.problems:
+        numbers.problems.append(f"low_freq_factor is {low:g}; less than high_freq_factor, {high:g}, is needed.")
+    return {"low_freq_factor": low, "high_freq_factor": high}
+
+
+def _numbers_of_yarn(numbers: HfConfig, fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Transformers derives the factor of queries and keys from two scales where it is not said."""
+    flags: dict[str, Any] = {ours: numbers.positive(name, 0.0) for name, ours in YARN.items() if fields.get(name)}
+    flags["yarn_correction_range_round_to_int"] = numbers.get("truncate", True)
+    scales = [numbers.get(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if all(scales) and not fields.get("attention_factor") and factor >= 1:
+        over, under = (yarn_amplitude(factor, scale) for scale in scales)
+        flags["yarn_attention_factor"] = over / under
+    return flags
 
 
 def shortest_period(pattern: Sequence[str]) -> str:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 
-from gptpar.any_module.user_module import is_named_in
+from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
-from gptpar.errors import ConfigError
+from gptpar.data.documents import lengths_in_corpora
+from gptpar.errors import ConfigError, DataError
 from gptpar.exchange import take_shape_of_hf
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
+from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.system.quantities import positive_gib
-from gptpar.training.checkpoint_args import with_checkpoint_args
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +59,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     """
     parsed = parse_flags(argv, prog="gptpar plan", description=description_of("plan"), extra=_extra_flags)
     take_shape_of_hf(parsed)
-    parsed = _with_defaults(with_checkpoint_args(parsed))
+    parsed = with_checkpoint_args(parsed)
+    data = parsed.flags.data
+    parsed = _with_defaults(parsed)
     problems = [*parsed.problems, *range_problems(parsed.flags)]
     batch = parsed.flags.batch
     if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:
@@ -68,7 +72,11 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
     machines = {name: getattr(options, name) for name in sizes}
     cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)
-    return Planner(parsed.flags, parsed.given, options.world_size, cluster), options
+    path, length, lengths = data.train_data_path or data.data_path, parsed.flags.model.seq_length, None
+    if data.reset_attention_mask and path and length:
+        with contextlib.suppress(DataError):  # a plan is often made where the corpus is not
+            lengths = lengths_in_corpora(path, length)
+    return Planner(parsed.flags, parsed.given, options.world_size, cluster, lengths), options
 
 
 def main(argv: list[str]) -> int:

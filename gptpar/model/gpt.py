@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from gptpar.config import ModelConfig
@@ -22,19 +22,20 @@ POSITION_FIELDS = ("position_ids", "seq_length")
 
 
 def gpt_model(
-    config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING
+    config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING, mlp_tiles: int = 1
 ) -> ModelSpec:
     """Describe a GPT.
 
     Args:
         config: a complete model configuration (nothing the model needs is ``None``).
         axis: this process's place on the tensor axis.
-        recompute_modules: see :class:`Block`.
+        recompute_modules, mlp_tiles: see :class:`Block`.
     """
-    return ModelSpec(tuple(_layers(config, axis, recompute_modules)), config.seq_length)
+    block = partial(LayerSpec, Block, config, axis, recompute_modules=recompute_modules, mlp_tiles=mlp_tiles)
+    return ModelSpec(tuple(_layers(config, axis, block)), config.seq_length)
 
 
-def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str]) -> Iterator[ModelLayer]:
+def _layers(config: ModelConfig, axis: TensorAxis, block: Callable[..., LayerSpec]) -> Iterator[ModelLayer]:
     number = 0
     for role in layer_roles(config.num_layers):
         match role:
@@ -48,17 +49,8 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
             case Role.BLOCK:
                 name = f"layers.{number}"
                 fields = (*BLOCK_FIELDS, *_seeds(config, name))
-                block = LayerSpec(
-                    Block,
-                    config,
-                    axis,
-                    recompute_modules=recompute_modules,
-                    window=window_of(config, number),
-                    rotary=is_rotary(config, number),
-                    name=name,
-                    batch_fields=fields,
-                )
-                yield ModelLayer(role, block)
+                of_layer = {"window": window_of(config, number), "rotary": is_rotary(config, number)}
+                yield ModelLayer(role, block(**of_layer, name=name, batch_fields=fields))
                 number += 1
             case Role.FINAL_NORM:
                 norm, placement = NORMS[config.normalization], axis.between_layers

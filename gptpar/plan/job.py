@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
@@ -24,7 +24,7 @@ from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import COPIES, Mesh
 
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
@@ -79,8 +79,8 @@ class Job:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch_size * self.shape.seq_length
+        """Tokens of a micro-batch on one process."""
+        return self.micro_batch_size * self.shape.seq_length // self.mesh.context
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -94,13 +94,18 @@ class Job:
 
     @cached_property
     def zero_stage(self) -> int:
-        """The ZeRO stage; 0 where a process is alone on the data axis."""
-        return self.config.parallel.zero_stage if self.mesh.data > 1 else 0
+        """The ZeRO stage; 0 where a process has the only copy of its weights."""
+        return self.config.parallel.zero_stage if self.num_copies > 1 else 0
+
+    @property
+    def num_copies(self) -> int:
+        """Of the weights: processes that hold the same ones and read different tokens."""
+        return self.mesh.size(*COPIES)
 
     @property
     def shards(self) -> int:
         """Number of shards of the optimizer's state."""
-        return self.mesh.data if self.zero_stage else 1
+        return self.num_copies if self.zero_stage else 1
 
     @cached_property
     def ratio(self) -> float:
@@ -161,7 +166,7 @@ class Job:
     @property
     def offloaded_gradient_size(self) -> int:
         """Bytes of an element of a gradient that is copied to the CPU; sums are copied in their wide format."""
-        return self.element_size if self.num_micro_batches * self.mesh.data == 1 else self.wide_size
+        return self.element_size if self.num_micro_batches * self.num_copies == 1 else self.wide_size
 
     @property
     def masters_are_live(self) -> bool:
@@ -172,12 +177,18 @@ class Job:
     @cached_property
     def graph(self) -> bool:
         """Whether forward and backward are launched as one CUDA graph."""
-        return self.device_type == "cuda" and wants_graph(self.config, self.mesh.data)
+        return self.device_type == "cuda" and wants_graph(self.config, self.num_copies)
 
     @cached_property
     def boundary_bytes(self) -> int:
         """Bytes that are sent from one stage to the next for a micro-batch."""
         return self.tokens // self.token_splits * self.shape.hidden_size * self.element_size
+
+    @property
+    def recomputed_input_bytes(self) -> float:
+        """Bytes that a process keeps of the input of a group of recomputed blocks, on the device or on the host."""
+        splits = self.config.recompute.distribute_saved_activations and self.token_splits == 1
+        return self.boundary_bytes / (self.mesh.tensor if splits else 1)
 
     @property
     def num_parameters(self) -> int:
@@ -193,7 +204,8 @@ class Job:
     def layers(self) -> Layers:
         """The layers on one tensor rank, of whose units the data axis has ``shards``."""
         config, tensor = self.config, TensorAxis(self.mesh.tensor, sequence_parallel=self.token_splits > 1)
-        return layers_of(config.model, config.optimizer, tensor, frozenset(config.recompute.recompute_modules))
+        modules, tiles = frozenset(config.recompute.recompute_modules), config.recompute.mlp_chunks_for_training
+        return layers_of(config.model, config.optimizer, tensor, modules, tiles)
 
     @cached_property
     def costs(self) -> list[Cost]:
@@ -201,7 +213,18 @@ class Job:
         dtype, length = DTYPES[self.config.precision.dtype], self.shape.seq_length
         documents = (self.document_lengths or (length,)) if self.config.data.reset_attention_mask else None
         shape = BatchShape(self.tokens, length, dtype, self.device_type, documents)
-        return costs_of(self.layers, shape)
+        gathered, costs = self._gathered_bytes, costs_of(self.layers, shape)
+        return [replace(cost, kept=cost.kept + gathered) if cost.attention else cost for cost in costs]
+
+    @property
+    def _gathered_bytes(self) -> float:
+        """Bytes of gathered keys and values that attention keeps, for each token that a process has."""
+        if self.mesh.context == 1 or self.config.parallel.cp_comm_type != "allgather":
+            return 0.0
+        if "core_attn" in self.config.recompute.recompute_modules:
+            return 0.0
+        keys = self.shape.num_query_groups // self.mesh.tensor * self.shape.kv_channels
+        return 2.0 * keys * self.mesh.context * self.element_size
 
     @property
     def updates(self) -> tuple[Update, ...]:

@@ -67,7 +67,11 @@ def model_of(model: ModelConfig) -> ModelSpec:
 
 @lru_cache(maxsize=64)
 def layers_of(
-    model: ModelConfig, optimizer: OptimizerConfig, tensor: TensorAxis = ALONE, recomputed: frozenset[str] = frozenset()
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    tensor: TensorAxis = ALONE,
+    recomputed: frozenset[str] = frozenset(),
+    mlp_tiles: int = 1,
 ) -> Layers:
     """The layers of a run's model.
 
@@ -75,11 +79,12 @@ def layers_of(
         optimizer: says the parameters' groups.
         tensor: a rank's place, without its group.
         recomputed: parts of layers that the backward pass computes again.
+        mlp_tiles: number of tiles of tokens in which each MLP is computed.
 
     Raises:
         ConfigError: a pattern of the groups matches no parameter.
     """
-    spec = gpt_model(model, tensor, recompute_modules=recomputed)
+    spec = gpt_model(model, tensor, recompute_modules=recomputed, mlp_tiles=mlp_tiles)
     return Layers(spec, ParameterGroups(optimizer, model, spec))
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from gptpar.config import Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.fields import flag_name
+from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.presets import PRESETS
 from gptpar.config.sections.data import SPLIT
 from gptpar.config.sections.logging import EVAL_INTERVAL
-from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
+from gptpar.config.sections.model import FUSED_GELU, LLAMA_3_CONTEXT, UNFUSED_GELU
 from gptpar.config.sections.parallel import SHARDED
 
 OFF_AT_0 = (("checkpoint", "save_interval"), ("batch", "exit_interval"), ("batch", "exit_duration_in_mins"))
@@ -115,8 +117,22 @@ def _derive_position_embedding(notes: _Notes) -> None:
         notes.replace("data", "reset_position_ids", False, NO_START[kind])
 
 
+def _derive_rotary(notes: _Notes) -> None:
+    """Megatron's words for scaled frequencies and for the layers without positions or windows."""
+    model = notes.flags.model
+    if model.use_rope_scaling:
+        notes.fill("model", "rope_scaling_type", "llama3", "--use-rope-scaling")
+    if notes.flags.model.rope_scaling_type == "llama3":
+        notes.fill("model", "original_max_position_embeddings", LLAMA_3_CONTEXT, "that of Llama 3.1")
+    for name, pattern, letters, most in LAYER_LISTS:
+        if (text := getattr(model, name)) is not None:
+            with contextlib.suppress(ValueError):  # the checks tell
+                notes.fill("model", pattern, layer_pattern(text, letters, most), f"{flag_name(name)} {text}")
+
+
 def _derive_model(notes: _Notes) -> None:
     _derive_position_embedding(notes)
+    _derive_rotary(notes)
     if (gate := notes.flags.model.glu_activation) is not None and not notes.flags.model.swiglu:
         name, value = ("swiglu", True) if gate == "swiglu" else ("mlp_activation", gate)
         notes.replace("model", name, value, f"--glu-activation {gate}")

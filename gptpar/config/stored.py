@@ -15,6 +15,7 @@ from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
 from gptpar.config.fields import hints_of
+from gptpar.config.sections.model import LLAMA_3_CONTEXT
 from gptpar.errors import CheckpointError
 
 MAX_INT = 2**63 - 1
@@ -82,9 +83,23 @@ def stored_config(values: object, wanted: Collection[str]) -> tuple[Flags, froze
             wrong += _unknown_options(found, names)
         problems += wrong
         if not wrong:
+            asked |= _newer_names(found, wanted) if section == "model" else {}
             config = config.update(section, **{name: _as_tuples(value) for name, value in asked.items()})
             known += [f"{section}.{name}" for name in asked]
     return config, frozenset(known), problems
+
+
+def _newer_names(found: Mapping[str, object], wanted: Collection[str]) -> dict[str, object]:
+    """Fields of a model by their names in this version, where an older one's, or Megatron-LM's, are stored."""
+    if "use_rope_scaling" not in found or found.get("rope_scaling_type") is not None:
+        return {}
+    on = found["use_rope_scaling"] is True
+    context = found.get("original_max_position_embeddings") or LLAMA_3_CONTEXT
+    newer = {
+        "rope_scaling_type": "llama3" if on else None,
+        "original_max_position_embeddings": context if on else None,
+    }
+    return {name: value for name, value in newer.items() if {f"model.{name}", "model.use_rope_scaling"} & set(wanted)}
 
 
 def _as_tuples(value: object) -> object:

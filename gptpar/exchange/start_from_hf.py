@@ -8,8 +8,9 @@ from pathlib import Path
 
 from gptpar.config import ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
-from gptpar.config.fields import flag_name
+from gptpar.config.fields import as_word, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
+from gptpar.config.sections.model import STRETCHING
 from gptpar.errors import CheckpointError
 from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, holds_ours
 from gptpar.exchange.hf_folder import open_hf, read_config
@@ -24,6 +25,7 @@ OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "i
 SPELLINGS = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
     "add_position_embedding": ("position_embedding_type", "none"),
+    "use_rope_scaling": ("rope_scaling_type", "llama3"),
     "squared_relu": ("mlp_activation", "squared_relu"),
 }
 """Field of a switch -> the field for which it stands, and the value."""
@@ -88,21 +90,33 @@ def _take_shape(parsed: ParsedFlags, kind: str, theirs: ModelFlags, folder: str)
     parsed.problems += _conflicts(parsed, theirs)
     too_long = list(_too_long(parsed, theirs))
     parsed.problems += too_long
-    typed = {name for name in OF_TRAINING if f"model.{name}" in parsed.given}
+    typed = {name for name in OF_TRAINING | STRETCHING if f"model.{name}" in parsed.given}
     typed -= {"seq_length"} if too_long else set()  # the same is not told again with another remedy
     names = (spec.name for spec in dataclasses.fields(ModelFlags) if spec.name not in typed)
+    given = parsed.flags.model
     parsed.flags = parsed.flags.update("model", **{name: getattr(theirs, name) for name in names})
+    if theirs.position_embedding_type != "learned_absolute":  # nothing is stored for a position
+        parsed.flags = parsed.flags.update("model", max_position_embeddings=None)
     parsed.derived.append(Derived("model", kind, f"--load-hf {folder}"))
+    for name in sorted(typed & STRETCHING):
+        if (value := getattr(given, name)) != (there := getattr(theirs, name)):
+            was = "it has none there" if there is None else f"it is {as_word(there)} there"
+            parsed.derived.append(Derived(name.replace("_", " "), value, f"{flag_name(name)}; {was}"))
 
 
 def _too_long(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
-    """A sentence if ``--seq-length`` goes past the model's positions; no flag can add some."""
+    """A sentence if ``--seq-length`` goes past the model's positions, and no flag stretches these."""
     length, positions = parsed.flags.model.seq_length, theirs.max_position_embeddings
     if "model.seq_length" not in parsed.given or not length or not positions or length <= positions:
         return
     remedy = f"use at most {positions}"
     if theirs.position_embedding_type != "learned_absolute":  # nothing is stored for a position
-        remedy += f", or set max_position_embeddings to {length} in a copy of its config.json"
+        if any(f"model.{name}" in parsed.given for name in STRETCHING):
+            return
+        remedy += (
+            f", or stretch them, such as by --rope-scaling-type yarn --rope-scaling-factor {-(-length // positions)} "
+            f"--original-max-position-embeddings {positions}, or by a larger --rotary-base"
+        )
     yield f"--seq-length {length} goes past the {positions} positions of the model of --load-hf: {remedy}."
 
 
@@ -110,7 +124,7 @@ def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
     """A sentence for each flag of the model that contradicts the ``config.json``."""
     for name in sorted(parsed.given):
         section, _, field = name.partition(".")
-        if section != "model" or field in OF_TRAINING or not hasattr(theirs, field):
+        if section != "model" or field in OF_TRAINING | STRETCHING or not hasattr(theirs, field):
             continue
         here, there = getattr(parsed.flags.model, field), getattr(theirs, field)
         if field == "preset":

@@ -20,10 +20,10 @@ from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
-from gptpar.model.linear import Linears, Reader, rotated_width
+from gptpar.model.linear import Linears, Reader
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, norm_over_width
-from gptpar.model.rotary import rotate
+from gptpar.model.rotary import Rotary, rotate
 from gptpar.model.varlen_attention import has_varlen_kernel
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
@@ -52,6 +52,12 @@ def window_of(model: ModelConfig, layer: int) -> int | None:
     if model.window_size is None or pattern[layer % len(pattern)] == "F":
         return None
     return model.window_size if model.window_size < model.seq_length else None
+
+
+def is_rotary(model: ModelConfig, layer: int) -> bool:
+    """Whether positions turn a layer's queries and keys, if the model has rotary positions."""
+    pattern = model.rope_pattern or "R"
+    return pattern[layer % len(pattern)] == "R"
 
 
 def head_slopes(first: int, count: int, num_heads: int, device: torch.device) -> torch.Tensor:
@@ -123,19 +129,21 @@ class Attention(nn.Module):
     Args:
         linears: makes the projections.
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
+        rotary: whether positions turn its queries and keys, if the model has rotary positions.
         recompute_core: whether everything but the projections is computed again in the backward pass.
 
     Attributes:
         attend: :func:`core_attention`; while text is generated, a cache of keys and values instead.
     """
 
-    def __init__(self, linears: Linears, *, window: int | None = None, recompute_core: bool = False):
+    def __init__(
+        self, linears: Linears, *, window: int | None = None, rotary: bool = True, recompute_core: bool = False
+    ):
         super().__init__()
         config, axis = linears.config, linears.axis
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.head_width = config.kv_channels
-        self.rotated, self.rotary_base = rotated_width(config), config.rotary_base
-        self.rotary_scaling = config.rope_scaling_factor if config.use_rope_scaling else 1.0
+        self.rotary = Rotary.of(config) if rotary else None
         self.dropout = config.attention_dropout
         self.num_groups = config.num_query_groups
         self.first_group = axis.rank * (config.num_query_groups // axis.size)
@@ -178,9 +186,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
         q_BHSK, k_BGSK, v_BGSK, *gates = self._heads(qkv, seq_length)
-        if self.rotated:
-            how = (positions_BS, self.rotated, self.rotary_base, self.rotary_scaling)
-            q_BHSK, k_BGSK = rotate(q_BHSK, *how), rotate(k_BGSK, *how)
+        if self.rotary:
+            q_BHSK, k_BGSK = (rotate(x, positions_BS, self.rotary) for x in (q_BHSK, k_BGSK))
         dropout = None
         if self.dropout and self.training:
             assert seeds is not None, NO_SEEDS
@@ -218,12 +225,12 @@ class Attention(nn.Module):
         kept = projected if has_norms or not self.has_distances else 0  # values are a view of it
         if self.has_distances:
             kept += (heads + 2 * groups) * (self.head_width + channels)
-        elif has_norms or self.rotated:
+        elif has_norms or self.rotary:
             kept += queries + keys
         kept += (queries + keys) * over_width  # before the norms' factor
-        if self.rotated or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
+        if self.rotary or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
             kept += heads * (self.head_width + channels) + queries * self.gated
-        if self._calls_by_document(batch) and (self.gated or not (self.rotated or self.has_distances)):
+        if self._calls_by_document(batch) and (self.gated or not (self.rotary or self.has_distances)):
             kept += queries  # their outputs are put together in a copy
         seen, masked, mask_bytes = self._pairs(batch)
         normed, size = (queries + keys) * has_norms, batch.dtype.itemsize

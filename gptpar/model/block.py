@@ -144,7 +144,7 @@ class Block(nn.Module):
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
             without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``.
         mlp_tiles: see :class:`MLP`; several recompute the MLP.
-        window: see :class:`Attention`.
+        window, rotary: see :class:`Attention`.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class Block(nn.Module):
         recompute_modules: frozenset[str] = NOTHING,
         mlp_tiles: int = 1,
         window: int | None = None,
+        rotary: bool = True,
     ):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "mlp_act", "layernorm"}
@@ -170,7 +171,8 @@ class Block(nn.Module):
         linears = Linears(config, axis, residual_norm=before and bool(of_stream), output_norm=after and bool(of_output))
         norm = partial(make_norm, config, config.hidden_size, axis.between_layers)
         self.attention_norm = norm(fused=of_stream) if before else None
-        self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
+        recompute_core = "core_attn" in recompute_modules
+        self.attention = Attention(linears, window=window, rotary=rotary, recompute_core=recompute_core)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
         act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules

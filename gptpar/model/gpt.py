@@ -7,7 +7,7 @@ from functools import partial
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role, layer_roles
-from gptpar.model.attention import window_of
+from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
@@ -49,7 +49,8 @@ def _layers(config: ModelConfig, axis: TensorAxis, block: Callable[..., LayerSpe
             case Role.BLOCK:
                 name = f"layers.{number}"
                 fields = (*BLOCK_FIELDS, *_seeds(config, name))
-                yield ModelLayer(role, block(window=window_of(config, number), name=name, batch_fields=fields))
+                of_layer = {"window": window_of(config, number), "rotary": is_rotary(config, number)}
+                yield ModelLayer(role, block(**of_layer, name=name, batch_fields=fields))
                 number += 1
             case Role.FINAL_NORM:
                 norm, placement = NORMS[config.normalization], axis.between_layers

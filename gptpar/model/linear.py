@@ -31,12 +31,6 @@ class Reader(Enum):
     END = "a norm, or the residual stream at the block's end"
 
 
-def rotated_width(config: ModelConfig) -> int:
-    """Number of channels of each head that rotary positions turn."""
-    assert config.kv_channels
-    return int(config.kv_channels * config.rotary_percent) if config.position_embedding_type == "rope" else 0
-
-
 @dataclass(frozen=True)
 class Linears:
     """Makes the linear layers of one block on one tensor rank.

@@ -222,6 +222,19 @@ def tell_finetuned_differences(config: Config, meta: dict[str, Any], say: Callab
         say(printable(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}"))
 
 
+def check_learned_positions(config: Config, meta: dict[str, Any]) -> None:
+    """Raise a ``CheckpointError`` if a run is fine-tuned from a table of positions of another length."""
+    there, known, _ = stored_config(meta.get("config"), same_run.COMPARED)
+    before, now = there.model.max_position_embeddings, config.model.max_position_embeddings
+    learned = all(one.position_embedding_type == "learned_absolute" for one in (there.model, config.model))
+    if learned and "model.max_position_embeddings" in known and before != now:
+        raise CheckpointError(
+            f"the checkpoint in --load {config.checkpoint.load} has learned positions for samples of up to {before} "
+            f"tokens, and --max-position-embeddings is {now}: a table of positions can be neither stretched nor cut; "
+            f"take {before}, or begin with --position-embedding-type rope (see --rope-scaling-type)."
+        )
+
+
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
     keys = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
     return "; ".join(f"{key} {saved.get(key)} there, {here.get(key)} here" for key in keys)

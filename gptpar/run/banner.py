@@ -111,6 +111,10 @@ def _options(m: ModelConfig) -> Iterator[str]:
         yield "attention and MLP side by side"
     if m.attention_output_gate:
         yield "gated attention"
+    if m.rope_scaling_type is not None:
+        yield f"rotary positions scaled by {m.rope_scaling_factor:g} ({m.rope_scaling_type})"
+    if m.rope_pattern is not None:
+        yield f"layers with and without positions ({m.rope_pattern})"
     if m.window_size is not None:
         yield f"windows of {m.window_size} tokens ({m.window_pattern or 'S'})"
     if m.logit_softcap:

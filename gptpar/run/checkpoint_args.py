@@ -15,7 +15,7 @@ from gptpar.config import Flags, ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
-from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
+from gptpar.config.sections.model import FUSED_GELU, STRETCHING, UNFUSED_GELU
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError, TokenizerError
 from gptpar.exchange import tokenizer_of_checkpoint
@@ -30,7 +30,8 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
     """The command line, its model and tokenizer filled from the checkpoint where ``--use-checkpoint-args`` asks for it.
 
     A flag that makes another model, or another tokenizer, than the checkpoint's is a problem. Others win over the
-    checkpoint: dropout, the sequence length, and the tokenizer's files, which may have moved.
+    checkpoint: dropout, the sequence length, the tokenizer's files, which may have moved, and, with ``--finetune``,
+    what stretches rotary positions.
 
     Raises:
         CheckpointError: there is no checkpoint to read, or it is damaged or foreign.
@@ -113,8 +114,8 @@ def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags
     for section, kind, there in (("model", ModelFlags, stored.model), ("tokenizer", TokenizerConfig, stored.tokenizer)):
         for spec in dataclasses.fields(kind):
             key, here = f"{section}.{spec.name}", getattr(getattr(flags, section), spec.name)
-            value = getattr(there, spec.name, here)
-            if key in parsed.given and value != here and _must_agree(key):
+            value = here if _follows_from_length(key, stored) else getattr(there, spec.name, here)
+            if key in parsed.given and value != here and _must_agree(key, flags.checkpoint.finetune):
                 conflicts.append(
                     f"{flag_name(spec.name)} {here}, but the checkpoint in {load} has "
                     f"{'none' if value is None else value}: drop it, or drop {_REASON}."
@@ -126,6 +127,13 @@ def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags
     return dataclasses.replace(parsed, flags=flags, derived=derived, problems=[*parsed.problems, *conflicts])
 
 
-def _must_agree(key: str) -> bool:
-    """Whether another value makes another model or tokenizer."""
+def _follows_from_length(key: str, stored: StoredModel) -> bool:
+    """Whether it is the number of positions of a model that has as many as a sample has tokens."""
+    return key == "model.max_position_embeddings" and stored.model.position_embedding_type != "learned_absolute"
+
+
+def _must_agree(key: str, finetune: bool) -> bool:
+    """Whether another value makes another model or tokenizer, and no new run with stretched positions."""
+    if finetune and key.removeprefix("model.") in STRETCHING:
+        return False
     return key in ("tokenizer.tokenizer_type", "tokenizer.vocab_size") or RULES.get(key) is Rule.MODEL

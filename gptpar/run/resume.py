@@ -22,7 +22,13 @@ from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
 from gptpar.optim.optimizers import updates_of
 from gptpar.optim.schedule import Schedule
-from gptpar.run.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
+from gptpar.run.accept import (
+    Inputs,
+    accepted,
+    check_learned_positions,
+    tell_differences,
+    tell_finetuned_differences,
+)
 from gptpar.run.progress import Progress
 from gptpar.run.run_folder.branches import branch_with
 from gptpar.run.saved_state import checkpoint_tensors
@@ -131,7 +137,10 @@ def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
         CheckpointError: the checkpoint is of another run; with all that differs.
     """
     manifest = checkpoint_to_resume(config)
-    if manifest is None or config.checkpoint.finetune:
+    if manifest is None:
+        return Progress()
+    if config.checkpoint.finetune:
+        check_learned_positions(config, manifest.meta)
         return Progress()
     return accepted(config, inputs, manifest).progress
 

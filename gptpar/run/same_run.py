@@ -10,11 +10,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from gptpar.config import Config, DataConfig, DataFlags, Flags
 from gptpar.config.fields import flag_name
 from gptpar.config.sections.data import SPLIT
+from gptpar.config.sections.model import SCALED_BY
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import normalized_split
@@ -37,7 +39,9 @@ _BY_RULE = {
     Rule.MODEL: (
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
         "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
-        "model.rotary_percent model.use_rope_scaling model.rope_scaling_factor "
+        "model.rotary_percent model.rope_pattern model.rope_scaling_type model.rope_scaling_factor "
+        "model.original_max_position_embeddings model.low_freq_factor model.high_freq_factor model.yarn_beta_fast "
+        "model.yarn_beta_slow model.yarn_attention_factor model.yarn_correction_range_round_to_int "
         "model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
         "model.apply_layernorm_1p model.embed_layernorm model.norm_placement "
         "model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
@@ -105,13 +109,19 @@ COMPARED = frozenset(
 )
 """The fields of a stored configuration that are read."""
 
+
+def _is_scaled_by(name: str, config: Flags | Config) -> bool:
+    return config.model.rope_scaling_type in SCALED_BY[name]
+
+
 # Where a field has no effect it may differ; a difference of the other field is told.
 _MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
     "model.max_position_embeddings": lambda c: c.model.position_embedding_type == "learned_absolute",
     "model.rotary_base": lambda c: c.model.position_embedding_type == "rope",
     "model.rotary_percent": lambda c: c.model.position_embedding_type == "rope",
-    "model.use_rope_scaling": lambda c: c.model.position_embedding_type == "rope",
-    "model.rope_scaling_factor": lambda c: c.model.use_rope_scaling,
+    "model.rope_pattern": lambda c: c.model.position_embedding_type == "rope",
+    "model.rope_scaling_type": lambda c: c.model.position_embedding_type == "rope",
+    **{f"model.{name}": partial(_is_scaled_by, name) for name in SCALED_BY},
     "model.add_qkv_bias": lambda c: not c.model.add_bias_linear,
     "data.reset_position_ids": lambda c: c.model.position_embedding_type != "none",
     "data.split": lambda c: not c.data.mock_data,

@@ -13,7 +13,7 @@ from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
-from gptpar.model.rotary import rotate
+from gptpar.model.rotary import Rotary, rotate
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +203,7 @@ def test_compiled_norms_of_heads_equal_eager_ones() -> None:
 
     def turned(*inputs: torch.Tensor) -> torch.Tensor:
         q, k, v, gate = normed(list(inputs), shape)
-        q, k = rotate(q, None, 32, 10000), rotate(k, None, 32, 10000)
+        q, k = rotate(q, None, Rotary(32, 10000)), rotate(k, None, Rotary(32, 10000))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) * gate.sigmoid()
 
     eager, compiled = turned(*inputs), torch.compile(turned, fullgraph=True)(*inputs)

@@ -14,6 +14,41 @@ GROUP_TESTS = ("tests/unit/optim/test_parameter_groups.py",)
 
 MODEL_OPTIONS = [
     Mutation(
+        "ramp-of-yarn-from-the-slow-end",
+        "gptpar/model/rotary.py",
+        "for turns in reversed(self.turns)",
+        "for turns in self.turns",
+        FAMILY_TESTS,
+    ),
+    Mutation(
+        "queries-and-keys-of-yarn-as-small-as-before",
+        "gptpar/model/rotary.py",
+        "    if rotary.amplitude != 1:",
+        "    if rotary.amplitude != rotary.amplitude:",
+        FAMILY_TESTS,
+    ),
+    Mutation(
+        "dynamic-positions-stretch-from-no-length",
+        "gptpar/model/rotary.py",
+        "self.factor * self.length / self.context - (self.factor - 1)",
+        "self.factor * self.length / self.context",
+        FAMILY_TESTS,
+    ),
+    Mutation(
+        "layers-without-positions-counted-from-one",
+        "gptpar/model/attention.py",
+        'return pattern[layer % len(pattern)] == "R"',
+        'return pattern[(layer + 1) % len(pattern)] == "R"',
+        FAMILY_TESTS,
+    ),
+    Mutation(
+        "rest-of-equal-pieces-fills-no-pack",
+        "gptpar/data/packing.py",
+        "keep(room - (end - first) * size, numbers[whole : whole + 1])",
+        "keep(room, numbers[whole : whole + 1])",
+        ("tests/unit/data/test_packing.py",),
+    ),
+    Mutation(
         "norm-of-all-heads-of-this-rank-alone",
         "gptpar/model/norm.py",
         "    if axis.size > 1:\n        squares_2BS",

@@ -43,6 +43,11 @@ OPTIONS = {  # the same of options that few models have
     "gated attention": ("--attention-output-gate --num-query-groups 2 --squared-relu", ()),
     "gated attention with head norms": (f"{LLAMA} --attention-output-gate --qk-layernorm", ()),
     "windows": ("--window-size 5 --window-pattern SF", ("cu_seqlens",)),
+    "layers without positions, YaRN": (
+        f"{LLAMA} --num-query-groups 2 --no-rope-freq 2 --rope-scaling-type yarn --original-max-position-embeddings 8 "
+        "--yarn-beta-fast 2",
+        ("position_ids", "cu_seqlens"),
+    ),
     "capped logits, z-loss": ("--logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
     "ranks of padding alone": ("--pad-vocab-size-to 128 --logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
     "untied, z-loss": (f"{UNTIED} --z-loss-weight 0.1", ()),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gptpar.config import Flags, ModelFlags
 from gptpar.config.fields import Missing, flag_name
+from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 
 MAX_TOKEN_IDS = 2**31 - 1
 """Corpora hold token ids in 32 bits."""
@@ -23,6 +24,8 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _size(flags)
     yield from _rotation(m)
     yield from _norms(m)
+    yield from _scaling(m)
+    yield from _layer_lists(m)
     yield from _windows(m)
     yield from _mlp(m)
     yield from _mup(m)
@@ -91,8 +94,6 @@ def _heads(m: ModelFlags) -> Iterator[str]:
 
 
 def _rotation(m: ModelFlags) -> Iterator[str]:
-    if m.use_rope_scaling and m.position_embedding_type != "rope" and not m.use_rotary_position_embeddings:
-        yield "--use-rope-scaling changes rotary positions: give --position-embedding-type rope, or drop it."
     if m.position_embedding_type == "rope" and m.kv_channels:
         rotated = int(m.kv_channels * m.rotary_percent)
         if rotated % 2 or not 2 <= rotated <= m.kv_channels:
@@ -100,6 +101,59 @@ def _rotation(m: ModelFlags) -> Iterator[str]:
                 f"rotary positions turn pairs of channels, but {m.rotary_percent:g} of a head of "
                 f"{m.kv_channels} is {rotated}: choose an even number."
             )
+
+
+def _scaling(m: ModelFlags) -> Iterator[str]:
+    """How rotary frequencies are lowered."""
+    kind, rotary = m.rope_scaling_type, m.position_embedding_type == "rope" or m.use_rotary_position_embeddings
+    flag = "--use-rope-scaling" if m.use_rope_scaling else "--rope-scaling-type"
+    if kind is not None and not rotary:
+        yield f"{flag} changes rotary positions: give --position-embedding-type rope, or drop it."
+    if m.use_rope_scaling and kind not in (None, "llama3"):
+        yield f"--use-rope-scaling is --rope-scaling-type llama3, and {kind} is given: drop one of them."
+    if kind in ("dynamic", "yarn") and m.original_max_position_embeddings is None:
+        yield Missing(
+            f"--rope-scaling-type {kind} starts from the samples of the first training: give their length, "
+            "--original-max-position-embeddings."
+        )
+    yield from _scaling_numbers(m)
+
+
+def _scaling_numbers(m: ModelFlags) -> Iterator[str]:
+    """Whether the numbers of a form of scaled frequencies can be computed with."""
+    kind = m.rope_scaling_type
+    if kind == "llama3" and m.low_freq_factor >= m.high_freq_factor:
+        yield (
+            f"--low-freq-factor {m.low_freq_factor:g} must be less than --high-freq-factor {m.high_freq_factor:g}: "
+            "Llama 3.1 has 1 and 4."
+        )
+    if kind == "yarn" and m.yarn_beta_slow >= m.yarn_beta_fast:
+        yield (
+            f"--yarn-beta-slow {m.yarn_beta_slow:g} must be less than --yarn-beta-fast {m.yarn_beta_fast:g}: "
+            "YaRN has 1 and 32."
+        )
+    if kind == "yarn" and m.rotary_base == 1:
+        yield "--rope-scaling-type yarn tells frequencies apart, and with --rotary-base 1 all are equal: raise it."
+    if kind == "dynamic" and m.kv_channels and int(m.kv_channels * m.rotary_percent) == 2:
+        yield "--rope-scaling-type dynamic needs two pairs of channels or more, and a head turns one: use another type."
+
+
+def _layer_lists(m: ModelFlags) -> Iterator[str]:
+    """Which layers have positions, and lists of layers as Megatron-LM has them."""
+    if m.rope_pattern is not None and set(m.rope_pattern) - set("RN"):
+        yield f"--rope-pattern {m.rope_pattern[:80]} may hold the letters R (rotary) and N (none) alone, as in RRRN."
+    if m.rope_pattern is not None and m.position_embedding_type != "rope" and not m.use_rotary_position_embeddings:
+        yield "--rope-pattern says which layers have rotary positions: give --position-embedding-type rope, or drop it."
+    for name, pattern, letters, most in LAYER_LISTS:
+        text, ours = getattr(m, name), getattr(m, pattern)
+        if text is None:
+            continue
+        try:
+            if ours not in (None, found := layer_pattern(text, letters, most)):
+                flag = flag_name(pattern)
+                yield f"{flag_name(name)} is {flag} {found[:80]}, and {ours[:80]} is given: drop one of them."
+        except ValueError as why:
+            yield f"{flag_name(name)} {text[:80]}: {why}."
 
 
 def _size(flags: Flags) -> Iterator[str]:

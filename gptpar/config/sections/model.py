@@ -8,6 +8,21 @@ from typing import Generic
 from gptpar.config.fields import Open, flag, on_unless
 from gptpar.config.presets import PRESETS
 
+LLAMA_3_CONTEXT = 8192
+"""Tokens of a sample in the first training of Llama 3.1, for whose form of rotary positions it is the default."""
+
+SCALED_BY: dict[str, tuple[str, ...]] = {
+    "rope_scaling_factor": ("linear", "dynamic", "llama3", "yarn"),
+    "original_max_position_embeddings": ("dynamic", "llama3", "yarn"),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+    **dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor"), ("yarn",)),
+    "yarn_correction_range_round_to_int": ("yarn",),
+}
+"""A field of scaled rotary frequencies -> the values of ``--rope-scaling-type`` with which it has a meaning."""
+
+STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
+"""Fields of rotary positions that a new run with a trained model's weights may set otherwise, for longer samples."""
+
 GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
 
@@ -33,10 +48,47 @@ class ModelConfig(Generic[Open]):
         most=10**12,
     )
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
-    use_rope_scaling: bool = flag(
-        False, "rotary positions of Llama 3.1: low frequencies, of a context of 8192 tokens, are lowered"
+    rope_pattern: str | None = flag(
+        None,
+        "layers with rotary positions: a letter a layer, R rotary or N none, repeated over the layers (default: R)",
+        metavar="RRRN",
     )
-    rope_scaling_factor: float = flag(8.0, "with --use-rope-scaling: divisor of the lowest frequencies", least=1)
+    rope_scaling_type: str | None = flag(
+        None,
+        "how rotary frequencies are lowered for samples longer than those of the first training: all of them, by the "
+        "base (NTK-aware), as Llama 3.1, or as YaRN",
+        choices=("linear", "dynamic", "llama3", "yarn"),
+    )
+    rope_scaling_factor: float = flag(
+        8.0,
+        "with --rope-scaling-type: divisor of the lowest frequencies",
+        names=("--rotary-scaling-factor", "--yarn-rotary-scaling-factor"),
+        least=1,
+    )
+    original_max_position_embeddings: int | None = flag(
+        None,
+        "with dynamic, llama3 (default: 8192) and yarn: tokens of a sample of the first training",
+        names=("--rope-scaling-original-max-position-embeddings", "--yarn-original-max-position-embeddings"),
+        least=1,
+        most=100_000_000,
+    )
+    low_freq_factor: float = flag(
+        1.0, "with llama3: frequencies of at most as many turns in such a sample are lowered by the factor", above=0
+    )
+    high_freq_factor: float = flag(4.0, "with llama3: frequencies of at least as many turns are kept", above=0)
+    yarn_beta_fast: float = flag(
+        32.0, "with yarn: turns in such a sample from which frequencies are kept", names=("--beta-fast",), above=0
+    )
+    yarn_beta_slow: float = flag(
+        1.0, "with yarn: turns up to which they are lowered by the factor", names=("--beta-slow",), above=0
+    )
+    yarn_attention_factor: float | None = flag(
+        None, "with yarn: factor of queries and of keys (default: 0.1 ln(factor) + 1)", above=0
+    )
+    yarn_correction_range_round_to_int: bool = on_unless(
+        "--no-yarn-correction-range-round-to-int",
+        "do not round the channels between YaRN's two limits to whole pairs",
+    )
     normalization: str = flag(
         "LayerNorm",
         "kind of normalisation",
@@ -186,6 +238,17 @@ class ModelFlags(ModelConfig[None]):
         "no tanh form of GELU: same as --mlp-activation gelu, as in Megatron-LM, unless another function is given",
     )
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
+    use_rope_scaling: bool = flag(False, "same as --rope-scaling-type llama3")
+    no_rope_freq: str | None = flag(
+        None,
+        "every N-th layer has no positions, or a list with 1 for such layers (see --rope-pattern)",
+        metavar="N|LIST",
+    )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        "with --window-size: every N-th layer is full, or a list with 0 for such layers (see --window-pattern)",
+        metavar="N|LIST",
+    )
     add_position_embedding: bool = on_unless(
         "--no-position-embedding", "no positions: same as --position-embedding-type none"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
 from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name, hints_of
+from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
+from gptpar.config.sections.model import SCALED_BY
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
 
@@ -33,9 +36,7 @@ ABSENT_HERE = {
     "softmax_type": "another softmax",
     "qk_clip": "clipped attention logits",
     "mtp_num_layers": "multi-token prediction",
-    "no_rope_freq": "layers without rotary positions",
     "qk_l2_norm": "queries and keys of length 1",
-    "window_attn_skip_freq": "sliding windows in some layers alone",
     "attention_output_gate": "a gate whose rows stand before the keys",
     "activation_func_clamp_value": "a limit of what goes into the activation",
     "glu_linear_offset": "an offset beside the gate",
@@ -63,8 +64,9 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
 
 PLAIN = (bool, int, float, str)
 OF_THIS_RUN = {
-    *("preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern"),
-    *("mup", "mup_base_hidden_size", "mup_base_kv_channels"),
+    *("preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern", "rope_pattern"),
+    *("mup", "mup_base_hidden_size", "mup_base_kv_channels", "no_rope_freq", "window_attn_skip_freq"),
+    *("rope_scaling_type", *(name for name in SCALED_BY if name != "rope_scaling_factor")),  # of other positions there
 }
 """Fields of the flags that Megatron's arguments of the same name do not set."""
 
@@ -84,6 +86,7 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
     problems = [
         *_absent(given),
         *_windows(given),
+        *_layer_lists(given),
         *(problem.replace("config.model.", "its ") for problem in wrong),
         *_uneven(given),
     ]
@@ -118,6 +121,18 @@ def _windows(given: Mapping[str, Any]) -> Iterator[str]:
     pair = isinstance(window, list | tuple) and len(window) == 2 and all(type(one) is int for one in window)
     if window is not None and (not pair or window[1] not in (0, -1)):
         yield f"its attention windows are no number of tokens before each token (--window-size {_told(window)})"
+
+
+def _layer_lists(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for lists of layers that are none, or that have another number of layers."""
+    for name, _, letters, most in LAYER_LISTS:
+        value = given.get(name)
+        try:
+            found = layer_pattern(str(value), letters, most) if _is_on(value, None) else None
+        except ValueError:
+            found = ""
+        if found == "" or (isinstance(value, list | tuple) and found and len(found) != given.get("num_layers")):
+            yield f"its list of layers has not one 0 or 1 for each of its layers ({flag_name(name)} {_told(value)})"
 
 
 def _lacking(given: Mapping[str, Any]) -> Iterator[str]:
@@ -173,7 +188,18 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     match values.pop("window_size", None):
         case [int(before), _] if before >= 0:
             values["window_size"] = before + 1  # Megatron leaves out the token itself
-    return values
+    return values | _patterns(given, values)
+
+
+def _patterns(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Which layers have positions and windows, where the model has these at all."""
+    has = {"rope_pattern": values.get("position_embedding_type") == "rope", "window_pattern": "window_size" in values}
+    found = {}
+    for name, pattern, letters, most in LAYER_LISTS:
+        if has[pattern] and _is_on(given.get(name), None):
+            with contextlib.suppress(ValueError):  # told by _layer_lists
+                found[pattern] = layer_pattern(str(given[name]), letters, most)
+    return found
 
 
 def _value(value: Any, hint: Any, spellings: Mapping[str, str]) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.complete import complete_model
+from gptpar.config.sections.model import SCALED_BY
 from gptpar.errors import ConfigError
-from gptpar.model.families.fields import HfConfig, windows_of
+from gptpar.model.families.fields import HfConfig, rotary_layers, windows_of
 from gptpar.model.families.gpt2 import GPT2_NAMES, gpt2, gpt2_fields
 from gptpar.model.families.gpt_neox import GPT_NEOX_NAMES, gpt_neox, gpt_neox_fields
 from gptpar.model.families.llama import LLAMA_NAMES, llama, llama_fields
@@ -23,6 +24,7 @@ from gptpar.model.families.names import HfTensor, WeightNames, hf_tensors
 from gptpar.model.families.olmo2 import olmo2, olmo2_fields
 from gptpar.model.families.qwen2 import qwen2, qwen2_fields
 from gptpar.model.families.qwen3 import qwen3, qwen3_fields
+from gptpar.model.families.smollm3 import smollm3, smollm3_fields
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qwen2, qwen2_fields, LLAMA_NAMES),
     "qwen3": Family(qwen3, qwen3_fields, LLAMA_NAMES),
     "olmo2": Family(olmo2, olmo2_fields, LLAMA_NAMES),
+    "smollm3": Family(smollm3, smollm3_fields, LLAMA_NAMES),
 }
 """``model_type`` -> family."""
 
@@ -55,7 +58,7 @@ TRAINING_ONLY = frozenset(
         *("seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by"),
         *("pad_vocab_size_to", "softmax_vocab_size", "softmax_over_padding"),
         *("init_method_std", "attention_dropout", "hidden_dropout", "z_loss_weight"),
-        *("window_size", "window_pattern", "mup_base_hidden_size", "mup_base_kv_channels"),
+        *("window_size", "window_pattern", "rope_pattern", "mup_base_hidden_size", "mup_base_kv_channels"),
     }
 )
 """Fields of a model that do not change its logits, or that are compared in another form."""
@@ -135,14 +138,16 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     off = {
         "rotary_base": not rope,
         "rotary_percent": not rope,
-        "use_rope_scaling": not rope,
-        "rope_scaling_factor": not (rope and model.use_rope_scaling),
+        "rope_scaling_type": not rope,
+        **{name: not rope or model.rope_scaling_type not in kinds for name, kinds in SCALED_BY.items()},
         "qk_layernorm_scope": not model.qk_layernorm,
         "mlp_activation": model.swiglu,
         "add_qkv_bias": model.add_bias_linear,
     }
     found = {name: value for name, value in found.items() if not off.get(name, False)}
     found["max_position_embeddings"] = model.max_position_embeddings if learned else None
+    if rope:
+        found["rope_pattern"] = "".join("NR"[has] for has in rotary_layers(model))
     return found | {"window_size": windows_of(model)}
 
 

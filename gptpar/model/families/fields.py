@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import ModelConfig
+from gptpar.config.sections.model import SCALED_BY
 from gptpar.errors import printable
-from gptpar.model.attention import window_of
-from gptpar.model.rotary import LONGEST, SCALED_CONTEXT, SHORTEST
+from gptpar.model.attention import is_rotary, window_of
+from gptpar.model.rotary import yarn_amplitude
 
 _NAMES = tomllib.loads(Path(__file__).with_name("activations.toml").read_text(encoding="utf-8"))
 ACTIVATIONS: dict[str, str] = _NAMES["activations"]
@@ -39,14 +40,11 @@ def gate_field(model: ModelConfig) -> str:
     return GATES_BACK.get(model.mlp_activation, "silu")
 
 
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "low_freq_factor": float(LONGEST),
-    "high_freq_factor": float(SHORTEST),
-    "original_max_position_embeddings": SCALED_CONTEXT,
-}
-"""transformers' fields of Llama 3.1's rotary positions, but for the factor."""
+SCALINGS = SCALED_BY["rope_scaling_factor"]
+"""Forms of scaled rotary frequencies; transformers has the same names."""
 
+YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attention_factor"}
+"""transformers' number of YaRN -> ours."""
 
 MAX_SIZE = 2**31 - 1
 """Of a width, a count or a vocabulary: token ids have 32 bits."""
@@ -165,32 +163,66 @@ class HfConfig:
             **scaled,
         }
 
-    def _scaled(self, kind: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags for Llama 3.1's scaling of rotary positions."""
-        if kind not in ("default", LLAMA3["rope_type"]):
-            self.problems.append(f"rope_type is {kind!r}, and gptpar has rotary positions of default and llama3 alone.")
-        if kind != LLAMA3["rope_type"]:
+    def _scaled(self, kind: object, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags for scaled rotary frequencies; what transformers derives from the length of samples, too."""
+        if kind == "default":
             return {}
-        for name, value in LLAMA3.items():
-            if name != "rope_type" and (found := numbers.get(name)) != value:
-                self.problems.append(f"{name} of the rotary positions is {found}, and gptpar computes with {value}.")
-        factor = numbers.get("factor", 0)
-        if type(factor) not in (int, float) or not 1 <= factor < math.inf:
-            self.problems.append(f"factor of the rotary positions is {_shown(factor)}; a number from 1 is needed.")
-            factor = 1
-        return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+        if kind not in SCALINGS:
+            self.problems.append(
+                f"rope_type is {kind!r}, and gptpar has rotary positions of default, {', '.join(SCALINGS)} alone."
+            )
+            return {}
+        numbers, length = HfConfig(fields), self["max_position_embeddings"]
+        context = self.size(
+            "original_max_position_embeddings", numbers.size("original_max_position_embeddings", length)
+        )
+        factor = float(numbers.get("factor", length / context if kind == "yarn" else 0.0))
+        if factor < 1 and not numbers.problems:
+            numbers.problems.append(f"factor is {_shown(fields.get('factor'))}; a number from 1 is needed.")
+        flags: dict[str, Any] = {"rope_scaling_type": kind, "rope_scaling_factor": max(factor, 1.0)}
+        if kind == "dynamic":  # transformers has no other place for this length
+            flags |= {"original_max_position_embeddings": length, "max_position_embeddings": None}
+        elif kind != "linear":
+            flags |= {"original_max_position_embeddings": context}
+            flags |= _limits_of_llama(numbers) if kind == "llama3" else _numbers_of_yarn(numbers, fields, factor)
+        self.problems += [problem.replace(" is ", " of the rotary positions is ", 1) for problem in numbers.problems]
+        return flags
 
-    def windows(self) -> dict[str, Any]:
-        """The flags for sliding windows."""
+    def windows(self, sliding: Sequence[bool] | None = None) -> dict[str, Any]:
+        """The flags for sliding windows.
+
+        Args:
+            sliding: whether each layer has one where no field says so; ``None``: all from ``max_window_layers`` on.
+        """
         layers = self["num_hidden_layers"]
         if not self.get("use_sliding_window", False):
             return {}
-        full = self.get("max_window_layers", 28)
-        kinds = self.get("layer_types", ["full_attention" if i < full else "sliding_attention" for i in range(layers)])
+        if sliding is None:
+            full = self.get("max_window_layers", 28)
+            sliding = [layer >= full for layer in range(layers)]
+        kinds = self.get("layer_types", ["sliding_attention" if has else "full_attention" for has in sliding])
         pattern = "".join("S" if kind == "sliding_attention" else "F" for kind in kinds)
         if "S" not in pattern:
             return {}
         return {"window_size": self["sliding_window"], "window_pattern": shortest_period(pattern)}
+
+
+def _limits_of_llama(numbers: HfConfig) -> dict[str, Any]:
+    low, high = (numbers.positive(name, 0.0) for name in ("low_freq_factor", "high_freq_factor"))
+    if low >= high and not numbers.problems:
+        numbers.problems.append(f"low_freq_factor is {low:g}; less than high_freq_factor, {high:g}, is needed.")
+    return {"low_freq_factor": low, "high_freq_factor": high}
+
+
+def _numbers_of_yarn(numbers: HfConfig, fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Transformers derives the factor of queries and keys from two scales where it is not said."""
+    flags: dict[str, Any] = {ours: numbers.positive(name, 0.0) for name, ours in YARN.items() if fields.get(name)}
+    flags["yarn_correction_range_round_to_int"] = numbers.get("truncate", True)
+    scales = [numbers.get(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if all(scales) and not fields.get("attention_factor") and factor >= 1:
+        over, under = (yarn_amplitude(factor, scale) for scale in scales)
+        flags["yarn_attention_factor"] = over / under
+    return flags
 
 
 def shortest_period(pattern: Sequence[str]) -> str:
@@ -201,11 +233,29 @@ def shortest_period(pattern: Sequence[str]) -> str:
 
 def rotary_fields(model: ModelConfig, **more: Any) -> dict[str, Any]:
     """The fields for rotary positions, as versions 4 and 5 of transformers read them."""
-    base = float(model.rotary_base)
-    if not model.use_rope_scaling:
+    base, kind = float(model.rotary_base), model.rope_scaling_type
+    if kind is None:
         return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default", **more}}
-    scaling = {**LLAMA3, "factor": model.rope_scaling_factor}
+    scaling = {"rope_type": kind, "factor": model.rope_scaling_factor}
+    if kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = model.original_max_position_embeddings
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": model.low_freq_factor, "high_freq_factor": model.high_freq_factor}
+    if kind == "yarn":
+        scaling |= {name: value for name, ours in YARN.items() if (value := getattr(model, ours)) is not None}
+        scaling["truncate"] = model.yarn_correction_range_round_to_int
     return {"rope_theta": base, "rope_parameters": {"rope_theta": base, **scaling, **more}, "rope_scaling": scaling}
+
+
+def positions_field(model: ModelConfig) -> int:
+    """The length of samples; with dynamic scaling the original one, from which transformers stretches."""
+    original = model.original_max_position_embeddings
+    return original if model.rope_scaling_type == "dynamic" and original else model.max_position_embeddings
+
+
+def rotary_layers(model: ModelConfig) -> list[bool]:
+    """Whether each layer has rotary positions."""
+    return [is_rotary(model, layer) for layer in range(model.num_layers)]
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
 from gptpar.model.block import Block
-from gptpar.model.families.fields import HfConfig, activation_field, rotary_fields
+from gptpar.model.families.fields import HfConfig, activation_field, positions_field, rotary_fields
 from gptpar.model.families.names import WHOLE, WeightNames, Within
 
 
@@ -15,7 +16,8 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
     """The flags of a ``GPTNeoXForCausalLM``."""
     config.require("attention_bias", True, "biases are in all linear layers or in none")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    return ModelFlags(
+    positions = config.rotary(10000, 0.25)
+    flags = ModelFlags(
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
         ffn_hidden_size=config["intermediate_size"],
@@ -25,7 +27,6 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
         seq_length=config["max_position_embeddings"],
         max_position_embeddings=config["max_position_embeddings"],
         padded_vocab_size=config["vocab_size"],
-        **config.rotary(10000, 0.25),
         normalization="LayerNorm",
         norm_epsilon=config.positive("layer_norm_eps", 1e-5),
         use_parallel_residual=config.get("use_parallel_residual", True),
@@ -35,6 +36,7 @@ def gpt_neox(config: HfConfig) -> ModelFlags:
         attention_dropout=config.get("attention_dropout", 0.0),
         hidden_dropout=config.get("hidden_dropout", 0.0),
     )
+    return dataclasses.replace(flags, **positions)
 
 
 def gpt_neox_fields(model: ModelConfig) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def gpt_neox_fields(model: ModelConfig) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         "intermediate_size": model.ffn_hidden_size,
         "layer_norm_eps": model.norm_epsilon,
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": positions_field(model),
         "num_attention_heads": model.num_attention_heads,
         "num_hidden_layers": model.num_layers,
         "rotary_emb_base": model.rotary_base,

@@ -10,7 +10,7 @@ from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
 from gptpar.model.block import Block
-from gptpar.model.families.fields import HfConfig, gate_field, rotary_fields
+from gptpar.model.families.fields import HfConfig, gate_field, positions_field, rotary_fields
 from gptpar.model.families.names import WHOLE, WeightNames, Within, part, projections
 
 
@@ -73,7 +73,7 @@ def fields_like_llama(model: ModelConfig, architecture: str, **options: Any) -> 
         "hidden_size": model.hidden_size,
         "initializer_range": model.init_method_std,
         "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": positions_field(model),
         "num_attention_heads": model.num_attention_heads,
         "num_hidden_layers": model.num_layers,
         "num_key_value_heads": model.num_query_groups,

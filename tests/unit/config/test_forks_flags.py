@@ -140,10 +140,50 @@ def test_rotary_positions_of_llama_3_by_the_names_of_mindspeed() -> None:
     assert resolved(f"{start} {words}") == resolved(f"{start} --use-rope-scaling") != resolved(start)
     assert resolved("--output-logit-softcapping 30") == resolved("--logit-softcap 30")
     assert resolved("--use-deter-comp") == resolved("--deterministic-mode")
-    assert problems("--rope-scaling-type yarn --high-freq-factor 8") == [
-        "--rope-scaling-type yarn: --use-rope-scaling has the form of Llama 3.1; leave it out, or give llama3.",
-        "--high-freq-factor 8: --use-rope-scaling has the numbers of Llama 3.1; leave it out, or give 4.",
-    ]
+    assert resolved(f"{start} {words} --high-freq-factor 8") != resolved(f"{start} --use-rope-scaling")
+    yarn = f"{start} --rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 4096"
+    megatron = f"{start} --rope-type yarn --rotary-scaling-factor 4 --original-max-position-embeddings 4096"
+    assert resolved(yarn) == resolved(megatron) == resolved(f"{yarn} --beta-fast 32 --yarn-beta-slow 1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--rope-scaling-type yarn", "give --position-embedding-type rope, or drop it"),
+        ("--use-rope-scaling --rope-scaling-type yarn", "and yarn is given: drop one of them"),
+        ("--rope-scaling-type dynamic", "give their length, --original-max-position-embeddings"),
+        (
+            "--rope-scaling-type llama3 --low-freq-factor 4",
+            "--low-freq-factor 4 must be less than --high-freq-factor 4",
+        ),
+        ("--rope-scaling-type yarn --beta-slow 32", "--yarn-beta-slow 32 must be less than --yarn-beta-fast 32"),
+        ("--rope-scaling-type yarn --rotary-base 1", "with --rotary-base 1 all are equal"),
+        ("--rope-scaling-type dynamic --rotary-percent 0.25", "and a head turns one"),
+        ("--rope-pattern RX", "--rope-pattern RX may hold the letters R (rotary) and N (none) alone"),
+        ("--no-rope-freq 4x", "--no-rope-freq 4x: a number from 1 to 10,000, or a list of 0 and 1 such as [0]*3+[1]"),
+        ("--no-rope-freq 2 --rope-pattern RRN", "--no-rope-freq is --rope-pattern RN, and RRN is given"),
+        ("--window-size 4 --window-attn-skip-freq [2]", "--window-attn-skip-freq [2]: a number from 1"),
+    ],
+)
+def test_positions_that_contradict_each_other_are_refused(flags: str, told: str) -> None:
+    rope = "" if told.startswith("give --position") else "--position-embedding-type rope"
+    (problem, *more) = problems(f"{rope} {flags}")
+    assert any(told in one for one in (problem, *more))
+
+
+@pytest.mark.parametrize(
+    ("flags", "same"),
+    [
+        ("--no-rope-freq 4", "--rope-pattern RRRN"),
+        ("--no-rope-freq ([0]*3+[1]*1)*2", "--rope-pattern RRRNRRRN"),
+        ("--no-rope-freq [1,0]", "--rope-pattern NR"),
+        ("--no-rope-freq 1", "--rope-pattern N"),
+        ("--window-size 4 --window-attn-skip-freq 3", "--window-size 4 --window-pattern SSF"),
+        ("--window-size 4 --window-attn-skip-freq [1]*2+[0]", "--window-size 4 --window-pattern SSF"),
+    ],
+)
+def test_layers_without_positions_or_windows_by_the_names_of_megatron(flags: str, same: str) -> None:
+    assert resolved(f"--position-embedding-type rope {flags}") == resolved(f"--position-embedding-type rope {same}")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +305,7 @@ def test_flags_of_the_newest_and_the_oldest_megatron_that_change_no_number_are_n
         ("--top-k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
         ("--top_k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
         ("--top_p 0.9", "generating text beside the training (see gptpar generate)"),
-        ("--enable-gpt-oss", "YaRN's form of rotary positions"),
+        ("--enable-gpt-oss", "gpt-oss's options all at once (see --rope-scaling-type)"),
         ("--use_one_sent_docs", "retrieval"),
         ("--fmoe-num-experts 4", "mixture-of-experts"),
         ("--hybrid-context-parallel", "context parallelism"),

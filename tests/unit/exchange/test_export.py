@@ -104,6 +104,17 @@ WINDOWS = "--window-size 4 --window-pattern SF"
         (LLAMA + "--add-qkv-bias " + WINDOWS, "qwen2"),
         (LLAMA + "--qk-layernorm " + WINDOWS, "qwen3"),
         (LLAMA + "--qk-layernorm --qk-layernorm-scope width --norm-placement post", "olmo2"),
+        (LLAMA + "--no-rope-freq 2", "smollm3"),
+        (LLAMA + "--rope-pattern NR " + WINDOWS, "smollm3"),
+        (LLAMA + "--rope-scaling-type linear --rope-scaling-factor 4", "llama"),
+        (LLAMA + "--rope-scaling-type dynamic --original-max-position-embeddings 8", "llama"),
+        (LLAMA + "--rope-scaling-type llama3 --original-max-position-embeddings 8 --low-freq-factor 2", "llama"),
+        (LLAMA + "--add-qkv-bias --rope-scaling-type yarn --original-max-position-embeddings 8", "qwen2"),
+        (
+            "--position-embedding-type rope --rotary-percent 0.5 --rope-scaling-type yarn --yarn-attention-factor 1.25 "
+            "--original-max-position-embeddings 8 --no-yarn-correction-range-round-to-int --yarn-beta-fast 2",
+            "gpt_neox",
+        ),
     ],
 )
 def test_the_family_follows_from_the_model(flags: str, kind: str) -> None:
@@ -133,7 +144,7 @@ def test_everything_wrong_in_a_folder_is_told_and_nothing_is_written(tmp_path: P
     config = json.loads((theirs / "config.json").read_text())
     before = contents(theirs)
     for change, told in (
-        ({"hidden_act": "mish", "rope_parameters": {"rope_type": "yarn"}}, "(?s)hidden_act is 'mish'.*rope_type is"),
+        ({"hidden_act": "mish", "rope_parameters": {"rope_type": "su"}}, "(?s)hidden_act is 'mish'.*rope_type is"),
         ({"num_hidden_layers": 2}, r"'model.layers.2.input_layernorm.weight' has no place in a llama"),
         ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight' is missing"),
         ({"num_hidden_layers": 10**12}, "1000000000000 layers"),

@@ -215,7 +215,7 @@ MEANT_OTHERWISE = {
     "softmax_type": "learnable",
     "qk_l2_norm": True,
     "no_rope_freq": [1],
-    "window_attn_skip_freq": 2,
+    "window_attn_skip_freq": [1],
     "window_size": (4, 3),
     "normalization": "SomeNorm",
 }

@@ -22,6 +22,8 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
     "num_query_groups": {"group_query_attention": True, "num_query_groups": 2},
     "kv_channels": {"kv_channels": 16},
     "window_size": {"window_size": (3, 0)},
+    "window_attn_skip_freq": {"window_size": (3, 0), "window_attn_skip_freq": 2},
+    "no_rope_freq": {"position_embedding_type": "rope", "no_rope_freq": 2},
     "normalization": {"normalization": "RMSNorm"},
     "layernorm_epsilon": {"norm_epsilon": 1e-3},
     "layernorm_zero_centered_gamma": {"apply_layernorm_1p": True},

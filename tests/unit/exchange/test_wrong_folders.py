@@ -164,19 +164,40 @@ def test_nothing_is_made_in_a_foreign_folder(tmp_path: Path) -> None:
     ("family", "remedy"),
     [
         ("GPT-2", "use at most 16"),
-        ("Llama", "use at most 16, or set max_position_embeddings to 64 in a copy of its config.json"),
+        (
+            "Llama",
+            "use at most 16, or stretch them, such as by --rope-scaling-type yarn --rope-scaling-factor 4 "
+            "--original-max-position-embeddings 16, or by a larger --rotary-base",
+        ),
     ],
 )
 def test_a_longer_sequence_than_the_folders_is_told_with_a_remedy_that_works(
     family: str, remedy: str, tmp_path: Path
 ) -> None:
-    def problems(length: int) -> list[str]:
-        parsed = parse_flags(f"--load-hf {tmp_path} --seq-length {length} --micro-batch-size 1".split())
+    def problems(length: int, more: str = "") -> list[str]:
+        parsed = parse_flags(f"--load-hf {tmp_path} --seq-length {length} --micro-batch-size 1 {more}".split())
         take_model_of_hf(parsed)
         return parsed.problems
 
     save_theirs(tmp_path, family)
     assert problems(64) == [f"--seq-length 64 goes past the 16 positions of the model of --load-hf: {remedy}."]
     assert problems(16) == problems(8) == []
-    edited(max_position_embeddings=64)(tmp_path)
-    assert family == "GPT-2" or problems(64) == []
+    if family == "GPT-2":
+        assert problems(64, "--rotary-base 10000") == problems(64)
+    else:
+        offered = "--rope-scaling-type" + remedy.split("--rope-scaling-type")[1].split(",")[0]
+        assert problems(64, offered) == problems(64, "--rotary-base 500000") == []
+
+
+def test_a_run_may_stretch_the_rotary_positions_of_a_folder(tmp_path: Path) -> None:
+    save_theirs(tmp_path, "Llama")
+    stretched = "--rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 16"
+    run = "--seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+    parsed = parse_flags(f"--load-hf {tmp_path} {run} {stretched}".split())
+    take_model_of_hf(parsed)
+    model = resolve(parsed, 1)[0].model
+    assert (model.seq_length, model.max_position_embeddings, model.hidden_size) == (64, 64, 32)
+    assert (model.rope_scaling_type, model.rope_scaling_factor) == ("yarn", 4.0)
+    assert [(one.value, one.reason) for one in parsed.derived if one.name == "rope scaling type"] == [
+        ("yarn", "--rope-scaling-type; it has none there")
+    ]

@@ -13,7 +13,7 @@ from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
-from gptpar.model.rotary import rotate
+from gptpar.model.rotary import Rotary, rotate
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_norms_of_heads_form_all_gradients(
     inputs = [qkv, *(vectors if centred else vectors[::2])] + [layer_bias] * has_bias
 
     def turned(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (*(rotate(part, None, rotated, 10000) for part in parts[:2]), *parts[2:]) if rotated else parts
+        return (*(rotate(part, None, Rotary(rotated, 10000)) for part in parts[:2]), *parts[2:]) if rotated else parts
 
     wanted = turned(plain_heads(qkv + layer_bias if has_bias else qkv, (norms[0], norms[1]), shape, 1e-5))
     given = qkv + layer_bias.detach() if has_bias else qkv

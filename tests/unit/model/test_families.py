@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,9 +39,14 @@ ROTARY_31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LINEAR = {**ROTARY_5, "rope_type": "linear", "factor": 4.0}
+DYNAMIC = {**ROTARY_5, "rope_type": "dynamic", "factor": 4.0}
+SHORT_31 = {**ROTARY_31, "original_max_position_embeddings": 8, "low_freq_factor": 0.5, "high_freq_factor": 3.0}
+YARN = {**ROTARY_5, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+SMOLLM3 = {**LLAMA, "model_type": "smollm3", "pad_token_id": 0}
 CASES: dict[str, dict[str, Any]] = {
     "GPT-2": GPT2,
     "GPT-2, other sizes": {**GPT2, "n_inner": 40, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
@@ -67,12 +73,37 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 6,
     },
     "Llama 3.1": {**LLAMA, "model_type": "llama", "rope_parameters": ROTARY_31, "head_dim": 16},
+    "Llama, linear": {**LLAMA, "model_type": "llama", "rope_parameters": LINEAR},
+    "Llama, dynamic": {**LLAMA, "model_type": "llama", "rope_parameters": DYNAMIC},
+    "Llama 3.1 of short samples": {**LLAMA, "model_type": "llama", "rope_parameters": SHORT_31, "head_dim": 16},
+    "Llama, YaRN": {**LLAMA, "model_type": "llama", "rope_parameters": YARN, "head_dim": 16},
+    "Llama, YaRN with scales": {
+        **LLAMA,
+        "model_type": "llama",
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    },
+    "GPT-NeoX, YaRN": {
+        **NEOX,
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5, "attention_factor": 1.5, "beta_slow": 0.25},
+    },
     "Qwen2": QWEN2,
     "Qwen2, windows": {**QWEN2, **WINDOWS},
     "Qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-2},
     "Qwen3, windows": {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **WINDOWS},
+    "Qwen3, YaRN and windows": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rope_parameters": YARN, **WINDOWS},
     "OLMo-2": {**LLAMA, "model_type": "olmo2"},
     "OLMo-2, all heads": {**LLAMA, "model_type": "olmo2", "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    "SmolLM3": {**SMOLLM3, "num_hidden_layers": 5},
+    "SmolLM3, windows": {
+        **SMOLLM3,
+        "no_rope_layers": [1, 0, 1, 0, 0],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "rope_parameters": YARN,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
@@ -162,7 +193,9 @@ def of_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[t
 
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2"), of_llama)
+NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(
+    ("llama", "qwen2", "qwen3", "olmo2", "smollm3"), of_llama
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -184,6 +217,33 @@ def test_logits_equal_theirs(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-11 if exact else 1e-5, atol=1e-11 if exact else 1e-5)
 
 
+SCALED = ("linear", "dynamic", "llama3", "yarn")
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("length", [16, 40, 200])
+def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str, length: int) -> None:
+    rotary = {"linear": LINEAR, "dynamic": DYNAMIC, "llama3": SHORT_31, "yarn": YARN}[kind]
+    fields = {**LLAMA, "model_type": "llama", "head_dim": 16, "rope_parameters": rotary}
+    if kind != "dynamic":  # its field is the original length
+        fields["max_position_embeddings"] = length
+    reference = theirs(fields)
+    flags = dataclasses.replace(flags_of(written_config(reference)), seq_length=length)
+    model = complete_model(flags, TokenizerConfig())
+    assert model.rope_scaling_type == kind
+    stage = Stage(gpt_model(model).specs)
+    stage.place({name: value.contiguous() for name, value in of_llama(model, reference.state_dict())})
+    tokens = random_tokens(2, length - 1, 61)
+    with torch.no_grad():
+        found, wanted = stage.eval()(tokens, {"seq_length": length}), reference(tokens).logits.flatten(0, 1)
+        plain = dataclasses.replace(model, rope_scaling_type=None)
+        stage_of_plain = Stage(gpt_model(plain).specs)
+        stage_of_plain.place({name: value.contiguous() for name, value in of_llama(plain, reference.state_dict())})
+        unscaled = stage_of_plain.eval()(tokens, {"seq_length": length})
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert (found - unscaled).abs().max() > 1e-2 or (kind, length) == ("dynamic", 16)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
     """Version 4 wrote a field for each number of the rotary positions, and no kinds of layers."""
@@ -194,7 +254,7 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         old["rotary_emb_base" if new["model_type"] == "gpt_neox" else "rope_theta"] = rotary["rope_theta"]
     if "partial_rotary_factor" in rotary:
         old["rotary_pct"] = rotary["partial_rotary_factor"]
-    if rotary.get("rope_type") == "llama3":
+    if rotary.get("rope_type", "default") != "default":
         old["rope_scaling"] = {name: value for name, value in rotary.items() if name != "rope_theta"}
     assert flags_of(old) == flags_of(new)
 
@@ -208,18 +268,23 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         ({**GPT2, "activation_function": "mish"}, "activation_function is 'mish', and gptpar has gelu_new"),
         ({**NEOX, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
         ({**LLAMA, "model_type": "llama", "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
-        ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+        ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope', and gptpar"),
         (
-            {**LLAMA, "model_type": "llama", "rope_parameters": {**ROTARY_31, "low_freq_factor": 2.0}},
-            "low_freq_factor of the rotary positions is 2.0, and gptpar computes with 1.0.",
+            {**LLAMA, "model_type": "llama", "rope_parameters": {**ROTARY_31, "low_freq_factor": 4.0}},
+            "low_freq_factor of the rotary positions is 4; less than high_freq_factor, 4, is needed.",
         ),
+        (
+            {**LLAMA, "model_type": "llama", "rope_scaling": {"type": "linear"}},
+            "factor of the rotary positions is null; a number from 1 is needed.",
+        ),
+        ({**SMOLLM3, "no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers, and the model has 3 layers."),
         ({**LLAMA, "model_type": "llama", "hidden_act": "mish"}, "hidden_act is 'mish'"),
         *(
             (
                 {**LLAMA, "model_type": kind, "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5}},
                 f"^(?s:.*){kind}: partial_rotary_factor is 0.5; transformers' models of this family ignore it and turn",
             )
-            for kind in ("llama", "qwen2", "qwen3", "olmo2")
+            for kind in ("llama", "qwen2", "qwen3", "olmo2", "smollm3")
         ),
         ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),

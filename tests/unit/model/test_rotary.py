@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from gptpar.config.flags import parse_flags
+from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.stored import stored_config, stored_model
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
+from gptpar.model.attention import Attention
 from gptpar.model.block import Block
-from gptpar.model.rotary import frequencies_of, rotate
+from gptpar.model.gpt import gpt_model
+from gptpar.model.rotary import Rotary, rotate
+from gptpar.pipeline import Stage
 from tests.helpers import TINY, tiny_config
 
 CPU = torch.device("cpu")
+OLD = {
+    **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4},
+    **{"kv_channels": 8, "seq_length": 16, "padded_vocab_size": 64},
+}
+"""What a checkpoint says of a tiny model."""
+
+
+def llama(width: int, base: int, factor: float) -> Rotary:
+    """Plain positions, or with a factor those of Llama 3.1."""
+    return Rotary(width, base, "llama3" if factor > 1 else None, factor, 8192, (1.0, 4.0))
 
 
 @pytest.mark.parametrize(("factor", "base", "width"), [(8.0, 500_000, 128), (32.0, 500_000, 64), (8.0, 10_000, 16)])
@@ -32,11 +48,11 @@ def test_frequencies_are_those_of_transformers(factor: float, base: int, width: 
     )
     wanted, attention = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     assert attention == 1.0
-    torch.testing.assert_close(frequencies_of(width, base, factor, CPU), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(llama(width, base, factor).frequencies(CPU), wanted, rtol=1e-6, atol=0)
 
 
 def test_frequencies_are_kept_divided_or_between_by_their_turns_in_8192_tokens() -> None:
-    plain, scaled = frequencies_of(128, 500_000, 1, CPU), frequencies_of(128, 500_000, 8, CPU)
+    plain, scaled = llama(128, 500_000, 1).frequencies(CPU), llama(128, 500_000, 8).frequencies(CPU)
     turns = plain * 8192 / (2 * math.pi)
     assert torch.equal(scaled[turns >= 4], plain[turns >= 4]) and (turns >= 4).sum() > 20
     assert torch.equal(scaled[turns <= 1], plain[turns <= 1] / 8) and (turns <= 1).sum() > 20
@@ -62,9 +78,9 @@ def test_fp64_turns_by_fp64_angles(rotated: int, factor: float, base: int, spaci
     positions = np.stack((np.arange(32) * spacing, np.arange(32)))
     wanted = float64_turned(x, positions, rotated, base, factor)
     given = torch.from_numpy(x)
-    found = rotate(given, torch.from_numpy(positions), rotated, base, factor).numpy()
+    found = rotate(given, torch.from_numpy(positions), llama(rotated, base, factor)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
-    plain = rotate(given[1:], None, rotated, base, factor).numpy()
+    plain = rotate(given[1:], None, llama(rotated, base, factor)).numpy()
     np.testing.assert_allclose(plain, wanted[1:], rtol=0, atol=1e-14)
 
 
@@ -88,19 +104,62 @@ def test_attention_in_fp64_is_that_of_float64(scaling: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     x = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    angles = torch.tensor([0, 5000, 100_000])[:, None].float() * frequencies_of(16, 500_000, 8, CPU)
+    angles = torch.tensor([0, 5000, 100_000])[:, None].float() * llama(16, 500_000, 8).frequencies(CPU)
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), 16, 500_000, 8), wanted)
+    assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8)), wanted)
 
 
 def test_the_flags_are_megatrons() -> None:
     rope = [*TINY.split(), "--position-embedding-type", "rope"]
     model = resolve(parse_flags([*rope, "--use-rope-scaling"]), 1)[0].model
-    assert (model.use_rope_scaling, model.rope_scaling_factor) == (True, 8.0)
+    assert (model.rope_scaling_type, model.rope_scaling_factor) == ("llama3", 8.0)
+    assert model.original_max_position_embeddings == 8192
     with pytest.raises(ConfigError) as caught:
         resolve(parse_flags([*TINY.split(), "--use-rope-scaling"]), 1)
     assert caught.value.problems == [
         "--use-rope-scaling changes rotary positions: give --position-embedding-type rope, or drop it."
     ]
+
+
+def test_a_checkpoint_of_a_version_before_keeps_its_scaled_positions() -> None:
+    """It says ``use_rope_scaling`` alone, of Llama 3.1's form; so do Megatron's arguments."""
+    wanted = {f"model.{name}" for name in ("rope_scaling_type", "rope_scaling_factor", *SCALED_BY)}
+    for before, kind, context in ((True, "llama3", 8192), (False, None, None)):
+        values = {"use_rope_scaling": before, "rope_scaling_factor": 32.0}
+        flags, known, problems = stored_config({"model": values}, wanted)
+        found = flags.model
+        assert (found.rope_scaling_type, found.original_max_position_embeddings) == (kind, context)
+        assert (found.rope_scaling_factor, problems) == (32.0, [])
+        assert known == {f"model.{name}" for name in ("rope_scaling_type", *SCALED_BY)[:3]}
+    values = {"rope_scaling_type": "yarn", "original_max_position_embeddings": 64}
+    assert stored_config({"model": values}, wanted)[0].model.rope_scaling_type == "yarn"
+    old = {**OLD, "use_rope_scaling": True, "position_embedding_type": "rope"}
+    model = stored_model(Path("old"), {"config": {"model": old, "tokenizer": {}}}).model
+    assert Rotary.of(model) == Rotary(8, 10000, "llama3", 8.0, 8192, (1.0, 4.0), 16)
+
+
+def test_frequencies_without_a_stretch_are_the_plain_ones() -> None:
+    plain = Rotary(16, 10_000).frequencies(CPU, torch.float64)
+    same = (("linear", 1.0, 16), ("dynamic", 8.0, 64), ("llama3", 1.0, 64), ("yarn", 1.0, 64))
+    for kind, factor, context in same:
+        scaled = Rotary(16, 10_000, kind, factor, context, (1.0, 32.0), 64).frequencies(CPU, torch.float64)
+        torch.testing.assert_close(scaled, plain, rtol=1e-15, atol=0)
+    stretched = Rotary(16, 10_000, "dynamic", 8.0, 32, (1.0, 1.0), 64).frequencies(CPU, torch.float64)
+    wanted = (10_000 * 9 ** (16 / 14)) ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    torch.testing.assert_close(stretched, wanted, rtol=1e-14, atol=0)
+
+
+def test_layers_without_positions_turn_nothing() -> None:
+    flags = "--position-embedding-type rope --num-layers 4 --rope-pattern RNN"
+    layers = Stage(gpt_model(tiny_config(flags).model).specs).modules()
+    assert [one.rotary is not None for one in layers if isinstance(one, Attention)] == [True, False, False, True]
+    without = Block(tiny_config("--position-embedding-type rope").model, rotary=False).attention.double()
+    none = Block(tiny_config("--position-embedding-type none").model).attention.double()
+    for number, (mine, other) in enumerate(zip(without.parameters(), none.parameters(), strict=True)):
+        value = torch.randn(mine.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        mine.data = other.data = value
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = without(x, None, None, 16)
+    assert found.isfinite().all() and torch.equal(found, none(x, None, None, 16))

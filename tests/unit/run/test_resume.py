@@ -21,7 +21,7 @@ from gptpar.run.progress import Progress
 from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.run.saved_runs import DONE, inputs_of, save, saved, with_fields
+from tests.unit.run.saved_runs import DONE, initial, inputs_of, save, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
 
@@ -145,8 +145,16 @@ OTHER: dict[str, Any] = {
     "model.position_embedding_type": "none",
     "model.rotary_base": 500,
     "model.rotary_percent": 0.5,
-    "model.use_rope_scaling": True,
+    "model.rope_pattern": "RN",
+    "model.rope_scaling_type": "linear",
     "model.rope_scaling_factor": 32.0,
+    "model.original_max_position_embeddings": 8,
+    "model.low_freq_factor": 2.0,
+    "model.high_freq_factor": 8.0,
+    "model.yarn_beta_fast": 16.0,
+    "model.yarn_beta_slow": 2.0,
+    "model.yarn_attention_factor": 1.5,
+    "model.yarn_correction_range_round_to_int": False,
     "model.normalization": "RMSNorm",
     "model.norm_epsilon": 0.1,
     "model.qk_layernorm": True,
@@ -208,7 +216,13 @@ OTHER: dict[str, Any] = {
     "precision.loss_scale": 4.0,
 }
 NEEDS = {  # where a field has an effect
-    "model.rope_scaling_factor": {"model.use_rope_scaling": True},
+    "model.rope_scaling_factor": {"model.rope_scaling_type": "linear"},
+    "model.original_max_position_embeddings": {"model.rope_scaling_type": "dynamic"},
+    **{f"model.{name}_freq_factor": {"model.rope_scaling_type": "llama3"} for name in ("low", "high")},
+    **{
+        f"model.yarn_{name}": {"model.rope_scaling_type": "yarn"}
+        for name in ("beta_fast", "beta_slow", "attention_factor", "correction_range_round_to_int")
+    },
     "model.max_position_embeddings": {"model.position_embedding_type": "learned_absolute"},
     "model.add_bias_linear": {"model.add_bias_linear": True},
     "data.split": {"data.mock_data": False, "data.data_path": ("x",)},
@@ -273,6 +287,29 @@ def test_fine_tuning_another_model_is_told(tmp_path: Path) -> None:
     config, said = tiny_config(f"--load {tmp_path} {ROPE} --rotary-base 500 --finetune"), list[str]()
     assert resume.load(make_trainer(config), inputs_of(config), said.append) == Progress()
     assert said[-1] == " > fine-tuning another model than the checkpoint's: --rotary-base 10000 there, 500 here"
+
+
+def test_a_short_training_goes_on_with_longer_samples(tmp_path: Path) -> None:
+    """Rotary positions by a flag, which is told; the weights are those of the short training."""
+    saved(tmp_path, ROPE)
+    longer = "--seq-length 32 --rope-scaling-type yarn --rope-scaling-factor 2 --original-max-position-embeddings 16"
+    config, said = tiny_config(f"--load {tmp_path} {ROPE} --finetune --seed 5 {longer}"), list[str]()
+    trainer = make_trainer(config)
+    assert progress_to_resume(config, inputs_of(config)) == Progress()
+    assert resume.load(trainer, inputs_of(config), said.append) == Progress()
+    assert said[-1] == (
+        " > fine-tuning another model than the checkpoint's: --rope-scaling-type not given there, yarn here"
+    )
+    before = initial(ROPE).engine.parameters.views()
+    assert all(torch.equal(view, before[name]) for name, view in trainer.engine.parameters.views().items())
+
+
+def test_a_table_of_positions_cannot_go_on_with_longer_samples(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = tiny_config(f"--load {tmp_path} --finetune --seq-length 32")
+    told = "learned positions for samples of up to 16 tokens, and --max-position-embeddings is 32: a table of positions"
+    with pytest.raises(CheckpointError, match=told):
+        progress_to_resume(config, inputs_of(config))
 
 
 @pytest.mark.parametrize(

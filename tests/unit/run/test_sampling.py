@@ -21,6 +21,11 @@ OPTIONS = {
     "query/key norms": "--qk-layernorm --position-embedding-type rope",
     "norms over the width": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
     "windows": "--window-size 5 --window-pattern SF --position-embedding-type rope",
+    "layers without positions": "--position-embedding-type rope --no-rope-freq 2 --window-size 5 --window-pattern FS",
+    "dynamic positions": "--position-embedding-type rope --rope-scaling-type dynamic "
+    "--original-max-position-embeddings 4",
+    "YaRN": "--position-embedding-type rope --rope-scaling-type yarn --original-max-position-embeddings 8 "
+    "--rope-scaling-factor 2 --yarn-beta-fast 2",
     "post-norm": "--norm-placement post --normalization RMSNorm --swiglu",
     "peri-norm": "--norm-placement peri",
     "gated attention": "--attention-output-gate",

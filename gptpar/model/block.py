@@ -6,6 +6,7 @@ Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import gelu, squared_relu
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
+from gptpar.model.experts.layer import Experts
+from gptpar.model.experts.routing import Choice, losses_of
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
@@ -62,13 +65,32 @@ def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
             return x_NF
 
 
-class MLP(nn.Module):
-    """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020)."""
+def gated(name: str, up: torch.Tensor) -> torch.Tensor:
+    """One half of an MLP's first product, multiplied by a gate's function of the other half."""
+    gate_NF, value_NF = up.chunk(2, dim=-1)
+    return gate(name, gate_NF) * value_NF
 
-    def __init__(self, linears: Linears):
+
+def make_experts(linears: Linears) -> Experts:
+    """A mixture of experts in place of an MLP."""
+    config = linears.config
+    name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
+    activate = partial(gated, name) if config.gated else partial(activation, name, bias_F=None)
+    return Experts(linears, activate, None if shared is None else MLP(linears, shared))
+
+
+class MLP(nn.Module):
+    """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020).
+
+    Args:
+        linears: makes the linear layers of the block.
+        inner: width between them; by default the model's.
+    """
+
+    def __init__(self, linears: Linears, inner: int | None = None):
         super().__init__()
         config = linears.config
-        width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
         parts = 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
@@ -83,8 +105,7 @@ class MLP(nn.Module):
         """Returns y_ND."""
         up = self.up(x_ND)
         if self.gated:
-            gate_NF, value_NF = up.chunk(2, dim=-1)
-            return self.down(gate(self.activation, gate_NF) * value_NF)
+            return self.down(gated(self.activation, up))
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
     def cost(self, batch: BatchShape) -> Cost:
@@ -107,6 +128,7 @@ class Block(nn.Module):
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
             without its projections), ``mlp``, ``layernorm``.
         window: see :class:`Attention`.
+        experts: whether the MLP is a mixture of experts; the block then returns their losses, too, if there are any.
     """
 
     def __init__(
@@ -116,6 +138,7 @@ class Block(nn.Module):
         *,
         recompute_modules: frozenset[str] = NOTHING,
         window: int | None = None,
+        experts: bool = False,
     ):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
@@ -132,7 +155,8 @@ class Block(nn.Module):
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
-        self.mlp = MLP(linears)
+        self.mlp: MLP | Experts = make_experts(linears) if experts else MLP(linears)
+        self.returns_losses = experts and bool(losses_of(config))
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
@@ -144,14 +168,16 @@ class Block(nn.Module):
         document_ids_BS: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
-    ) -> torch.Tensor:
-        """Returns y_ND; under sequence parallelism x and y hold this rank's tokens.
+        choice: Choice | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns y_ND, or (y_ND, losses of experts); under sequence parallelism x and y hold this rank's tokens.
 
         Args:
             positions_BS: of each token; ``None``: 0, 1, 2, ...
             document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
             seq_length: S.
             seeds: of dropout's masks; needed in training if the model has dropout.
+            choice: keeps the experts that are chosen (:mod:`gptpar.model.experts.routing`).
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
         attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length, seeds)
@@ -162,8 +188,13 @@ class Block(nn.Module):
             x_ND = x_ND + attended_ND
         else:
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
-        y_ND = self._norm_output(self.mlp_post_norm, self._run("mlp", self.mlp, normed_ND), self.mlp)
-        return x_ND + self.mlp_output_dropout(y_ND, seeds)
+        losses: dict[str, torch.Tensor] = {}
+        if isinstance(self.mlp, Experts):
+            y_ND, losses = self._run("mlp", self.mlp, normed_ND, seq_length, choice)
+        else:
+            y_ND = self._run("mlp", self.mlp, normed_ND)
+        y_ND = x_ND + self.mlp_output_dropout(self._norm_output(self.mlp_post_norm, y_ND, self.mlp), seeds)
+        return (y_ND, losses) if self.returns_losses else y_ND
 
     def cost(self, batch: BatchShape) -> Cost:
         """Attention, MLP, and the norms and sums of the residual stream, which are those of this rank's tokens."""
@@ -201,15 +232,17 @@ class Block(nn.Module):
         x_ND = x_ND if added_ND is None else x_ND + added_ND
         return x_ND, self._run("layernorm", norm, x_ND)
 
-    def _norm_output(self, norm: nn.Module | None, x_ND: torch.Tensor, layer: RowParallelLinear | MLP) -> torch.Tensor:
+    def _norm_output(
+        self, norm: nn.Module | None, x_ND: torch.Tensor, layer: RowParallelLinear | MLP | Experts
+    ) -> torch.Tensor:
         """A layer's output, normalised if a norm follows it."""
         if isinstance(norm, OutputLayerNorm):
             return norm(x_ND, layer.unsummed_bias)
         return self._run("layernorm", norm, x_ND)
 
-    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor) -> torch.Tensor:
+    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor, *args: Any) -> Any:
         if part is None:
             return x_ND
         if name in self.recompute_modules and self.training:
-            return checkpoint(part, x_ND, use_reentrant=False, preserve_rng_state=False)
-        return part(x_ND)
+            return checkpoint(part, x_ND, *args, use_reentrant=False, preserve_rng_state=False)
+        return part(x_ND, *args)

@@ -11,6 +11,8 @@ from gptpar.model.attention import window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
+from gptpar.model.experts.balance import choice_field
+from gptpar.model.experts.routing import losses_of
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.norm import NORMS, norm_arguments
 from gptpar.model.spec import ModelLayer, ModelSpec
@@ -35,7 +37,7 @@ def gpt_model(
 
 
 def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str]) -> Iterator[ModelLayer]:
-    number = 0
+    number, with_experts = 0, config.blocks_with_experts(config.num_layers)
     for role in layer_roles(config.num_layers):
         match role:
             case Role.EMBEDDING:
@@ -47,15 +49,20 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                 )
             case Role.BLOCK:
                 name = f"layers.{number}"
-                fields = (*BLOCK_FIELDS, *_seeds(config, name))
+                experts = with_experts[number]
+                # Dropout's seeds have their place among a block's arguments where there is no dropout, too.
+                fields = (*BLOCK_FIELDS, *([seeds_field(name)] * (config.has_dropout or experts)))
+                fields += (choice_field(name),) * experts
                 block = LayerSpec(
                     Block,
                     config,
                     axis,
                     recompute_modules=recompute_modules,
                     window=window_of(config, number),
+                    experts=experts,
                     name=name,
                     batch_fields=fields,
+                    auxiliary_losses=losses_of(config) if experts else (),
                 )
                 yield ModelLayer(role, block)
                 number += 1

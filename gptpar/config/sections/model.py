@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gptpar.config.fields import flag, on_unless
 from gptpar.config.presets import PRESETS
+from gptpar.config.sections.experts import ExpertOptions
 
 GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
@@ -143,7 +144,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(ModelOptions):
+class ModelFlags(ExpertOptions, ModelOptions):
     """A GPT's shape and options."""
 
     preset: str | None = flag(None, "fill the model's shape from this preset", choices=tuple(PRESETS))
@@ -186,7 +187,7 @@ class ModelFlags(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelOptions):
+class ModelConfig(ExpertOptions, ModelOptions):
     """A GPT, completely described."""
 
     num_layers: int

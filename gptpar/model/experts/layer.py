@@ -1,0 +1,96 @@
+"""``Experts``: the MLP of a block as a mixture of experts; every token is computed, whatever the loads are.
+
+Legend: N all tokens (n: this rank's, under sequence parallelism), D model width, E experts, K experts of a token,
+M = N * K rows, F this rank's part of an expert's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gptpar.model.experts.products import combined, grouped_product, places_of, scattered
+from gptpar.model.experts.routing import Choice, Router
+from gptpar.model.linear import Linears
+from gptpar.model.mup import hidden_std
+from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
+from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
+from gptpar.topology.initial_values import Normal
+from gptpar.topology.placement import ParameterSpec
+
+
+class Experts(nn.Module):
+    """The weighted sum of the outputs of each token's K best experts, and of an expert that all tokens share.
+
+    Tensor ranks split the width of every expert.
+
+    Args:
+        linears: makes the linear layers of the block.
+        activate: from an expert's first product, M x (gate and value, or F), to the input of the second, M x F.
+        shared: the shared expert; ``None``: there is none.
+    """
+
+    unsummed_bias = None
+    """Experts have no biases."""
+
+    def __init__(self, linears: Linears, activate: Callable[[torch.Tensor], torch.Tensor], shared: nn.Module | None):
+        super().__init__()
+        config, axis = linears.config, linears.axis
+        self.axis, self.activate, self.num_experts = axis, activate, config.num_experts
+        self.topk = config.moe_router_topk
+        width, inner = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+        own, parts = inner // axis.size, 2 if config.gated else 1
+        std = hidden_std(config)
+        down_std = std / (2 * config.num_layers) ** 0.5
+        self.declared = {
+            "up": ParameterSpec(Normal(std), axis.split(2, inner)),
+            "down": ParameterSpec(Normal(down_std), axis.split(2, inner)),
+            "gate": ParameterSpec(Normal(std), axis.between_layers),
+        }
+        self.router = Router(config, axis)
+        self.up = nn.Parameter(torch.empty(config.num_experts, parts, own, width))
+        self.down = nn.Parameter(torch.empty(config.num_experts, width, own))
+        self.shared = shared
+        self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
+
+    def forward(
+        self, x_nD: torch.Tensor, seq_length: int, choice: Choice | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns (y_nD, auxiliary losses by name).
+
+        Args:
+            seq_length: S.
+            choice: keeps the experts that are chosen; see :meth:`Router.forward`.
+        """
+        axis = self.axis
+        x_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_nD, axis)
+        routed = self.router(x_ND, seq_length, choice)
+        places = places_of(routed.chosen_NK, self.num_experts)
+        up_MF = grouped_product(scattered(x_ND, places), self.up.flatten(1, 2), places.counts_E)
+        y_MD = grouped_product(self.activate(up_MF), self.down, places.counts_E)
+        y_ND = combined(y_MD, routed.weights_NK, places)
+        y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
+        if self.shared is not None:
+            shared_nD = self.shared(x_nD)
+            y_nD = y_nD + (shared_nD if self.gate is None else shared_nD * (x_nD @ self.gate.t()).sigmoid())
+        return y_nD, routed.losses
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """The router, and the products of K experts for each token; rows and outputs are kept for each of these."""
+        (_, parts, inner, width), size, k = self.up.shape, batch.dtype.itemsize, self.topk
+        columns, is_split = parts * inner * k, self.axis.size > 1
+        products = (
+            Product(width, self.num_experts),
+            Product(width, columns, moves_input=is_split),
+            Product(inner * k, width, moves_output=is_split),
+        )
+        # Of tokens, rows, both products' outputs and the activation function; of the router its probabilities.
+        rows = k * width
+        wide = batch.statistic_size
+        kept = width * size + 2 * rows * size + (columns + inner * k * (2 if parts == 2 else 1)) * size
+        kept += 2 * self.num_experts * wide
+        moved = 2 * rows + 2 * columns + (k + 1) * width
+        cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=rows * size)
+        return cost if self.shared is None else cost + self.shared.cost(batch)  # type: ignore[operator]

@@ -20,6 +20,8 @@ from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
 LOSS_FIELDS = ("labels", "loss_mask", "scale", "each_token", "loss_divisor")
 BLOCK_FIELDS = ("position_ids", "document_ids", "seq_length")
+NO_SEEDS = "no dropout seeds"
+"""A field that no micro-batch has, for the place of seeds among a block's arguments."""
 POSITION_FIELDS = ("position_ids", "seq_length")
 
 
@@ -50,9 +52,10 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
             case Role.BLOCK:
                 name = f"layers.{number}"
                 experts = with_experts[number]
-                # Dropout's seeds have their place among a block's arguments where there is no dropout, too.
-                fields = (*BLOCK_FIELDS, *([seeds_field(name)] * (config.has_dropout or experts)))
-                fields += (choice_field(name),) * experts
+                fields = (*BLOCK_FIELDS, *_seeds(config, name))
+                if experts:
+                    seeds = _seeds(config, name) or (NO_SEEDS,)
+                    fields = (*BLOCK_FIELDS, *seeds, choice_field(name))
                 block = LayerSpec(
                     Block,
                     config,

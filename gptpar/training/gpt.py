@@ -14,6 +14,7 @@ from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.model.dtypes import DTYPES
+from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.model.spec import ModelSpec
@@ -41,6 +42,7 @@ class GptEngine:
         pipeline: the model, cut into stages.
         host: the CPU optimizer; ``None`` where it has nothing to do.
         groups: the parameters' groups.
+        experts: balances the model's experts.
         partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
@@ -49,6 +51,7 @@ class GptEngine:
     engine: Engine
     host: HostOptimizer | None
     groups: ParameterGroups
+    experts: ExpertBalance
     partial_gradient: PartialGradient | None
 
 
@@ -96,7 +99,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         families=groups.families,
     )
     partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)
-    return GptEngine(model, pipeline, engine, host, groups, partial_gradient)
+    experts = ExpertBalance(config.model, model.specs, settings.wide, device)
+    for stage in pipeline.stages_here:
+        experts.attach(stage.layers_by_name())
+    return GptEngine(model, pipeline, engine, host, groups, experts, partial_gradient)
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

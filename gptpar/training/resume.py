@@ -91,6 +91,7 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
         "config": trainer.config.to_dict(),
         "torch": torch.__version__,
         **({} if trainer.skip_step is None else {"skip_step": trainer.skip_step.state()}),
+        **({} if (experts := trainer.experts.state()) is None else {"experts": experts}),
     }
 
 
@@ -241,6 +242,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         apart=memory_folder(),
         report=_only_missing(say),
     )
+    trainer.experts.load(loaded.meta.get("experts"))
     trainer.engine.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):

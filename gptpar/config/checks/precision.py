@@ -31,6 +31,8 @@ def graph_obstacles(config: Flags | Config, data_parallel_size: int) -> Iterator
     """What needs the host in the middle of a step, each as a part of a sentence."""
     if config.model.has_dropout:
         yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"
+    if config.model.has_experts:
+        yield "tokens are brought to their experts by kernels that are not recorded yet"
     if data_parallel_size > 1 and config.parallel.zero_stage in (2, 3):
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
     if config.offload.cpu_optimizer and (data_parallel_size > 1 or config.parallel.model_parallel_size > 1):

@@ -18,7 +18,7 @@ from gptpar.kernels.bias_gradient import gelu, squared_relu
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.routing import Choice, losses_of
+from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
@@ -168,7 +168,7 @@ class Block(nn.Module):
         document_ids_BS: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
-        choice: Choice | None = None,
+        choice_NK: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns y_ND, or (y_ND, losses of experts); under sequence parallelism x and y hold this rank's tokens.
 
@@ -177,7 +177,7 @@ class Block(nn.Module):
             document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
             seq_length: S.
             seeds: of dropout's masks; needed in training if the model has dropout.
-            choice: keeps the experts that are chosen (:mod:`gptpar.model.experts.routing`).
+            choice_NK: keeps the experts that are chosen (:mod:`gptpar.model.experts.routing`).
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
         attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length, seeds)
@@ -190,7 +190,7 @@ class Block(nn.Module):
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
         losses: dict[str, torch.Tensor] = {}
         if isinstance(self.mlp, Experts):
-            y_ND, losses = self._run("mlp", self.mlp, normed_ND, seq_length, choice)
+            y_ND, losses = self._run("mlp", self.mlp, normed_ND, seq_length, choice_NK)
         else:
             y_ND = self._run("mlp", self.mlp, normed_ND)
         y_ND = x_ND + self.mlp_output_dropout(self._norm_output(self.mlp_post_norm, y_ND, self.mlp), seeds)

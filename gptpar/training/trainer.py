@@ -167,7 +167,7 @@ class Trainer:
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
-        fields |= self.experts.fields()
+        fields |= self.experts.fields(tokens.numel())
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self.topology.position(DATA)

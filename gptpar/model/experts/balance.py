@@ -21,7 +21,7 @@ from torch import nn
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.routing import Choice
+from gptpar.model.experts.routing import no_choice
 from gptpar.model.layer_spec import LayerSpec
 
 LOAD = "fullest expert"
@@ -29,7 +29,7 @@ LOAD = "fullest expert"
 
 
 def choice_field(layer: str) -> str:
-    """Name of the micro-batch's field with a layer's :class:`~gptpar.model.experts.routing.Choice`."""
+    """Name of the micro-batch's field that keeps a layer's choice of experts."""
     return f"experts of {layer}"
 
 
@@ -67,9 +67,10 @@ class ExpertBalance:
         """Begin to count a step."""
         self._here_LE.zero_()
 
-    def fields(self) -> dict[str, Choice]:
+    def fields(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """Fields of a micro-batch of training, whose choices count."""
-        return {choice_field(name): Choice() for name in self.names}
+        topk, device = self._config.moe_router_topk, self._bias_LE.device
+        return {choice_field(name): no_choice(num_tokens, topk, device) for name in self.names}
 
     def count(self, sum_over_all: Callable[[torch.Tensor], torch.Tensor], *, counts: bool) -> list[torch.Tensor]:
         """Sum a step's counts over all processes; returns [] fp64 for each name in :attr:`numbers`.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gptpar.model.experts.products import combined, grouped_product, places_of, scattered
-from gptpar.model.experts.routing import Choice, Router
+from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
@@ -56,17 +56,17 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
 
     def forward(
-        self, x_nD: torch.Tensor, seq_length: int, choice: Choice | None
+        self, x_nD: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns (y_nD, auxiliary losses by name).
 
         Args:
             seq_length: S.
-            choice: keeps the experts that are chosen; see :meth:`Router.forward`.
+            choice_NK: keeps the experts that are chosen; see :meth:`Router.forward`.
         """
         axis = self.axis
         x_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_nD, axis)
-        routed = self.router(x_ND, seq_length, choice)
+        routed = self.router(x_ND, seq_length, choice_NK)
         places = places_of(routed.chosen_NK, self.num_experts)
         up_MF = grouped_product(scattered(x_ND, places), self.up.flatten(1, 2), places.counts_E)
         y_MD = grouped_product(self.activate(up_MF), self.down, places.counts_E)

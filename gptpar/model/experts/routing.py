@@ -1,7 +1,7 @@
 """The router: which experts each token goes to, with which weights, and the losses that balance them.
 
-The choice is made once. It is kept with the micro-batch (:class:`Choice`), so that a layer that is computed again in
-the backward pass takes the same experts. Experts are chosen by score, and at equal scores by their number. A bias for
+The choice is made once. It is kept with the micro-batch (:func:`no_choice`), so that a layer that is computed again in
+the backward pass takes the same experts, and counts no token twice. Experts are chosen by score, and at equal scores by their number. A bias for
 balance enters the choice, and no weight.
 
 Losses are means over sequences, or over the tokens of the whole step, so that they depend neither on the micro-batch's
@@ -12,7 +12,6 @@ Legend: N tokens, D width, E experts, K experts of a token, B sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +27,40 @@ from gptpar.topology.placement import ParameterSpec
 BALANCE_LOSS, Z_LOSS = "expert balance loss", "router z-loss"
 
 
-@dataclass
-class Choice:
-    """The experts that one layer chose for one micro-batch of training; int16 [N, K], ``None`` until it has chosen."""
+NOT_CHOSEN = -1
 
-    chosen_NK: torch.Tensor | None = None
+
+def no_choice(num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
+    """int16 [N, K]: memory for the experts that a layer chooses for a micro-batch of training."""
+    return torch.full((num_tokens, topk), NOT_CHOSEN, dtype=torch.int16, device=device)
+
+
+@torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK", "counts_E"))
+def choose_experts(judged_NE: torch.Tensor, choice_NK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """int64 [N, K], the best experts; what ``choice_NK`` holds, if it holds a choice.
+
+    The device decides which, so that a layer is the same program whether it is computed for the first time or again.
+
+    Args:
+        judged_NE: scores.
+        choice_NK: int16, takes the choice.
+        counts_E: int64, takes the number of tokens that chose each expert.
+    """
+    is_kept = choice_NK[:1, :1] != NOT_CHOSEN
+    chosen_NK = torch.where(is_kept, choice_NK.long(), _best(judged_NE, choice_NK.shape[1]))
+    counts_E += counts_of(chosen_NK[None], len(counts_E))[0] * ~is_kept[0]
+    choice_NK.copy_(chosen_NK)
+    return chosen_NK
+
+
+@choose_experts.register_fake
+def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(choice_NK, dtype=torch.int64)
+
+
+def _best(judged_NE: torch.Tensor, topk: int) -> torch.Tensor:
+    """By score, and at equal scores by number; ``torch.topk`` promises nothing of equal ones."""
+    return judged_NE.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
 
 
 class Routed(NamedTuple):
@@ -94,17 +122,17 @@ class Router(nn.Module):
         # Under sequence parallelism an auxiliary loss counts for a part of the tokens on each rank already.
         self._loss_parts = 1 if axis.splits_tokens else axis.size
 
-    def forward(self, x_ND: torch.Tensor, seq_length: int, choice: Choice | None) -> Routed:
+    def forward(self, x_ND: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None) -> Routed:
         """Route all tokens of a micro-batch.
 
         Args:
             seq_length: S.
-            choice: of a micro-batch of training; ``None``: the choice is neither kept nor counted.
+            choice_NK: keeps the choice; see :func:`choose_experts`. ``None``: it is neither kept nor counted.
         """
         config = self.config
         logits_NE = _Logits.apply(x_ND, self.weight)
         scores_NE = logits_NE.softmax(-1) if config.moe_router_score_function == "softmax" else logits_NE.sigmoid()
-        chosen_NK = self._choose(scores_NE.detach(), choice)
+        chosen_NK = self._choose(scores_NE.detach(), choice_NK)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if not config.moe_router_pre_softmax:
             # A sigmoid of all chosen experts may be 0.
@@ -113,17 +141,14 @@ class Router(nn.Module):
             weights_NK = weights_NK * config.moe_router_topk_scaling_factor
         return Routed(chosen_NK, weights_NK, self._losses(logits_NE, chosen_NK, seq_length))
 
-    @torch.no_grad()
-    def _choose(self, scores_NE: torch.Tensor, choice: Choice | None) -> torch.Tensor:
-        if choice is not None and choice.chosen_NK is not None:
-            return choice.chosen_NK.long()
+    def _choose(self, scores_NE: torch.Tensor, choice_NK: torch.Tensor | None) -> torch.Tensor:
         judged_NE = scores_NE if self.bias_E is None else scores_NE + self.bias_E
-        chosen_NK = judged_NE.sort(dim=-1, descending=True, stable=True).indices[:, : self.topk].contiguous()
-        if choice is not None:
-            choice.chosen_NK = chosen_NK.to(torch.int16)
-            if self.counts_E is not None:
-                self.counts_E += counts_of(chosen_NK[None], self.num_experts)[0]
-        return chosen_NK
+        if choice_NK is None:
+            return _best(judged_NE, self.topk)
+        counts_E = self.counts_E
+        if counts_E is None:
+            counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
+        return choose_experts(judged_NE, choice_NK, counts_E)
 
     def _losses(self, logits_NE: torch.Tensor, chosen_NK: torch.Tensor, seq_length: int) -> dict[str, torch.Tensor]:
         """Each rank of the tensor axis has the whole loss and an addend of its gradient."""

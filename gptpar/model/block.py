@@ -200,7 +200,8 @@ class Block(nn.Module):
         """Attention, MLP, and the norms and sums of the residual stream, which are those of this rank's tokens."""
         mlp = self.mlp.cost(batch)
         if "mlp" in self.recompute_modules:
-            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits)
+            last = isinstance(self.mlp, Experts) and self.mlp.reads_last_product
+            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits, last=last)
         kernels = Cost(forward_kernels=KERNELS[0], backward_kernels=KERNELS[1])
         return self.attention.cost(batch) + mlp + self._stream_cost(batch) + kernels
 

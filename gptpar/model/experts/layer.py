@@ -7,11 +7,13 @@ M = N * K rows, F this rank's part of an expert's width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from gptpar.model.experts.products import combined, grouped_product, places_of, scattered
+from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
 from gptpar.model.mup import hidden_std
@@ -30,6 +32,9 @@ class Experts(nn.Module):
         linears: makes the linear layers of the block.
         activate: from an expert's first product, M x (gate and value, or F), to the input of the second, M x F.
         shared: the shared expert; ``None``: there is none.
+
+    Attributes:
+        reads_last_product: whether the backward pass needs the output of the last product.
     """
 
     unsummed_bias = None
@@ -54,6 +59,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.num_experts, width, own))
         self.shared = shared
         self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
+        self.reads_last_product = shared is None or self.gate is not None
 
     def forward(
         self, x_nD: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None
@@ -78,19 +84,21 @@ class Experts(nn.Module):
         return y_nD, routed.losses
 
     def cost(self, batch: BatchShape) -> Cost:
-        """The router, and the products of K experts for each token; rows and outputs are kept for each of these."""
+        """The router, and the products of K experts for each token; a compiler computes a gate again."""
         (_, parts, inner, width), size, k = self.up.shape, batch.dtype.itemsize, self.topk
-        columns, is_split = parts * inner * k, self.axis.size > 1
+        columns, is_split = k * parts * inner, self.axis.size > 1
         products = (
             Product(width, self.num_experts),
             Product(width, columns, moves_input=is_split),
-            Product(inner * k, width, moves_output=is_split),
+            Product(k * inner, width, moves_output=is_split),
         )
-        # Of tokens, rows, both products' outputs and the activation function; of the router its probabilities.
-        rows = k * width
-        wide = batch.statistic_size
-        kept = width * size + 2 * rows * size + (columns + inner * k * (2 if parts == 2 else 1)) * size
-        kept += 2 * self.num_experts * wide
-        moved = 2 * rows + 2 * columns + (k + 1) * width
-        cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=rows * size)
-        return cost if self.shared is None else cost + self.shared.cost(batch)  # type: ignore[operator]
+        # Tokens; copies of them, the outputs of both products, and the activation function's; places of the copies.
+        kept = (width + 2 * k * width + columns + k * inner) * size + PLACE_BYTES * k + self.router.kept(batch)
+        # Copies are written and read, and their outputs summed; the activation function reads and writes.
+        moved = 2 * k * width + 2 * columns + (k + 1) * width
+        cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
+        if self.shared is None:
+            return cost
+        shared = cast(Any, self.shared).cost(batch)
+        gate = 0 if self.gate is None else (width + 1) * size
+        return cost + replace(shared, kept=shared.kept - width * size + gate)  # its input is the experts', too

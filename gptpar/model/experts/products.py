@@ -17,6 +17,8 @@ from gptpar.model.experts.routing import counts_of
 
 ROW_BYTES = 16
 """Of a matrix's row, the grouped kernel needs a multiple of this."""
+PLACE_BYTES = 32
+"""Of a copy of a token: its places and its expert."""
 GROUPED_CAPABILITIES = (9, 10)
 """Of GPUs that have a grouped kernel; others would run torch's loop, which waits for the device."""
 

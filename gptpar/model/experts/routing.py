@@ -21,6 +21,7 @@ from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import OF_SEQUENCE
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.placement import ParameterSpec
 
@@ -149,6 +150,14 @@ class Router(nn.Module):
         if counts_E is None:
             counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
         return choose_experts(judged_NE, choice_NK, counts_E)
+
+    def kept(self, batch: BatchShape) -> float:
+        """Bytes that the backward pass needs of a token: weights, probabilities, and those that losses have."""
+        names, weights = losses_of(self.config), self.topk
+        if not self.config.moe_router_pre_softmax:
+            weights += self.topk + 2
+        of_losses = self.num_experts * len(names) + (Z_LOSS in names)
+        return (self.num_experts + weights + of_losses) * batch.statistic_size
 
     def _losses(self, logits_NE: torch.Tensor, chosen_NK: torch.Tensor, seq_length: int) -> dict[str, torch.Tensor]:
         """Each rank of the tensor axis has the whole loss and an addend of its gradient."""

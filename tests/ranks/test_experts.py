@@ -22,7 +22,7 @@ from tests.spawn import spawn
 NUM_EXPERTS, TOPK, SAVED, STEPS = 6, 2, 2, 4
 SIZES = "--global-batch-size 16 --micro-batch-size 2 --num-layers 4"
 EXPERTS = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 2 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     f"--num-experts {NUM_EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 20 --moe-z-loss-coeff 0.01 "
     "--moe-aux-loss-coeff 0.1 "
 )

@@ -137,7 +137,7 @@ def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
     layer = made(SEQUENCE + "--swiglu")
     layer.router.counts_E = torch.zeros(5, dtype=torch.int64)
     x_ND, choice_NK = tokens_of(layer), no_choice(TOKENS, 2, torch.device("cpu"))
-    y_ND, losses = checkpoint(layer, x_ND, LENGTH, choice_NK, use_reentrant=False)
+    y_ND, losses = checkpoint(lambda x: layer(x, LENGTH, choice_NK), x_ND, use_reentrant=False)
     layer.router.bias_E = 10 * torch.arange(5.0, dtype=torch.float64)  # it would choose others now
     (y_ND.sum() + sum(losses.values())).backward()
     again = x_ND.grad

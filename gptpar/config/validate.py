@@ -74,8 +74,8 @@ def _ignored_experts(parsed: ParsedFlags) -> Iterator[str]:
     ignored = [note.split(":")[0] for note in parsed.without_effect if note.endswith(OTHER_EXPERTS)]
     if ignored and parsed.flags.model.has_experts:
         yield (
-            f"{', '.join(ignored)}: {OTHER_EXPERTS}, and --num-experts is {parsed.flags.model.num_experts}: leave these "
-            "out; gptpar pretrain --help lists the flags of its own experts."
+            f"{', '.join(ignored)}: {OTHER_EXPERTS}, and --num-experts is {parsed.flags.model.num_experts}: leave "
+            "these out; gptpar pretrain --help lists the flags of its own experts."
         )
 
 

@@ -182,6 +182,11 @@ class Job:
         return model_of(self.config.model).num_parameters
 
     @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that a token is computed with."""
+        return model_of(self.config.model).num_active_parameters
+
+    @property
     def flops_per_token(self) -> float:
         """FLOPs of a token's forward and backward pass, attention counted over its causal half."""
         return model_of(self.config.model).flops_per_token(causal=True)

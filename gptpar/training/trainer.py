@@ -167,7 +167,7 @@ class Trainer:
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
-        fields |= self.experts.fields(tokens.numel())
+        fields = {**fields, **self.experts.fields(tokens.numel())}
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self.topology.position(DATA)
@@ -199,7 +199,11 @@ class Trainer:
         measures = self._measures_layers(iteration)
         squares = self._readings(self.engine.squares_of_grad()) if measures or self.keeps_spikes else None
         old = self.layer_norms.old_weights() if measures else None
-        others = [torch.full_like(square, Votes.number(stop, saves)), *self._auxiliary_addends(), *self._expert_addends()]
+        others = [
+            torch.full_like(square, Votes.number(stop, saves)),
+            *self._auxiliary_addends(),
+            *self._expert_addends(),
+        ]
         _, readings = self._update.take(square, self._addend_of_mean(loss), hyperparameters, scale, others)
         self.experts.advance(self._update.skipped)
         return Step(

@@ -16,7 +16,7 @@ from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config import Config
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, case, chained_outcomes
+from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, chained_outcomes
 from tests.spawn import spawn
 
 NUM_EXPERTS, TOPK, SAVED, STEPS = 6, 2, 2, 4

@@ -61,6 +61,11 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
         self.reads_last_product = shared is None or self.gate is not None
 
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts to which a token does not go."""
+        return (self.up.numel() + self.down.numel()) // self.num_experts * (self.num_experts - self.topk)
+
     def forward(
         self, x_nD: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -100,5 +105,7 @@ class Experts(nn.Module):
         if self.shared is None:
             return cost
         shared = cast(Any, self.shared).cost(batch)
-        gate = 0 if self.gate is None else (width + 1) * size
-        return cost + replace(shared, kept=shared.kept - width * size + gate)  # its input is the experts', too
+        shared = replace(shared, kept=shared.kept - width * size)  # its input is the experts', too
+        if self.gate is None:
+            return cost + shared
+        return cost + shared + Cost((Product(width, 1),), kept=(width + 1) * size)

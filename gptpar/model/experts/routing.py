@@ -1,8 +1,8 @@
 """The router: which experts each token goes to, with which weights, and the losses that balance them.
 
 The choice is made once. It is kept with the micro-batch (:func:`no_choice`), so that a layer that is computed again in
-the backward pass takes the same experts, and counts no token twice. Experts are chosen by score, and at equal scores by their number. A bias for
-balance enters the choice, and no weight.
+the backward pass takes the same experts, and counts no token twice. Experts are chosen by score, and at equal scores by
+their number. A bias for balance enters the choice, and no weight.
 
 Losses are means over sequences, or over the tokens of the whole step, so that they depend neither on the micro-batch's
 size nor on the layout.

@@ -115,9 +115,7 @@ def _options(m: ModelConfig) -> Iterator[str]:
     if m.window_size is not None:
         yield f"windows of {m.window_size} tokens ({m.window_pattern or 'S'})"
     if m.has_experts:
-        of_token = (
-            f"{m.moe_router_topk} of {m.num_experts} experts of width {m.moe_ffn_hidden_size or m.ffn_hidden_size}"
-        )
+        of_token = f"{m.moe_router_topk} of {m.num_experts} experts of width {m.width_of_experts(m.ffn_hidden_size)}"
         yield f"{of_token} in {sum(m.blocks_with_experts(m.num_layers))} blocks ({m.moe_router_score_function} scores)"
     if m.logit_softcap:
         yield f"logits capped at {m.logit_softcap:g}"

@@ -122,7 +122,7 @@ def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
     if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
         return
     attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))
-    mlp = (3 if m.gated else 2) * hidden * max(m.ffn_hidden_size, m.num_experts * (m.moe_ffn_hidden_size or 0))
+    mlp = (3 if m.gated else 2) * hidden * m.num_experts * m.width_of_experts(m.ffn_hidden_size)
     rows = max(vocab_size, m.make_vocab_size_divisible_by, m.pad_vocab_size_to or 0) + (m.max_position_embeddings or 0)
     parameters = layers * (attention + mlp) + rows * hidden
     if parameters > MAX_ELEMENTS:

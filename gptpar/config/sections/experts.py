@@ -55,6 +55,10 @@ class ExpertOptions:
         """Whether some blocks are mixtures."""
         return self.num_experts > 1
 
+    def width_of_experts(self, ffn_hidden_size: int) -> int:
+        """The width of each expert, by default that of the model's other MLPs."""
+        return self.moe_ffn_hidden_size or ffn_hidden_size
+
     @property
     def balances(self) -> bool:
         """Whether there is a loss that balances experts."""

@@ -45,7 +45,7 @@ class Experts(nn.Module):
         config, axis = linears.config, linears.axis
         self.axis, self.activate, self.num_experts = axis, activate, config.num_experts
         self.topk = config.moe_router_topk
-        width, inner = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+        width, inner = config.hidden_size, config.width_of_experts(config.ffn_hidden_size)
         own, parts = inner // axis.size, 2 if config.gated else 1
         std = hidden_std(config)
         down_std = std / (2 * config.num_layers) ** 0.5

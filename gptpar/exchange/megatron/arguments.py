@@ -15,6 +15,7 @@ from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
 from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name
+from gptpar.config.sections.experts import ExpertOptions
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
 
@@ -65,6 +66,7 @@ PLAIN = (bool, int, float, str)
 OF_THIS_RUN = {
     *("preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern"),
     *("mup", "mup_base_hidden_size", "mup_base_kv_channels"),
+    *ExpertOptions.__dataclass_fields__,
 }
 """Fields of the flags that Megatron's arguments of the same name do not set."""
 

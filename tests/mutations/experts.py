@@ -36,7 +36,8 @@ EXPERTS = [
         ROUTING,
         "counts_BE = counts_of(chosen_NK.unflatten(0, (-1, seq_length)), self.num_experts)\n"
         "            mean_BE = probabilities_NE.unflatten(0, (-1, seq_length)).mean(1)",
-        "counts_BE = counts_of(chosen_NK[None], self.num_experts)\n            mean_BE = probabilities_NE.mean(0)[None]",
+        "counts_BE = counts_of(chosen_NK[None], self.num_experts)\n"
+        "            mean_BE = probabilities_NE.mean(0)[None]",
         (*UNIT_TESTS, *LAYOUT_TESTS),
     ),
     Mutation(
@@ -64,7 +65,7 @@ EXPERTS = [
         "equal-scores-in-any-order",
         ROUTING,
         "judged_NE.sort(dim=-1, descending=True, stable=True).indices[:, :topk]",
-        "judged_NE.flip(-1).sort(dim=-1, descending=True, stable=True).indices[:, :topk].sub(judged_NE.shape[1] - 1).neg()",
+        "(judged_NE.shape[1] - 1 - judged_NE.flip(-1).sort(dim=-1, descending=True, stable=True).indices)[:, :topk]",
         UNIT_TESTS,
     ),
     Mutation(

@@ -17,6 +17,7 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import gelu, squared_relu
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
+from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
@@ -71,12 +72,12 @@ def gated(name: str, up: torch.Tensor) -> torch.Tensor:
     return gate(name, gate_NF) * value_NF
 
 
-def make_experts(linears: Linears) -> Experts:
+def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
     """A mixture of experts in place of an MLP."""
     config = linears.config
     name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
     activate = partial(gated, name) if config.gated else partial(activation, name, bias_F=None)
-    return Experts(linears, activate, None if shared is None else MLP(linears, shared))
+    return Experts(linears, activate, None if shared is None else MLP(linears, shared), placed)
 
 
 class MLP(nn.Module):
@@ -128,7 +129,8 @@ class Block(nn.Module):
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
             without its projections), ``mlp``, ``layernorm``.
         window: see :class:`Attention`.
-        experts: whether the MLP is a mixture of experts; the block then returns their losses, too, if there are any.
+        experts: this process's place on the expert axis, if the MLP is a mixture of experts; the block then returns
+            their losses, too, if there are any.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class Block(nn.Module):
         *,
         recompute_modules: frozenset[str] = NOTHING,
         window: int | None = None,
-        experts: bool = False,
+        experts: ExpertAxis | None = None,
     ):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
@@ -155,8 +157,8 @@ class Block(nn.Module):
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
-        self.mlp: MLP | Experts = make_experts(linears) if experts else MLP(linears)
-        self.returns_losses = experts and bool(losses_of(config))
+        self.mlp: MLP | Experts = MLP(linears) if experts is None else make_experts(linears, experts)
+        self.returns_losses = experts is not None and bool(losses_of(config))
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)

@@ -12,6 +12,7 @@ from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
 from gptpar.model.experts.balance import choice_field
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.experts.routing import losses_of
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.norm import NORMS, norm_arguments
@@ -26,7 +27,11 @@ POSITION_FIELDS = ("position_ids", "seq_length")
 
 
 def gpt_model(
-    config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING
+    config: ModelConfig,
+    axis: TensorAxis = ALONE,
+    *,
+    recompute_modules: frozenset[str] = NOTHING,
+    experts: ExpertAxis = ALL_EXPERTS,
 ) -> ModelSpec:
     """Describe a GPT.
 
@@ -34,11 +39,14 @@ def gpt_model(
         config: a complete model configuration (nothing the model needs is ``None``).
         axis: this process's place on the tensor axis.
         recompute_modules: see :class:`Block`.
+        experts: this process's place on the expert axis.
     """
-    return ModelSpec(tuple(_layers(config, axis, recompute_modules)), config.seq_length)
+    return ModelSpec(tuple(_layers(config, axis, recompute_modules, experts)), config.seq_length)
 
 
-def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str]) -> Iterator[ModelLayer]:
+def _layers(
+    config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str], placed: ExpertAxis
+) -> Iterator[ModelLayer]:
     number, with_experts = 0, config.blocks_with_experts(config.num_layers)
     for role in layer_roles(config.num_layers):
         match role:
@@ -62,7 +70,7 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                     axis,
                     recompute_modules=recompute_modules,
                     window=window_of(config, number),
-                    experts=experts,
+                    experts=placed if experts else None,
                     name=name,
                     batch_fields=fields,
                     auxiliary_losses=losses_of(config) if experts else (),

@@ -15,6 +15,7 @@ from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.experts.balance import ExpertBalance
+from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.model.spec import ModelSpec
@@ -67,7 +68,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     """
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
-    model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
+    how = {"recompute_modules": frozenset(config.recompute.recompute_modules), "experts": ExpertAxis.of(topology)}
+    model = gpt_model(config.model, tensor, **how)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
     if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):

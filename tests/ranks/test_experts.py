@@ -33,6 +33,7 @@ SIGMOID = (
 )
 SOFTMAX = "--moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax --moe-layer-freq 2"
 MODELS = {"sigmoid": SIGMOID, "softmax": SOFTMAX}
+EP2 = "--expert-model-parallel-size 2"
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 CASES = [
     (Mesh(data=4), "--micro-batch-size 4"),
@@ -41,7 +42,10 @@ CASES = [
     (Mesh(tensor=2, pipeline=2), f"{TWO_STAGES} {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
     (Mesh(data=2, pipeline=2), f"--zero-stage 1 --micro-batch-size 4 {' '.join(VARIANTS['all on the CPU'])}"),
     (Mesh(tensor=4), " ".join(VARIANTS["every 2"])),
-    (Mesh(data=2, tensor=2), "--zero-stage 3 --optimizer muon"),
+    (Mesh(data=4, expert=2), f"{EP2} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
+    (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 2 --sequence-parallel"),
+    (Mesh(data=2, pipeline=2, expert=2), f"{EP2} --zero-stage 1 {TWO_STAGES} {' '.join(VARIANTS['full recompute'])}"),
+    (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 3 --optimizer muon"),
 ]
 
 
@@ -95,7 +99,7 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
 
 def test_muon_updates_each_expert_s_matrices(tmp_path: Path) -> None:
     ((mesh, flags),) = (one for one in CASES if "muon" in one[1])
-    cases, how = [(mesh, flags), (Mesh(data=4), flags)], {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
+    cases, how = [(mesh, flags), (Mesh(data=4, expert=2), flags)], {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
     found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words_of("softmax"), timeout_s=300.0)[0]
     alone = run_alone("softmax", "--optimizer", "muon")
     for outcome in found:

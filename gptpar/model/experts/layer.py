@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, on_their_ranks
 from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
@@ -26,12 +27,13 @@ from gptpar.topology.placement import ParameterSpec
 class Experts(nn.Module):
     """The weighted sum of the outputs of each token's K best experts, and of an expert that all tokens share.
 
-    Tensor ranks split the width of every expert.
+    Tensor ranks split the width of every expert. Each rank of the expert axis has some of the experts.
 
     Args:
         linears: makes the linear layers of the block.
         activate: from an expert's first product, M x (gate and value, or F), to the input of the second, M x F.
         shared: the shared expert; ``None``: there is none.
+        placed: this process's place on the expert axis.
 
     Attributes:
         reads_last_product: whether the backward pass needs the output of the last product.
@@ -40,23 +42,30 @@ class Experts(nn.Module):
     unsummed_bias = None
     """Experts have no biases."""
 
-    def __init__(self, linears: Linears, activate: Callable[[torch.Tensor], torch.Tensor], shared: nn.Module | None):
+    def __init__(
+        self,
+        linears: Linears,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        shared: nn.Module | None,
+        placed: ExpertAxis = ALL_EXPERTS,
+    ):
         super().__init__()
         config, axis = linears.config, linears.axis
-        self.axis, self.activate, self.num_experts = axis, activate, config.num_experts
+        self.axis, self.placed, self.activate, self.num_experts = axis, placed, activate, config.num_experts
         self.topk = config.moe_router_topk
         width, inner = config.hidden_size, config.width_of_experts(config.ffn_hidden_size)
         own, parts = inner // axis.size, 2 if config.gated else 1
         std = hidden_std(config)
         down_std = std / (2 * config.num_layers) ** 0.5
         self.declared = {
-            "up": ParameterSpec(Normal(std), axis.split(2, inner)),
-            "down": ParameterSpec(Normal(down_std), axis.split(2, inner)),
+            "up": ParameterSpec(Normal(std), axis.split(2, inner) | placed.split(config.num_experts)),
+            "down": ParameterSpec(Normal(down_std), axis.split(2, inner) | placed.split(config.num_experts)),
             "gate": ParameterSpec(Normal(std), axis.between_layers),
         }
         self.router = Router(config, axis)
-        self.up = nn.Parameter(torch.empty(config.num_experts, parts, own, width))
-        self.down = nn.Parameter(torch.empty(config.num_experts, width, own))
+        num_here = config.num_experts // placed.size
+        self.up = nn.Parameter(torch.empty(num_here, parts, own, width))
+        self.down = nn.Parameter(torch.empty(num_here, width, own))
         self.shared = shared
         self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
         self.reads_last_product = shared is None or self.gate is not None
@@ -64,7 +73,7 @@ class Experts(nn.Module):
     @property
     def idle_parameters(self) -> int:
         """Parameters of the experts to which a token does not go."""
-        return (self.up.numel() + self.down.numel()) // self.num_experts * (self.num_experts - self.topk)
+        return (self.up.numel() + self.down.numel()) // len(self.up) * (self.num_experts - self.topk)
 
     def forward(
         self, x_nD: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None
@@ -79,14 +88,22 @@ class Experts(nn.Module):
         x_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_nD, axis)
         routed = self.router(x_ND, seq_length, choice_NK)
         places = places_of(routed.chosen_NK, self.num_experts)
-        up_MF = grouped_product(scattered(x_ND, places), self.up.flatten(1, 2), places.counts_E)
-        y_MD = grouped_product(self.activate(up_MF), self.down, places.counts_E)
+        rows_MD = scattered(x_ND, places)
+        if self.placed.size == 1:
+            y_MD = self._apply(rows_MD, places.counts_E)
+        else:
+            y_MD = on_their_ranks(rows_MD, places.counts_E, self.placed, self._apply)
         y_ND = combined(y_MD, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
         if self.shared is not None:
             shared_nD = self.shared(x_nD)
             y_nD = y_nD + (shared_nD if self.gate is None else shared_nD * (x_nD @ self.gate.t()).sigmoid())
         return y_nD, routed.losses
+
+    def _apply(self, rows_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """The outputs of this rank's experts."""
+        up_MF = grouped_product(rows_MD, self.up.flatten(1, 2), counts_E)
+        return grouped_product(self.activate(up_MF), self.down, counts_E)
 
     def cost(self, batch: BatchShape) -> Cost:
         """The router, and the products of K experts for each token; a compiler computes a gate again."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.plan.space.candidate import UNCHANGED, Changes, Dimension, Option
 from gptpar.topology.mesh import Mesh
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+EXPERT = "parallel.expert_model_parallel_size"
 VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
 LAYERS_PER_VIRTUAL_STAGE = "parallel.num_layers_per_virtual_pipeline_stage"
 PARTITION = "parallel.pipeline_partition_method"
@@ -47,6 +48,12 @@ def sized(num_processes: int, tensor: int, pipeline: int) -> Mesh:
     return Mesh(max(1, num_processes // max(1, tensor * pipeline)), tensor, pipeline)
 
 
+def with_expert_axes(meshes: Iterable[Mesh], num_experts: int) -> Iterator[Mesh]:
+    """Each layout with every size of the expert axis that it can have."""
+    for mesh in meshes:
+        yield from (replace(mesh, expert=size) for size in divisors(mesh.data) if num_experts % size == 0)
+
+
 def divisors(number: int, most: int | None = None) -> list[int]:
     """All divisors of a number, up to ``most``."""
     return [i for i in range(1, min(number, most or number) + 1) if number % i == 0]
@@ -54,7 +61,8 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 def sizes(mesh: Mesh) -> list[Option]:
     """The one option that sets the layout's sizes."""
-    return [Option({TENSOR: mesh.tensor, PIPELINE: mesh.pipeline}, mesh.describe())]
+    experts: Changes = {EXPERT: mesh.expert} if mesh.expert > 1 else {}
+    return [Option({TENSOR: mesh.tensor, PIPELINE: mesh.pipeline, **experts}, mesh.describe())]
 
 
 def zero_stages(mesh: Mesh) -> range:

@@ -186,7 +186,7 @@ def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
         for option in GRADIENTS_LEAVE:
             yield Candidate({**option.changes, **whole_batch}, option.name)
     yield from product(
-        d.layouts(num_processes),
+        d.with_expert_axes(d.layouts(num_processes), flags.model.num_experts),
         [
             d.sizes,
             lambda at: [Option({d.ZERO_STAGE: n}, f"ZeRO-{n}" if at.data > 1 else "") for n in d.zero_stages(at)],

@@ -132,8 +132,8 @@ EXPERTS = "--num-experts 8 --disable-bias-linear "
     [
         ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too."),
         ("--num-experts 8 8 --disable-bias-linear", "unexpected word '8'; values follow a flag."),
-        ("--moe-expert-parallel-size 8", "--moe-expert-parallel-size 8: processes with experts of their own are not"),
-        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: processes with experts of their own are"),
+        ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: tensor-parallel processes split the"),
+        (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide 1 data-parallel"),
         ("--mlp-type residual", "--mlp-type residual: DeepSpeed's mixture-of-experts is not part of gptpar; leave it"),
         ("--moe-router-topk 3", "--moe-router-topk: these are for experts, and --num-experts is 1: raise it, or leave"),
         (EXPERTS + "--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8: lower it."),
@@ -174,7 +174,7 @@ def test_flags_of_a_dense_model_have_no_effect() -> None:
     )
     parsed: ParsedFlags = parse_flags([*TINY.split(), *flags.split(), "--create-moe-param-group"])
     assert resolve(parsed, 1)[0] == resolve(parse_flags(TINY.split()), 1)[0]
-    assert len(parsed.without_effect) == 8
+    assert len(parsed.without_effect) == 7
     assert "--moe-loss-coeff: DeepSpeed's mixture-of-experts is not part of gptpar" in parsed.without_effect
 
 

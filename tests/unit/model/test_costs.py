@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptpar.model.block import Block
+from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
@@ -135,7 +136,7 @@ def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
 def test_flops_of_experts(flags: str, modules: tuple[str, ...]) -> None:
     """Those of the experts to which a token goes, and of the router; each expert's own product, on the CPU."""
     flags = EXPERTS + "--moe-router-pre-softmax --num-layers 1 " + flags
-    block = Block(tiny_config(flags).model, experts=True, recompute_modules=frozenset(modules))
+    block = Block(tiny_config(flags).model, experts=ALL_EXPERTS, recompute_modules=frozenset(modules))
     for parameter in block.parameters():
         parameter.data.normal_()
     counter, x = FlopCounterMode(display=False), torch.randn(TOKENS, H, requires_grad=True)
@@ -221,11 +222,11 @@ def modules(*names: str) -> dict[str, Any]:
         (NONE, {"documents": True}),
         (NONE, {"documents": True, "window": 4, **modules("mlp")}),
         (NONE, {"documents": True, **modules("core_attn")}),
-        (EXPERTS, {"experts": True}),
-        (EXPERTS + "--moe-router-topk 3", {"experts": True, **modules("mlp")}),
-        (EXPERTS + "--moe-router-topk 4 --moe-router-pre-softmax", {"experts": True}),
-        (EXPERTS + SHARED, {"experts": True}),
-        (EXPERTS + SHARED + "--moe-shared-expert-gate", {"experts": True}),
+        (EXPERTS, {"experts": ALL_EXPERTS}),
+        (EXPERTS + "--moe-router-topk 3", {"experts": ALL_EXPERTS, **modules("mlp")}),
+        (EXPERTS + "--moe-router-topk 4 --moe-router-pre-softmax", {"experts": ALL_EXPERTS}),
+        (EXPERTS + SHARED, {"experts": ALL_EXPERTS}),
+        (EXPERTS + SHARED + "--moe-shared-expert-gate", {"experts": ALL_EXPERTS}),
     ],
 )
 def test_a_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None:

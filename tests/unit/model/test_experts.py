@@ -13,6 +13,7 @@ from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.block import activation, gate, make_experts
 from gptpar.model.experts.balance import ExpertBalance, choice_field
+from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import combined, places_of, scattered
 from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, choose_experts, no_choice
@@ -34,7 +35,7 @@ def config_of(flags: str) -> ModelConfig:
 
 def made(flags: str) -> Experts:
     torch.manual_seed(1)
-    layer = make_experts(Linears(config_of(flags))).double()
+    layer = make_experts(Linears(config_of(flags)), ALL_EXPERTS).double()
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3)
     return layer

@@ -14,6 +14,7 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
+from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.offload.buckets import StateSize
 from gptpar.optim.update import Update
 from gptpar.pipeline import schedules
@@ -24,7 +25,7 @@ from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import EXPERT_DATA, Mesh
 
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
@@ -96,8 +97,12 @@ class Job:
 
     @property
     def shards(self) -> int:
-        """Number of shards of the optimizer's state."""
-        return self.mesh.data if self.zero_stage else 1
+        """Number of shards of the optimizer's state.
+
+        Where the expert axis divides the data axis, this is the number of shards of a rank's experts. Other parameters,
+        few beside experts, have more shards, and are counted with too much memory.
+        """
+        return self.mesh.size(EXPERT_DATA) if self.zero_stage else 1
 
     @cached_property
     def ratio(self) -> float:
@@ -195,7 +200,8 @@ class Job:
     def layers(self) -> Layers:
         """The layers on one tensor rank, of whose units the data axis has ``shards``."""
         config, tensor = self.config, TensorAxis(self.mesh.tensor, sequence_parallel=self.token_splits > 1)
-        return layers_of(config.model, config.optimizer, tensor, frozenset(config.recompute.recompute_modules))
+        recomputed = frozenset(config.recompute.recompute_modules)
+        return layers_of(config.model, config.optimizer, tensor, recomputed, ExpertAxis(self.mesh.expert))
 
     @cached_property
     def costs(self) -> list[Cost]:

@@ -99,7 +99,10 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
 
 def test_muon_updates_each_expert_s_matrices(tmp_path: Path) -> None:
     ((mesh, flags),) = (one for one in CASES if "muon" in one[1])
-    cases, how = [(mesh, flags), (Mesh(data=4, expert=2), flags)], {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
+    cases, how = (
+        [(mesh, flags), (Mesh(data=4, expert=2), flags)],
+        {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads},
+    )
     found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words_of("softmax"), timeout_s=300.0)[0]
     alone = run_alone("softmax", "--optimizer", "muon")
     for outcome in found:

@@ -127,13 +127,14 @@ class Muon(MatrixUpdate):
     def orthogonalize(self, x: Tensor) -> Tensor:
         _, rows, columns = x.shape
         wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
-        y = (x / norm.clamp(min=EPS)).to(x.dtype)
-        y = y.mT if rows > columns else y
-        for a, b, c in self.iterations:
-            gram = y @ y.mT
-            y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-        return (y.mT if rows > columns else y) * (self.factor * self.scale(rows, columns))
+        norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide).clamp(min=EPS).to(x.dtype)
+        y = x.mT if rows > columns else x
+        y = torch.div(y, norm, out=x.new_empty(y.shape))
+        gram, polynomial = (gpu.product.gram, gpu.product.polynomial) if _has_kernel(y) else (_gram, _polynomial)
+        factors = (*(1.0 for _ in self.iterations[1:]), self.factor * self.scale(rows, columns))
+        for (a, b, c), factor in zip(self.iterations, factors, strict=True):
+            y = polynomial(gram(y), a * factor, b * factor, c * factor) @ y
+        return y.mT if rows > columns else y
 
     def scale(self, rows: int, columns: int) -> float:
         """The shape's factor of an update."""
@@ -152,6 +153,21 @@ class Muon(MatrixUpdate):
         if not isinstance(declared, Interleaved) or self.qkv == "split":
             return declared
         return declared.heads if self.qkv == "heads" else WHOLE
+
+
+def _has_kernel(y: Tensor) -> bool:
+    return gpu.takes(y) and y.dtype.itemsize == 2
+
+
+def _gram(y: Tensor) -> Tensor:
+    return y @ y.mT
+
+
+def _polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    """As :func:`gptpar.kernels.triton.product.polynomial`."""
+    total = torch.baddbmm(x, x, x, beta=b, alpha=c)
+    total.diagonal(dim1=1, dim2=2).add_(a)
+    return total
 
 
 MUON = Muon("muon", ("exp_avg",), MuonHyperparameters, numbers)

@@ -68,8 +68,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     """
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
-    how = {"recompute_modules": frozenset(config.recompute.recompute_modules), "experts": ExpertAxis.of(topology)}
-    model = gpt_model(config.model, tensor, **how)
+    recomputed, experts = frozenset(config.recompute.recompute_modules), ExpertAxis.of(topology)
+    model = gpt_model(config.model, tensor, recompute_modules=recomputed, experts=experts)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
     if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):
@@ -101,10 +101,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         families=groups.families,
     )
     partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)
-    experts = ExpertBalance(config.model, model.specs, settings.wide, device)
+    balance = ExpertBalance(config.model, model.specs, settings.wide, device)
     for stage in pipeline.stages_here:
-        experts.attach(stage.layers_by_name())
-    return GptEngine(model, pipeline, engine, host, groups, experts, partial_gradient)
+        balance.attach(stage.layers_by_name())
+    return GptEngine(model, pipeline, engine, host, groups, balance, partial_gradient)
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

@@ -90,9 +90,9 @@ class Experts(nn.Module):
         places = places_of(routed.chosen_NK, self.num_experts)
         rows_MD = scattered(x_ND, places)
         if self.placed.size == 1:
-            y_MD = self._apply(rows_MD, places.counts_E)
+            y_MD = self._outputs_of(rows_MD, places.counts_E)
         else:
-            y_MD = on_their_ranks(rows_MD, places.counts_E, self.placed, self._apply)
+            y_MD = on_their_ranks(rows_MD, places.counts_E, self.placed, self._outputs_of)
         y_ND = combined(y_MD, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
         if self.shared is not None:
@@ -100,7 +100,7 @@ class Experts(nn.Module):
             y_nD = y_nD + (shared_nD if self.gate is None else shared_nD * (x_nD @ self.gate.t()).sigmoid())
         return y_nD, routed.losses
 
-    def _apply(self, rows_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def _outputs_of(self, rows_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts."""
         up_MF = grouped_product(rows_MD, self.up.flatten(1, 2), counts_E)
         return grouped_product(self.activate(up_MF), self.down, counts_E)

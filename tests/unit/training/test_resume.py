@@ -20,7 +20,7 @@ from gptpar.training.generation import load_model
 from gptpar.training.progress import Progress
 from gptpar.training.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.training.same_run import FREE_SECTIONS, RULES, Rule
-from tests.helpers import make_trainer, tiny_config
+from tests.helpers import OTHER_EXPERTS, make_trainer, tiny_config
 from tests.unit.training.saved_runs import DONE, inputs_of, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
@@ -173,28 +173,13 @@ OTHER: dict[str, Any] = {
     "model.seq_length": 8,
     "model.attention_dropout": 0.5,
     "model.hidden_dropout": 0.5,
-    "model.num_experts": 4,
-    "model.moe_router_topk": 3,
-    "model.moe_ffn_hidden_size": 24,
-    "model.moe_layer_freq": "2",
-    "model.moe_router_score_function": "sigmoid",
-    "model.moe_router_pre_softmax": True,
-    "model.moe_router_topk_scaling_factor": 2.5,
-    "model.moe_router_enable_expert_bias": True,
-    "model.moe_router_bias_update_rate": 0.5,
-    "model.moe_router_load_balancing_type": "seq_aux_loss",
-    "model.moe_aux_loss_coeff": 0.5,
-    "model.moe_z_loss_coeff": 0.5,
-    "model.moe_shared_expert_intermediate_size": 24,
-    "model.moe_shared_expert_gate": True,
-    "data.reset_position_ids": True,
-    "data.reset_attention_mask": True,
+    **{f"model.{name}": value for name, value in OTHER_EXPERTS.items()},
+    **dict.fromkeys((f"data.{name}" for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")), True),
+    "data.calculate_per_token_loss": True,
     "data.mock_data": False,
     "data.split": "90,10,0",
     "data.split_rule": "legacy",
     "data.dataloader_type": "cyclic",
-    "data.eod_mask_loss": True,
-    "data.calculate_per_token_loss": True,
     "data.seed": 99,
     "batch.global_batch_size": 4,
     "batch.rampup_batch_size": (2, 2, 4),

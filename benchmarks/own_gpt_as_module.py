@@ -36,10 +36,10 @@ from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
 from gptpar.plan.graph import wants_graph
+from gptpar.run.data import vocabulary_of, with_vocabulary
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.initial_values import initialise
 from gptpar.topology.world import open_world
-from gptpar.training.data import vocabulary_of, with_vocabulary
 
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DEFAULT = f"--preset 350M --seq-length 1024 --micro-batch-size 16 --bf16 {NO_DROPOUT}"

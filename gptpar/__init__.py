@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from gptpar.errors import missing_package
 
 if TYPE_CHECKING:
-    from gptpar.any_module.arguments import add_config_arguments
-    from gptpar.any_module.deferred import deferred_init
-    from gptpar.any_module.initialize import initialize
-    from gptpar.any_module.pipeline_module import PipelineModule
+    from gptpar.adapter.deferred import deferred_init
+    from gptpar.adapter.pipeline_module import PipelineModule
+    from gptpar.deepspeed.engines.arguments import add_config_arguments
+    from gptpar.deepspeed.engines.initialize import initialize
     from gptpar.deepspeed.memory_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "add_config_arguments": "gptpar.any_module.arguments",
-    "initialize": "gptpar.any_module.initialize",
+    "add_config_arguments": "gptpar.deepspeed.engines.arguments",
+    "initialize": "gptpar.deepspeed.engines.initialize",
     "LayerSpec": "gptpar.model.layer_spec",
-    "PipelineModule": "gptpar.any_module.pipeline_module",
+    "PipelineModule": "gptpar.adapter.pipeline_module",
     "TiedLayerSpec": "gptpar.model.layer_spec",
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
-    "deferred_init": "gptpar.any_module.deferred",
+    "deferred_init": "gptpar.adapter.deferred",
     "estimate_memory": "gptpar.plan.module_memory",
     "estimate_zero2_model_states_mem_needs_all_cold": "gptpar.deepspeed.memory_estimates",
     "estimate_zero2_model_states_mem_needs_all_live": "gptpar.deepspeed.memory_estimates",

@@ -11,11 +11,11 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.stage import Stage
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import make_topology
 from gptpar.topology.initial_values import Init
 from gptpar.topology.mesh import Mesh
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.trainer import Trainer
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 20 "

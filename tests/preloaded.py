@@ -7,8 +7,6 @@ import gc
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401
 
-import gptpar.any_module.initialize
-import gptpar.cli.pretrain  # noqa: F401
 import tests.any_module.on_rank
 import tests.helpers  # noqa: F401
 from gptpar.system.source import source_hash

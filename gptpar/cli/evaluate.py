@@ -15,16 +15,16 @@ from gptpar.exchange import tokenizer_of_checkpoint
 from gptpar.model.dtypes import DTYPES
 from gptpar.reporting.console import task_line
 from gptpar.reporting.records import TaskRecord
+from gptpar.run.evaluation.checkpoint import layout_problems, load_pipeline
+from gptpar.run.evaluation.evaluator import Evaluator
+from gptpar.run.evaluation.items import all_problems
+from gptpar.run.evaluation.tasks import read_tasks
+from gptpar.run.generation import newest_model
 from gptpar.system.activity import Activity
 from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import world_from_environment
-from gptpar.training.evaluation.checkpoint import layout_problems, load_pipeline
-from gptpar.training.evaluation.evaluator import Evaluator
-from gptpar.training.evaluation.items import all_problems
-from gptpar.training.evaluation.tasks import read_tasks
-from gptpar.training.generation import newest_model
 
 
 def make_parser() -> argparse.ArgumentParser:

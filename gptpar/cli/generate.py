@@ -14,8 +14,8 @@ from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_tokenizer
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.data.tokenizer.base import REPLACEMENT
 from gptpar.errors import ConfigError, printable
-from gptpar.training.generation import load_model
-from gptpar.training.sampling import Continuation, Sampling, continue_texts, make_texts
+from gptpar.run.generation import load_model
+from gptpar.run.sampling import Continuation, Sampling, continue_texts, make_texts
 
 
 def _temperature(text: str) -> float:

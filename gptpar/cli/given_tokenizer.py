@@ -9,8 +9,8 @@ from gptpar.config.stored import StoredModel
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.errors import CheckpointError
 from gptpar.exchange import tokenizer_of_checkpoint
+from gptpar.run.data import tokenizer_of
 from gptpar.system.data_flags import TOKENIZER_FILES
-from gptpar.training.data import tokenizer_of
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer) -> None:

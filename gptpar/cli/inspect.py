@@ -14,8 +14,8 @@ from gptpar.cli.flags import parser_of
 from gptpar.errors import CheckpointError, printable
 from gptpar.exchange import why_not_to_show
 from gptpar.reporting.banner import WIDTH, format_bytes
-from gptpar.training.health.spikes import FILE as SPIKE_FILE
-from gptpar.training.health.spikes import bundles_in, describe_bundle, read_bundle
+from gptpar.run.health.spikes import FILE as SPIKE_FILE
+from gptpar.run.health.spikes import bundles_in, describe_bundle, read_bundle
 
 
 def main(argv: list[str]) -> int:

@@ -21,13 +21,13 @@ from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
 from gptpar.exchange import missing_package, take_model_of_hf
 from gptpar.reporting.guards import guarded_console
+from gptpar.run.assemble import open_run
+from gptpar.run.checkpoint_args import with_checkpoint_args
+from gptpar.run.evaluation.items import all_problems
+from gptpar.run.recovery import continued, with_global_batch
+from gptpar.run.resume import folder_problems
 from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
-from gptpar.training.assemble import open_run
-from gptpar.training.checkpoint_args import with_checkpoint_args
-from gptpar.training.evaluation.items import all_problems
-from gptpar.training.recovery import continued, with_global_batch
-from gptpar.training.resume import folder_problems
 
 
 def start_checks(flags: Flags) -> Iterable[str]:

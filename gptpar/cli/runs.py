@@ -11,7 +11,7 @@ from gptpar.cli.flags import parser_of
 from gptpar.errors import CheckpointError, printable
 from gptpar.exchange import why_not_to_show
 from gptpar.reporting.banner import format_bytes
-from gptpar.training.run_folder.survey import survey
+from gptpar.run.run_folder.survey import survey
 
 
 def main(argv: list[str]) -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gptpar.any_module.stored_state import read_state, room_for_client
-from gptpar.any_module.tags import candidates
 from gptpar.checkpoint import DamagedCheckpoint, read_manifest, read_tensors
+from gptpar.deepspeed.engines.stored_state import read_state, room_for_client
+from gptpar.deepspeed.engines.tags import candidates
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange import shards_of
 from gptpar.system.files import write_synced

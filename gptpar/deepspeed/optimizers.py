@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gptpar.any_module.optimizer import EngineOptimizer
+from gptpar.deepspeed.engines.optimizer import EngineOptimizer
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import AdamHyperparameters
 

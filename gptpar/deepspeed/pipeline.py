@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gptpar.any_module.built_layers import BuiltLayer
-from gptpar.any_module.deferred import deferred_init
-from gptpar.any_module.pipeline_module import PipelineModule, as_spec
+from gptpar.adapter.built_layers import BuiltLayer
+from gptpar.adapter.deferred import deferred_init
+from gptpar.adapter.pipeline_module import PipelineModule, as_spec
 from gptpar.deepspeed.grid import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from gptpar.deepspeed.recomputation import checkpoint, non_reentrant_checkpoint
 from gptpar.deepspeed.start import set_random_seed

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gptpar.any_module.options import read_options
+from gptpar.adapter.options import read_options
 from gptpar.config.deepspeed_reader import read_file
 from gptpar.errors import ConfigError
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from gptpar.any_module.initialize import Initialized
-from gptpar.any_module.initialize import initialize as initialize_engine
-from gptpar.any_module.schedulers import SCHEDULERS
+from gptpar.deepspeed.engines.initialize import Initialized
+from gptpar.deepspeed.engines.initialize import initialize as initialize_engine
+from gptpar.deepspeed.engines.schedulers import SCHEDULERS
 from gptpar.deepspeed.processes import PORT, init_distributed
 from gptpar.deepspeed.zero_parameters import mark_trained, take_recording
 from gptpar.system.host import peak_process_memory

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gptpar.any_module.training_engine import TrainingEngine
+from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.deepspeed.zero_parameters import owner_of
 from gptpar.errors import GptparError
 

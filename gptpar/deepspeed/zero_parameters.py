@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gptpar.any_module.deferred import Recording, _OnMeta, deferred_init
-from gptpar.any_module.training_engine import TrainingEngine
+from gptpar.adapter.deferred import Recording, _OnMeta, deferred_init
+from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.deepspeed.processes import init_distributed
 from gptpar.errors import GptparError
 from gptpar.pipeline.stage import place_parameter

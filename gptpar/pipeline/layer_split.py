@@ -49,7 +49,7 @@ def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, meth
 
     Args:
         model: described without tensor parallelism, so that all processes divide it alike.
-        num_stages, num_virtual_stages, method: see :class:`~gptpar.any_module.pipeline_module.PipelineModule`.
+        num_stages, num_virtual_stages, method: see :class:`~gptpar.adapter.pipeline_module.PipelineModule`.
 
     Raises:
         ConfigError: the method cannot divide this model.

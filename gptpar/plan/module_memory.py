@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gptpar.any_module.build import lay_out, settings_of
-from gptpar.any_module.matrix_groups import divided, updates_by_group
-from gptpar.any_module.options import EngineOptions, read_options
-from gptpar.any_module.units import find_units
+from gptpar.adapter.build import lay_out, settings_of
+from gptpar.adapter.matrix_groups import divided, updates_by_group
+from gptpar.adapter.options import EngineOptions, read_options
+from gptpar.adapter.units import find_units
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR
 
 import gptpar
-from gptpar.any_module.engine import ModuleEngine
+from gptpar.deepspeed.engines.engine import ModuleEngine
 from tests.any_module.zoo import Mlp
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}

@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gptpar
-from gptpar.any_module import build, compiled_blocks
-from gptpar.any_module.units import find_units
+from gptpar.adapter import build, compiled_blocks
+from gptpar.adapter.units import find_units
 from tests.any_module.harness import Training
 from tests.any_module.reference import Trace
 

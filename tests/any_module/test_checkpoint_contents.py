@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.checkpoint import read_tensors
+from gptpar.deepspeed.engines.plain_values import from_json, to_json
 from gptpar.deepspeed.fp32_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,

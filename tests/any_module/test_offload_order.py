@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gptpar
-from gptpar.any_module.units import ALONE
+from gptpar.adapter.units import ALONE
 from gptpar.offload.events import EventLog, What
 from tests.offload_log import logged
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gptpar.any_module.memory_watch import MemoryWatch
-from gptpar.any_module.placed import PlacedParameters
-from gptpar.any_module.units import find_units
+from gptpar.adapter.units import find_units
 from gptpar.errors import GptparError
+from gptpar.guards.memory_watch import MemoryWatch
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, Training
@@ -122,11 +121,9 @@ def test_other_memory_is_refused(bench: Bench, setup: Setup, change: Change, gat
 def test_a_moved_parameter_is_named_and_its_neighbours_are_not() -> None:
     model = CASES["mlp"].make_model()
 
-    class Placed(PlacedParameters):
-        def scope_module(self, path: str) -> torch.nn.Module:
-            return model.get_submodule(path)
-
-    watch = MemoryWatch(Placed(find_units(model), dict(model.named_parameters())), transient=False)
+    plan = find_units(model)
+    scopes = {scope.path: model.get_submodule(scope.path) for scope in plan.scopes}
+    watch = MemoryWatch(dict(model.named_parameters()), scopes, transient=False)
     watch.check()
     with torch.no_grad():
         model.first.weight.zero_()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gptpar
-from gptpar.any_module.modules_used import modules_used
+from gptpar.adapter.modules_used import modules_used
 from tests.any_module.pipeline_layers import (
     ADAM,
     CLIP,

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import gptpar
-from gptpar.any_module.engine import ModuleEngine
 from gptpar.checkpoint import find_checkpoints, read_manifest, read_tensors, room, verify_checkpoint
 from gptpar.checkpoint.data_file import DataFile
+from gptpar.deepspeed.engines.engine import ModuleEngine
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.system.snapshot import Snapshot
 from tests.any_module.checkpointed import assert_same, state, train

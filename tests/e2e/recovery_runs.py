@@ -18,7 +18,7 @@ import os, signal
 if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
     from pathlib import Path
     from gptpar.errors import GptparError
-    from gptpar.training import resume, run
+    from gptpar.run import loop, resume
 
     def meet(place, iteration):
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -26,7 +26,7 @@ if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
         at = restart, rank, iteration
 {faults}
 
-    launch_update, load = run.Run.launch_update, resume.load
+    launch_update, load = loop.Run.launch_update, resume.load
 
     def launch(self, *arguments):
         step = launch_update(self, *arguments)
@@ -37,7 +37,7 @@ if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
         meet("load", 0)
         return load(*arguments)
 
-    run.Run.launch_update, resume.load = launch, loading
+    loop.Run.launch_update, resume.load = launch, loading
 """
 
 

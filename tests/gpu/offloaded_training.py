@@ -12,10 +12,10 @@ from gptpar.data.loader import MicroBatch
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.schedule import make_schedule
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.trainer import Trainer
 from tests.helpers import random_tokens, tiny_config
 
 STEPS = 12

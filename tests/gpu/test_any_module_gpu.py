@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gptpar
-from gptpar.any_module.engine import ModuleEngine
-from gptpar.any_module.graph import LAUNCHED_STEPS
+from gptpar.deepspeed.engines.engine import ModuleEngine
+from gptpar.deepspeed.engines.graph import LAUNCHED_STEPS
 from gptpar.offload.events import EventLog, What
 
 pytestmark = pytest.mark.gpu

@@ -10,10 +10,10 @@ import torch
 
 from gptpar.offload import buckets, copying_transfers, machine
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
+from gptpar.run import auto_gradients
+from gptpar.run.auto_gradients import with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training import auto_gradients
-from gptpar.training.auto_gradients import with_gradients
 from tests.gpu.offloaded_training import Slow, run
 from tests.helpers import tiny_config
 

@@ -8,10 +8,10 @@ import torch
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import OUTLIER, SkipStep
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.trainer import Trainer
 from tests.helpers import random_tokens, tiny_config
 
 pytestmark = pytest.mark.gpu

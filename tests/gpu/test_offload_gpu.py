@@ -13,11 +13,11 @@ from gptpar.offload import buckets, gpu_transfers, machine
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
+from gptpar.run import gpt
+from gptpar.run.auto_ratio import with_ratio
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training import gpt
-from gptpar.training.auto_ratio import with_ratio
 from tests.gpu.offloaded_training import OFFLOAD, STEPS, Slow, run
 from tests.helpers import tiny_config
 

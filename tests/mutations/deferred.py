@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-DEFERRED_INIT = "gptpar/any_module/deferred.py"
-TAPE = "gptpar/any_module/tape.py"
-UNITS = "gptpar/any_module/units.py"
-REFUSALS = "gptpar/any_module/refusals.py"
-DEFERRED_TESTS = "tests/unit/any_module/test_deferred.py"
-VALUES_TESTS = "tests/unit/any_module/test_deferred_values.py"
-UNIT_TESTS = "tests/unit/any_module/test_units.py"
+DEFERRED_INIT = "gptpar/adapter/deferred.py"
+TAPE = "gptpar/adapter/tape.py"
+UNITS = "gptpar/adapter/units.py"
+REFUSALS = "gptpar/guards/refusals.py"
+DEFERRED_TESTS = "tests/unit/adapter/test_deferred.py"
+VALUES_TESTS = "tests/unit/adapter/test_deferred_values.py"
+UNIT_TESTS = "tests/unit/adapter/test_units.py"
 
 DEFERRED = [
     Mutation(

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-SCORES_TESTS = ("tests/unit/training/evaluation/test_scores.py",)
-ITEMS_TESTS = ("tests/unit/training/evaluation/test_items.py",)
-SAMPLING_TESTS = ("tests/unit/training/test_sampling.py",)
+SCORES_TESTS = ("tests/unit/run/evaluation/test_scores.py",)
+ITEMS_TESTS = ("tests/unit/run/evaluation/test_items.py",)
+SAMPLING_TESTS = ("tests/unit/run/test_sampling.py",)
 
 EVALUATION = [
     Mutation(
         "padding-is-scored",
-        "gptpar/training/evaluation/evaluator.py",
+        "gptpar/run/evaluation/evaluator.py",
         "masked_fill(~scored_BS, 0.0)",
         "masked_fill(scored_BS & False, 0.0)",
         SCORES_TESTS,
     ),
     Mutation(
         "last-window-of-a-text-reaches-back-by-nothing",
-        "gptpar/training/evaluation/rows.py",
+        "gptpar/run/evaluation/rows.py",
         "ids[max(0, end - context) : end + 1]",
         "ids[start : end + 1]",
         (*ITEMS_TESTS, *SCORES_TESTS),
     ),
     Mutation(
         "scores-are-summed-over-all-tensor-ranks",
-        "gptpar/training/evaluation/evaluator.py",
+        "gptpar/run/evaluation/evaluator.py",
         "self.topology.sum_over_all(sums / mesh.tensor)",
         "self.topology.sum_over_all(sums)",
         ("tests/ranks/test_evaluation_ranks.py",),

@@ -5,27 +5,27 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 FIT_TESTS = ("tests/unit/cli/test_fit.py",)
-LENGTH_TESTS = (*FIT_TESTS, "tests/unit/training/test_fitted_length.py")
-MEMORY_TESTS = ("tests/unit/training/test_host_memory.py",)
+LENGTH_TESTS = (*FIT_TESTS, "tests/unit/run/test_fitted_length.py")
+MEMORY_TESTS = ("tests/unit/run/test_host_memory.py",)
 
 FIRST_COMMAND = [
     Mutation(
         "length-decided-once",
-        "gptpar/training/fitted_length.py",
+        "gptpar/run/fitted_length.py",
         "self._due += max(1, (steps - done) // 10)",
         "self._due += 10**9",
         LENGTH_TESTS,
     ),
     Mutation(
         "an-evaluation-is-a-step",
-        "gptpar/training/fitted_length.py",
+        "gptpar/run/fitted_length.py",
         "statistics.fmean(steps[:-1])",
         "statistics.fmean(steps)",
         LENGTH_TESTS,
     ),
     Mutation(
         "time-left-of-all-steps-allowed",
-        "gptpar/training/reporter.py",
+        "gptpar/run/reporter.py",
         "eta = min(eta, 60 * minutes)",
         "pass",
         LENGTH_TESTS,
@@ -46,14 +46,14 @@ FIRST_COMMAND = [
     ),
     Mutation(
         "expectation-taken-for-exact",
-        "gptpar/training/banner.py",
+        "gptpar/run/banner.py",
         "need > OVERESTIMATE * free",
         "need > free",
         MEMORY_TESTS,
     ),
     Mutation(
         "memory-of-one-process",
-        "gptpar/training/banner.py",
+        "gptpar/run/banner.py",
         "range(first, min(first + count, topology.mesh.world_size))",
         "range(first, first + 1)",
         MEMORY_TESTS,

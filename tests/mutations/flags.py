@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 RUN_FILE = "tests/unit/config/test_run_file.py"
-CHECKPOINT_ARGS = "tests/unit/training/test_checkpoint_args.py"
-RESUMED = "tests/unit/training/test_resume.py"
+CHECKPOINT_ARGS = "tests/unit/run/test_checkpoint_args.py"
+RESUMED = "tests/unit/run/test_resume.py"
 
 FLAGS = [
     Mutation(
@@ -25,14 +25,14 @@ FLAGS = [
     ),
     Mutation(
         "checkpoint-overrules-a-typed-flag",
-        "gptpar/training/checkpoint_args.py",
+        "gptpar/run/checkpoint_args.py",
         "elif key not in parsed.given and value",
         "elif value",
         (CHECKPOINT_ARGS,),
     ),
     Mutation(
         "growing-decay-may-change-length",
-        "gptpar/training/accept.py",
+        "gptpar/run/accept.py",
         '("total", "decay_style")',
         '("total", "style")',
         (RESUMED,),

@@ -8,11 +8,11 @@ COLLECTOR = "gptpar/engine/collector.py"
 REDUCER = "gptpar/engine/reducer.py"
 GATHERER = "gptpar/engine/gatherer.py"
 ONE_ORDER = "tests/unit/engine/test_gradients.py::test_units_are_reduced_in_one_order_whatever_autograd_does"
-PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
+PLAIN_LOOP = "tests/unit/run/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
 RATIOS = "tests/unit/offload/test_same_bits.py::test_no_ratio_changes_a_bit"
 RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
 TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
-RECORDED = "tests/unit/any_module/test_graph.py"
+RECORDED = "tests/unit/deepspeed/engines/test_graph.py"
 TWO_WAYS = "tests/ranks/test_two_processes.py"
 
 GRADIENTS = [
@@ -171,28 +171,28 @@ GRADIENTS = [
     ),
     Mutation(
         "hooks-see-undivided-losses",
-        "gptpar/any_module/training_engine.py",
+        "gptpar/deepspeed/engines/training_engine.py",
         "self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)",
         "self._work.scale.fill_(self.loss_scaler.value)",
         ("tests/any_module/test_plain_backward.py::test_gradients_are_in_grad_without_zero",),
     ),
     Mutation(
         "loss-scale-of-the-recorded-step",
-        "gptpar/any_module/step_work.py",
+        "gptpar/deepspeed/engines/step_work.py",
         "scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)",
         "scale = torch.full_like(loss, float(self.scale.numpy()) if incoming is None else incoming)",
         (RECORDED,),
     ),
     Mutation(
         "train-batch-forgets-its-loss",
-        "gptpar/any_module/training_engine.py",
+        "gptpar/deepspeed/engines/training_engine.py",
         "result = self._result or self._result_of_calls()",
         "result = self._result_of_calls()",
         (RECORDED,),
     ),
     Mutation(
         "blocks-called-first-under-a-dispatch-mode",
-        "gptpar/any_module/module_stage.py",
+        "gptpar/adapter/module_stage.py",
         "EAGER_STANCE.force()\n            self._uncompiled.callback(EAGER_STANCE.restore)",
         "pass",
         ("tests/any_module/test_compiled.py",),

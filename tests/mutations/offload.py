@@ -48,7 +48,7 @@ OFFLOAD = [
         QUEUE,
         "swaps=update.into is not None",
         "swaps=update.ends_with is What.COMMITTED",
-        ("tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment",),
+        ("tests/unit/run/test_saving.py::test_it_is_the_state_of_its_moment",),
     ),
     Mutation(
         "replaced-gradient-ignored",

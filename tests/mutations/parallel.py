@@ -127,14 +127,14 @@ PARALLEL = [
     ),
     Mutation(
         "repeated-layers-share-a-name",
-        "gptpar/any_module/pipeline_module.py",
+        "gptpar/adapter/pipeline_module.py",
         "layer = copy.copy(layer)",
         "pass",
         ("tests/unit/pipeline/test_repeated_layers.py",),
     ),
     Mutation(
         "tied-layer-not-summed-over-its-stages",
-        "gptpar/any_module/pipeline_module.py",
+        "gptpar/adapter/pipeline_module.py",
         "for group in (*self._summed_over[full_name], *(() if tied is None else (tied,))):",
         "for group in self._summed_over[full_name]:",
         (f"{STAGES}[2-2-options0]",),

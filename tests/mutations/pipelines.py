@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 COLLECTOR = "gptpar/engine/collector.py"
-LAYER_STAGES = "gptpar/any_module/layer_stages.py"
-INITIALIZE = "gptpar/any_module/initialize_layers.py"
+LAYER_STAGES = "gptpar/adapter/layer_stages.py"
+INITIALIZE = "gptpar/deepspeed/engines/initialize_layers.py"
 AGREEMENT = "gptpar/topology/agreement.py"
 LOOP = "tests/any_module/test_pipeline_layers.py::test_layers_train_like_a_plain_loop"
 TWO_STAGES = f"{LOOP}[dp1 x pp2, ZeRO-0, CPU 0]"

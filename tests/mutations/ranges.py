@@ -109,7 +109,7 @@ RANGES = [
         "gptpar/optim/parameter_groups.py",
         "1.0 if decays else 0.0",
         "0.0 if decays else 1.0",
-        ("tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
+        ("tests/unit/run/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Mutation(
         "decay-of-a-bias-with-two-dimensions",

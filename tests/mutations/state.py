@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RESUME = "gptpar/training/resume.py"
-ENGINE = "gptpar/any_module/checkpoint.py"
+RESUME = "gptpar/run/resume.py"
+ENGINE = "gptpar/deepspeed/engines/checkpoint.py"
 KEPT = "tests/any_module/test_checkpoint_contents.py"
-COMES_BACK = "tests/unit/training/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
+COMES_BACK = "tests/unit/run/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
-FAILED = "tests/unit/training/test_failed_saves.py"
-BEHIND = "tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment"
-LATE = "tests/unit/training/test_saving.py::test_a_save_begins_before_the_cpu_has_done_the_step"
-ANNOUNCED = "tests/unit/training/test_saving.py::test_everything_that_a_step_changes_is_announced"
+FAILED = "tests/unit/run/test_failed_saves.py"
+BEHIND = "tests/unit/run/test_saving.py::test_it_is_the_state_of_its_moment"
+LATE = "tests/unit/run/test_saving.py::test_a_save_begins_before_the_cpu_has_done_the_step"
+ANNOUNCED = "tests/unit/run/test_saving.py::test_everything_that_a_step_changes_is_announced"
 MACHINES = "tests/ranks/test_mirror_ranks.py::test_the_run_goes_on_as_an_undisturbed_one[two]"
 
 STATE = [
@@ -95,7 +95,7 @@ STATE = [
     ),
     Mutation(
         "dropout-seed-without-the-data-rank",
-        "gptpar/training/trainer.py",
+        "gptpar/run/trainer.py",
         "place = number * self.topology.mesh.data + self.topology.position(DATA)",
         "place = number * self.topology.mesh.data",
         ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
@@ -116,7 +116,7 @@ STATE = [
     ),
     Mutation(
         "parameters-changed-before-loading-win",
-        "gptpar/any_module/weights.py",
+        "gptpar/adapter/weights.py",
         "        self.catch_up()\n",
         "",
         (f"{KEPT}::test_weights_changed_in_place_are_saved_and_old_changes_are_forgotten",),
@@ -209,14 +209,14 @@ STATE = [
     ),
     Mutation(
         "failed-last-save-is-forgiven",
-        "gptpar/training/saving.py",
+        "gptpar/run/saving.py",
         "required=last, since=since)",
         "required=False, since=since)",
         (f"{FAILED}::test_a_run_whose_last_save_fails_says_what_is_lost",),
     ),
     Mutation(
         "weights-overwritten-by-a-user-while-they-are-saved",
-        "gptpar/any_module/weights.py",
+        "gptpar/adapter/weights.py",
         "                guard.before_write(part for _, part in weights[name].parts)\n",
         "",
         ("tests/any_module/test_saving_behind.py::test_one_process_without_others_saves_the_state_of_its_moment",),
@@ -237,14 +237,14 @@ STATE = [
     ),
     Mutation(
         "saved-twice-under-one-number",
-        "gptpar/any_module/tags.py",
+        "gptpar/deepspeed/engines/tags.py",
         "return max(step, newest + 1), [",
         "return step, [",
         ("tests/any_module/test_checkpoint_tags.py::test_another_seed_is_not_taken_for_the_same_checkpoint",),
     ),
     Mutation(
         "milestones-of-a-schedule-become-texts",
-        "gptpar/any_module/plain_values.py",
+        "gptpar/deepspeed/engines/plain_values.py",
         'if kind == "dict" and _MARK not in value and all(isinstance(key, str) for key in value):',
         "if True:",
         (f"{KEPT}::test_schedulers",),

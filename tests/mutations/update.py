@@ -12,7 +12,7 @@ ROUNDED = "tests/unit/optim/test_adam_update.py::test_each_operation_is_rounded_
 NUMBERS = "tests/unit/optim/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
 TORCH_ADAMW = "tests/unit/engine/test_flat_optimizer.py::test_it_is_torchs_adamw"
 GROUPS = "tests/unit/engine/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
-PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
+PLAIN_LOOP = "tests/unit/run/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
 DYNAMIC_SCALE = "tests/unit/optim/test_loss_scale.py::test_dynamic_loss_scale_follows_megatron"
 SKIP_STEP = "gptpar/optim/skip_step.py"
 OUTLIERS = "tests/unit/optim/test_skip_step.py::test_the_rule_is_that_of_its_definition"
@@ -194,34 +194,34 @@ UPDATE = [
         "gptpar/optim/elementwise.py",
         "change(g + decay * p if couples_decay else g, states, numbers)",
         "change(g, states, numbers)",
-        ("tests/unit/any_module/test_torch_optimizers.py",),
+        ("tests/unit/adapter/test_torch_optimizers.py",),
     ),
     Mutation(
         "steps-of-a-frozen-group-count-on-the-host",
         "gptpar/offload/step_request.py",
         "[step - missed for missed in hyperparameters.missed or [0] * len(groups)]",
         "[step for _ in groups]",
-        ("tests/unit/any_module/test_frozen_groups.py",),
+        ("tests/unit/deepspeed/engines/test_frozen_groups.py",),
     ),
     Mutation(
         "another-engines-pass-adds-to-shown-gradients",
-        "gptpar/any_module/engine.py",
+        "gptpar/deepspeed/engines/engine.py",
         "if self._grads is not None and self._grads.are_shown:\n            self._grads.hide()\n            BACK",
         "if False:\n            assert self._grads is not None\n            BACK",
         ("tests/any_module/test_two_engines.py::test_joint_loss",),
     ),
     Mutation(
         "outlier-lowers-the-loss-scale",
-        "gptpar/any_module/training_engine.py",
+        "gptpar/deepspeed/engines/training_engine.py",
         "self.loss_scaler.update(self._skipped == NOT_FINITE)",
         "self.loss_scaler.update(bool(self._skipped))",
-        ("tests/unit/any_module/test_getters.py::test_an_outlier_is_not_applied_and_no_overflow",),
+        ("tests/unit/deepspeed/engines/test_getters.py::test_an_outlier_is_not_applied_and_no_overflow",),
     ),
     Mutation(
         "replicas-compared-by-a-sum-without-positions",
-        "gptpar/training/health/replicas.py",
+        "gptpar/run/health/replicas.py",
         "low = 2 * (first + start) + 1",
         "low = 2 * first + 1",
-        ("tests/unit/training/test_replicas.py::test_halves_add_up_to_the_whole",),
+        ("tests/unit/run/test_replicas.py::test_halves_add_up_to_the_whole",),
     ),
 ]

@@ -49,14 +49,14 @@ USER_MODULES = [
     ),
     Mutation(
         "pass-that-failed-on-one-process-forgotten",
-        "gptpar/any_module/failed_passes.py",
+        "gptpar/guards/failed_passes.py",
         "        if len(set(places)) == 1:\n",
         "        if places:\n",
-        ("tests/unit/any_module/test_failed_passes.py",),
+        ("tests/unit/guards/test_failed_passes.py",),
     ),
     Mutation(
         "error-after-exchange-not-noted",
-        "gptpar/any_module/training_engine.py",
+        "gptpar/deepspeed/engines/training_engine.py",
         "if exchanging or gathers or self.engine.gradients.are_exchanged:",
         "if exchanging or gathers:",
         ("tests/any_module/test_refused.py::test_a_backward_pass_that_fails_on_one_process_is_told",),
@@ -70,7 +70,7 @@ USER_MODULES = [
     ),
     Mutation(
         "late-read-of-the-first-pass-not-taken-back",
-        "gptpar/any_module/module_stage.py",
+        "gptpar/adapter/module_stage.py",
         "        if late:\n            gatherer.keep_last_step()\n",
         "",
         ("tests/any_module/test_reads_in_backward.py::test_reads_by_the_graph",),
@@ -84,9 +84,9 @@ USER_MODULES = [
     ),
     Mutation(
         "loss-scale-never-negative",
-        "gptpar/training/stored.py",
+        "gptpar/run/stored.py",
         '"init_lr", "tolerance")',
         '"init_lr")',
-        ("tests/unit/training/test_resume.py::test_a_run_of_fp16_goes_on_after_any_number_of_overflows",),
+        ("tests/unit/run/test_resume.py::test_a_run_of_fp16_goes_on_after_any_number_of_overflows",),
     ),
 ]

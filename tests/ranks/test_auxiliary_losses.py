@@ -22,12 +22,12 @@ from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.pipeline.stage import Stage
 from gptpar.plan.space import spaces
 from gptpar.plan.space.candidate import flags_of
+from gptpar.run import gpt as gpt_engine
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterSpec
-from gptpar.training import gpt as gpt_engine
 from tests.ranks.layout_cases import case
 from tests.spawn import spawn
 

@@ -15,13 +15,13 @@ from gptpar.config.validate import resolve
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.data.loader import make_micro_batch
 from gptpar.reporting.records import ValidationRecord
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.data import Vocabulary, make_loaders
+from gptpar.run.loop import Run
+from gptpar.run.progress import Progress
+from gptpar.run.saving import Saving
 from gptpar.system.stop import StopRequest
 from gptpar.topology.mesh import Mesh
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.data import Vocabulary, make_loaders
-from gptpar.training.progress import Progress
-from gptpar.training.run import Run
-from gptpar.training.saving import Saving
 from tests.helpers import make_trainer
 from tests.spawn import spawn
 

@@ -10,12 +10,12 @@ import torch
 
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.reporting.records import TaskScores
+from gptpar.run.evaluation.evaluator import Evaluator
+from gptpar.run.evaluation.tasks import read_tasks
 from gptpar.topology.mesh import Mesh
-from gptpar.training.evaluation.evaluator import Evaluator
-from gptpar.training.evaluation.tasks import read_tasks
 from tests.helpers import make_trainer
 from tests.spawn import spawn
-from tests.unit.training.evaluation.task_files import QUESTIONS, TEXTS, byte_config, write_lines
+from tests.unit.run.evaluation.task_files import QUESTIONS, TEXTS, byte_config, write_lines
 
 CASES = {
     "dp2": (Mesh(data=2), ""),

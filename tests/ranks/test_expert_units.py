@@ -22,13 +22,13 @@ from gptpar.model import gpt
 from gptpar.model.block import Block
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.spec import ModelLayer, ModelSpec
+from gptpar.run import gpt as gpt_engine
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import copy_to, sum_over
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.mesh import EXPERT, Mesh
 from gptpar.topology.placement import REPLICATED, ParameterSpec, Placement, Split
-from gptpar.training import gpt as gpt_engine
 from tests.ranks.layout_cases import VARIANTS, case
 from tests.spawn import spawn
 

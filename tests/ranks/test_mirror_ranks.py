@@ -18,18 +18,18 @@ from gptpar.checkpoint.manifest import MANIFEST_NAME, file_of
 from gptpar.checkpoint.tokenizer_copy import FOLDER, KEY, damaged_copy
 from gptpar.config import Config
 from gptpar.errors import GptparError
+from gptpar.run import mirror, resume
+from gptpar.run.mirror import open_copies, open_mirror, restore
+from gptpar.run.progress import Progress
+from gptpar.run.saving import Saving
 from gptpar.system import restart
 from gptpar.system.restart import MEMORY_VARIABLE
 from gptpar.topology.mesh import Mesh
-from gptpar.training import mirror, resume
-from gptpar.training.mirror import open_copies, open_mirror, restore
-from gptpar.training.progress import Progress
-from gptpar.training.saving import Saving
 from tests.helpers import make_trainer, tiny_config
 from tests.ranks.test_saving_ranks import train
 from tests.spawn import spawn
 from tests.unit.offload.tiny_runs import hash_of
-from tests.unit.training.saved_runs import inputs_of
+from tests.unit.run.saved_runs import inputs_of
 
 INTERVAL = 2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gptpar.any_module.user_module import load_user_function
+from gptpar.adapter.user_module import load_user_function
 from gptpar.cli.check_layouts.compare import difference, overall_difference, step_difference
 from gptpar.cli.check_layouts.module_training import ModuleCheck, train_case, train_plainly
 from gptpar.cli.check_layouts.outcome import Outcome

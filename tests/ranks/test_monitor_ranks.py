@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.spawn import spawn
-from tests.unit.any_module.test_monitor import LOSS, csv_of, make, monitors
+from tests.unit.deepspeed.engines.test_monitor import LOSS, csv_of, make, monitors
 
 
 def losses_and_curve(rank: int, folder: Path) -> tuple[list[float], list[tuple[int, float]]]:

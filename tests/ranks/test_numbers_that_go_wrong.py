@@ -14,9 +14,9 @@ from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
+from gptpar.run.health.replicas import ReplicaCheck
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.health.replicas import ReplicaCheck
 from tests.ranks.layout_cases import ALONE, TOLERANCE, WORDS, case, chained_outcomes
 from tests.spawn import spawn
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptpar.any_module.pipeline_module import PipelineModule
+from gptpar.adapter.pipeline_module import PipelineModule
 from gptpar.errors import ConfigError
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis

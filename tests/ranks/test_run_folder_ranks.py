@@ -10,9 +10,9 @@ import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.errors import CheckpointError
-from gptpar.training.run_folder import folder
-from gptpar.training.run_folder.folder import open_run_folder
-from gptpar.training.run_folder.owner import current_claim
+from gptpar.run.run_folder import folder
+from gptpar.run.run_folder.folder import open_run_folder
+from gptpar.run.run_folder.owner import current_claim
 from tests.spawn import spawn
 
 

@@ -16,15 +16,15 @@ from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError
+from gptpar.run import resume
+from gptpar.run.progress import Progress
+from gptpar.run.saving import Saving
+from gptpar.run.trainer import Trainer
 from gptpar.topology.mesh import DATA, Mesh
-from gptpar.training import resume
-from gptpar.training.progress import Progress
-from gptpar.training.saving import Saving
-from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 from tests.unit.offload.tiny_runs import OFFLOAD, hash_of
-from tests.unit.training.saved_runs import inputs_of
+from tests.unit.run.saved_runs import inputs_of
 
 CASES = {
     "ZeRO-1": (Mesh(data=2), "--zero-stage 1 --bf16"),

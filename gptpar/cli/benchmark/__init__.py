@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptpar.any_module.user_module import is_named_in
+from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.benchmark import measure, module
 from gptpar.cli.benchmark.runner import run_command
 from gptpar.cli.benchmark.sweep import shared_words, sweep, sweep_flags

@@ -15,7 +15,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 
 from gptpar.reporting.trace import COMMUNICATION, HOST_UPDATE, KINDS, OTHER, TRANSFERS, Interval, covered, kind_of
-from gptpar.training.run import StepListener
+from gptpar.run.loop import StepListener
 
 TRACED_STEPS = 2
 UNTRACED_BEFORE = 1

@@ -29,11 +29,11 @@ from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
 from gptpar.reporting.records import IterationRecord
 from gptpar.reporting.sinks import Sink
+from gptpar.run.assemble import open_run
+from gptpar.run.checkpoint_args import with_checkpoint_args
+from gptpar.run.loop import Run
+from gptpar.run.reporter import device_peak
 from gptpar.topology.world import world_from_environment
-from gptpar.training.assemble import open_run
-from gptpar.training.checkpoint_args import with_checkpoint_args
-from gptpar.training.reporter import device_peak
-from gptpar.training.run import Run
 
 OF_A_RUN = ("checkpoint", "logging", "recovery")
 """Sections that say where a run keeps its state and its records, and how it goes on after a death."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from gptpar.any_module.initialize import initialize
-from gptpar.any_module.training_engine import TrainingEngine
-from gptpar.any_module.user_module import load_user_function
+from gptpar.adapter.user_module import load_user_function
 from gptpar.cli.benchmark.machine import peak_memory
 from gptpar.cli.flags import parser_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
+from gptpar.deepspeed.engines.initialize import initialize
+from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.topology.world import open_world
 
 TIMEOUT_MINUTES = 30.0

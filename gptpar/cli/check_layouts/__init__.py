@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gptpar.any_module.user_module import is_named_in
+from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.check_layouts import module
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.outcome import Outcome

@@ -7,7 +7,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from gptpar.any_module.user_module import load_user_function
+from gptpar.adapter.user_module import load_user_function
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.module_training import DTYPES, ModuleCheck, train_case, train_plainly
 from gptpar.cli.check_layouts.outcome import Outcome

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptpar.any_module.initialize import initialize
-from gptpar.any_module.user_module import UserModule
+from gptpar.adapter.user_module import UserModule
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
+from gptpar.deepspeed.engines.initialize import initialize
 from gptpar.errors import GptparError
 from gptpar.plan.space.candidate import Option
 

@@ -15,11 +15,11 @@ from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE
+from gptpar.run.resume import checkpoint_tensors
+from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts
-from gptpar.training.resume import checkpoint_tensors
-from gptpar.training.trainer import Trainer
 
 
 class CaseRun:

@@ -14,9 +14,9 @@ from gptpar.cli.benchmark.measure import parse
 from gptpar.config.validate import resolve
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.hardware import peak_flops
+from gptpar.run.assemble import open_run
+from gptpar.run.loop import StepListener
 from gptpar.system.host import available_memory
-from gptpar.training.assemble import open_run
-from gptpar.training.run import StepListener
 
 GPU_SHARE_OF_PEAK = 0.35
 """Assumed fraction of a GPU's peak that training reaches; only the number of steps depends on it."""

@@ -18,7 +18,7 @@ HANG_SECONDS = 600.0
 ONE_MACHINE = ("1", "1:1")
 """Values of ``--nnodes``."""
 
-IMPORTED_BY_ENGINES = ("gptpar.any_module.initialize", "gptpar.checkpoint")
+IMPORTED_BY_ENGINES = ("gptpar.deepspeed.engines.initialize", "gptpar.checkpoint")
 _OURS = {
     *("nnodes", "nproc_per_node", "standalone", "max_restarts", "monitor_interval", "module", "no_python"),
     *("training_script", "training_script_args", "master_addr", "master_port", "node_rank", "signals_to_handle"),

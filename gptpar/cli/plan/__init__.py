@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from gptpar.any_module.user_module import is_named_in
+from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
@@ -20,8 +20,8 @@ from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
+from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.system.quantities import positive_gib
-from gptpar.training.checkpoint_args import with_checkpoint_args
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:

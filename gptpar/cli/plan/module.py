@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from gptpar.any_module.deferred import deferred_init
-from gptpar.any_module.user_module import SEED, load_user_function
+from gptpar.adapter.deferred import deferred_init
+from gptpar.adapter.user_module import SEED, load_user_function
 from gptpar.cli.flags import parser_of
 from gptpar.plan.module_memory import estimate_memory
 

@@ -16,8 +16,8 @@ from gptpar.cli import evaluate, main
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.training.generation import newest_model
-from tests.unit.training.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
+from gptpar.run.generation import newest_model
+from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
 
 MODEL = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --fp64"
 

@@ -10,9 +10,9 @@ from gptpar.cli.fit.choose import LESSONS, Choice, Course, choose, for_command, 
 from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.fitted_length import FittedLength
-from gptpar.training.progress import Progress
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.fitted_length import FittedLength
+from gptpar.run.progress import Progress
 from tests.helpers import tiny_config
 
 GIB = 1 << 30

@@ -16,8 +16,8 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.pipeline import Stage
-from gptpar.training.sampling import Sampling, continue_texts, make_texts
-from tests.unit.training.evaluation.task_files import BYTES
+from gptpar.run.sampling import Sampling, continue_texts, make_texts
+from tests.unit.run.evaluation.task_files import BYTES
 
 
 class FixedLogits(torch.nn.Module):

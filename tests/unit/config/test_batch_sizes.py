@@ -24,8 +24,8 @@ from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.space.candidate import Candidate
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.progress import Progress
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.progress import Progress
 from tests.helpers import TINY, every_field
 
 MODEL = TINY.replace("--train-iters 20 ", "")  # 16 tokens a sample, micro-batch 2

@@ -14,7 +14,7 @@ from gptpar.deepspeed.runtime import lr_schedules
 from gptpar.deepspeed.utils.torch import required_torch_version
 
 import gptpar.deepspeed as deepspeed
-from gptpar.any_module.schedulers import OneCycle
+from gptpar.deepspeed.engines.schedulers import OneCycle
 from gptpar.errors import GptparError
 
 

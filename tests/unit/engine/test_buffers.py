@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.any_module.pipeline_module import PipelineModule
+from gptpar.adapter.pipeline_module import PipelineModule
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gptpar.pipeline import Stage
-from gptpar.training.generation import load_model
+from gptpar.run.generation import load_model
 from tests.helpers import random_tokens
 from tests.unit.model.test_families import CASES, theirs
 

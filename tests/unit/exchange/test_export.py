@@ -21,7 +21,7 @@ from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange import exports as exports_module
 from gptpar.exchange.exports import Exports
 from gptpar.model.families import config_of
-from gptpar.training.generation import load_model
+from gptpar.run.generation import load_model
 from tests.helpers import TINY, tiny_config
 from tests.unit.exchange.hf_models import TOKENS, contents, logits_of, save_theirs
 

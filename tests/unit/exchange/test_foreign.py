@@ -16,8 +16,8 @@ from gptpar.cli.pretrain import main as pretrain
 from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, why_not_to_load
-from gptpar.training.generation import load_model
-from gptpar.training.resume import checkpoint_to_resume, refuse_foreign_folders
+from gptpar.run.generation import load_model
+from gptpar.run.resume import checkpoint_to_resume, refuse_foreign_folders
 from tests.helpers import TINY, tiny_config
 
 TRACKER = "latest_checkpointed_iteration.txt=100"

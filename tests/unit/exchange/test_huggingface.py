@@ -11,8 +11,8 @@ import torch
 
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from gptpar.training.generation import load_model
-from gptpar.training.sampling import Sampling, continue_texts, make_texts
+from gptpar.run.generation import load_model
+from gptpar.run.sampling import Sampling, continue_texts, make_texts
 from tests.unit.exchange.hf_models import (
     TOKENS,
     contents,

@@ -27,9 +27,9 @@ from gptpar.config.stored import StoredModel, stored_model
 from gptpar.data.tokenizer.bpe import byte_alphabet
 from gptpar.errors import TokenizerError
 from gptpar.exchange.checkpoint_tokenizer import digests_of, tokenizer_of_checkpoint
-from gptpar.training.checkpoint_args import with_checkpoint_args
+from gptpar.run.checkpoint_args import with_checkpoint_args
 from tests.helpers import tiny_config
-from tests.unit.training.saved_runs import saved
+from tests.unit.run.saved_runs import saved
 
 RUN = "--micro-batch-size 2 --lr 1e-2 --mock-data --eval-iters 0"
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"

@@ -23,7 +23,7 @@ from gptpar.exchange.hf_export import ExportOptions, prepare_export
 from gptpar.exchange.hf_import import tokenizer_in
 from gptpar.exchange.sentencepiece_json import SentencePieceModel
 from gptpar.exchange.tokenizer_files import odd_texts, require_same_ids, tokenizer_files
-from tests.unit.training.saved_runs import saved
+from tests.unit.run.saved_runs import saved
 
 pytest.importorskip("tokenizers")
 

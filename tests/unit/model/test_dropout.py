@@ -207,7 +207,7 @@ def stage_of(flags: str) -> Stage:
 
 
 def test_without_dropout_no_layer_has_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptpar.training.trainer.seed_fields", None)
+    monkeypatch.setattr("gptpar.run.trainer.seed_fields", None)
     assert layers_with_dropout(gpt_model(tiny_config().model).specs) == []
     tokens = random_tokens(2, 16, 60)
     make_trainer(tiny_config()).forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)

@@ -31,7 +31,7 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
-from gptpar.training.trainer import Trainer
+from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.unit.offload.host_optimizers import wait_until
 from tests.unit.offload.tiny_runs import ALL

@@ -14,7 +14,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.muon import MUON, MuonHyperparameters
-from gptpar.training.trainer import Trainer
+from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.offload.host_optimizers import wait_until
 from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, config_words, hash_of, train

@@ -17,9 +17,9 @@ from gptpar.offload.copying_transfers import (
 )
 from gptpar.optim.adamw import ADAMW
 from gptpar.plan.hardware import SUSTAINED
+from gptpar.run.auto_gradients import available_memory, with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.auto_gradients import available_memory, with_gradients
 from tests.helpers import TINY, tiny_config
 from tests.unit.offload.tiny_runs import ALL
 

@@ -13,9 +13,9 @@ from gptpar.data.loader import MicroBatch
 from gptpar.offload import buckets, build, machine, next_action
 from gptpar.offload.events import What
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.run import gpt
+from gptpar.run.trainer import Trainer
 from gptpar.tensor_parallel import cross_entropy
-from gptpar.training import gpt
-from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.offload_log import logged, starts_of
 from tests.unit.offload.counting import Counting, Seen

@@ -23,11 +23,11 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition, group_ranges_between
+from gptpar.run.resume import checkpoint_tensors
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterInfo
 from gptpar.topology.tensor_parts import TensorParts
-from gptpar.training.resume import checkpoint_tensors
 from tests.helpers import make_trainer, tiny_config
 from tests.offload_log import starts_of
 from tests.unit.offload.host_optimizers import make_host, wait_until

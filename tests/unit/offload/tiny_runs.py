@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.training.trainer import Trainer
+from gptpar.run.trainer import Trainer
 from tests.helpers import random_tokens
 
 OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"

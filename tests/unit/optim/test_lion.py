@@ -15,10 +15,10 @@ from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
-from gptpar.training import resume
+from gptpar.run import resume
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.optim.lion_runs import STEPS, TOLERANCE, alone, plain_loop
-from tests.unit.training.saved_runs import DONE, inputs_of
+from tests.unit.run.saved_runs import DONE, inputs_of
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.any_module.options import read_options
-from gptpar.any_module.schedulers import scheduler_of
+from gptpar.adapter.options import read_options
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
+from gptpar.deepspeed.engines.schedulers import scheduler_of
 from gptpar.optim.schedule import make_schedule
 
 STEPS = 60

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.any_module.pipeline_module import PipelineModule
+from gptpar.adapter.pipeline_module import PipelineModule
 from gptpar.errors import GptparError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage

@@ -11,11 +11,11 @@ import torch
 from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.run.assemble import memory_explained
+from gptpar.run.auto_gradients import with_gradients
 from gptpar.system import command_line
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.assemble import memory_explained
-from gptpar.training.auto_gradients import with_gradients
 from tests.helpers import TINY, tiny_config
 
 FULL = "this machine's memory is full (a very long run's order of samples needs some): "

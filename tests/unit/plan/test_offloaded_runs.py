@@ -21,9 +21,9 @@ from gptpar.plan.planner import Plan
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json
 from gptpar.plan.search import search
+from gptpar.run.banner import refuse_what_cannot_fit
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.banner import refuse_what_cannot_fit
 from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, plan
 
 IN_PAIRS = SMALL + "--micro-batch-size 2 "

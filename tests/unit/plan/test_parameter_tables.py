@@ -12,9 +12,9 @@ import torch
 from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.plan.job import Job
+from gptpar.run.gpt import make_engine
 from gptpar.topology.groups import make_topology
 from gptpar.topology.mesh import DATA, TENSOR, Mesh
-from gptpar.training.gpt import make_engine
 from tests.helpers import tiny_config
 from tests.unit.plan.plans import pretended_world
 

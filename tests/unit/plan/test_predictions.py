@@ -22,9 +22,9 @@ from gptpar.plan.memory import stage_memory
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
+from gptpar.run.gpt import make_engine, split_of
 from gptpar.topology.groups import make_topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.gpt import make_engine, split_of
 from tests.helpers import tiny_config
 from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
 

@@ -16,10 +16,12 @@ ROWS = [
     ["reporting"],
     ["offload"],
     ["exchange"],
+    ["guards"],
+    ["adapter"],
     ["any_module"],
     ["plan"],
     ["deepspeed"],
-    ["training"],
+    ["run"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -22,8 +22,8 @@ STANDALONE = {"data", "checkpoint"}
 FIRST_USER_OF_STANDALONE = ROW_OF["reporting"]
 
 PURE = [
-    "any_module/units.py",
-    "any_module/refusals.py",
+    "adapter/units.py",
+    "guards/refusals.py",
     "config",
     "topology/mesh.py",
     "topology/placement.py",
@@ -33,11 +33,11 @@ PURE = [
     "engine/units.py",
     "pipeline/partition.py",
     "pipeline/schedules.py",
-    "training/batch_plan.py",
+    "run/batch_plan.py",
     "plan/hardware.py",
     "plan/space",
     "optim/step_schedules.py",
-    "any_module/options.py",
+    "adapter/options.py",
     "data/order.py",
     "data/splits.py",
     "tensor_parallel/cost.py",
@@ -135,7 +135,7 @@ def test_other_programs_formats_have_one_door():
 def test_the_rule_itself():
     assert may_import("model", "tensor_parallel") and not may_import("tensor_parallel", "model")
     assert may_import("data", "system") and not may_import("data", "config")
-    assert may_import("training", "data") and not may_import("model", "data")
+    assert may_import("run", "data") and not may_import("model", "data")
 
 
 @pytest.mark.parametrize("room", PURE)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptpar.any_module.tags import _latest_tag
 from gptpar.checkpoint.data_file import SourceFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from gptpar.cli.convert import main as convert
@@ -19,6 +18,7 @@ from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.data.readers import find_inputs, read_blocks
 from gptpar.data.tokenizer.base import Tokenizer as TokenizerBase
+from gptpar.deepspeed.engines.tags import _latest_tag
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.exchange.files.safe_pickle import load_torch_file, load_torch_part
 from gptpar.exchange.files.safetensors_file import open_safetensors

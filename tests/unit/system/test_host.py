@@ -14,11 +14,11 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.graph import wants_graph
+from gptpar.run.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
+from gptpar.run.trainer import Trainer
 from gptpar.system import host
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from gptpar.training.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
-from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
 
 GIB = 1 << 30

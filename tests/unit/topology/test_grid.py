@@ -10,11 +10,11 @@ import torch
 
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.progress import Progress
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Mesh, copies_over, rows_of
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.progress import Progress
 
 LAYOUTS = [
     Mesh(2, 2, 2),

@@ -1,0 +1,1 @@
+"""Presents any module to the engine: units, hooks, memory and values, and the settings of all that."""

@@ -1,0 +1,240 @@
+"""Attributes and getters that programs written for DeepSpeed ask of an engine, beside those that training needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from gptpar.deepspeed.engines.dataset import make_loader
+from gptpar.deepspeed.engines.engine_state import EngineState
+from gptpar.errors import ConfigError
+from gptpar.topology.mesh import DATA
+
+_ZERO, _OPTIMIZER, _FP16 = "zero_optimization", "zero_optimization.offload_optimizer", "fp16"
+
+SETTINGS: Mapping[str, tuple[str, Any]] = {
+    "communication_data_type": ("communication_data_type", None),
+    "dump_state": ("dump_state", False),
+    "flops_profiler_enabled": ("flops_profiler.enabled", False),
+    "fp16_auto_cast": (f"{_FP16}.auto_cast", False),
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "memory_breakdown": ("memory_breakdown", False),
+    "optimizer_name": ("optimizer.type", None),
+    "optimizer_params": ("optimizer.params", None),
+    "scheduler_name": ("scheduler.type", None),
+    "scheduler_params": ("scheduler.params", None),
+    "wall_clock_breakdown": ("wall_clock_breakdown", False),
+    "zero_allgather_bucket_size": (f"{_ZERO}.allgather_bucket_size", 500_000_000),
+    "zero_allgather_partitions": (f"{_ZERO}.allgather_partitions", True),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_contiguous_gradients": (f"{_ZERO}.contiguous_gradients", True),
+    "zero_gather_16bit_weights_on_model_save": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
+    "zero_ignore_unused_parameters": (f"{_ZERO}.ignore_unused_parameters", True),
+    "zero_load_from_fp32_weights": (f"{_ZERO}.load_from_fp32_weights", True),
+    "zero_max_live_parameters": (f"{_ZERO}.stage3_max_live_parameters", 1_000_000_000),
+    "zero_max_reuse_distance": (f"{_ZERO}.stage3_max_reuse_distance", 1_000_000_000),
+    "zero_offload_optimizer": (_OPTIMIZER, None),
+    "zero_offload_param": (f"{_ZERO}.offload_param", None),
+    "zero_overlap_comm": (f"{_ZERO}.overlap_comm", None),
+    "zero_param_persistence_threshold": (f"{_ZERO}.stage3_param_persistence_threshold", 100_000),
+    "zero_partial_offload": (f"{_OPTIMIZER}.ratio", 1.0),
+    "zero_prefetch_bucket_size": (f"{_ZERO}.stage3_prefetch_bucket_size", 50_000_000),
+    "zero_reduce_bucket_size": (f"{_ZERO}.reduce_bucket_size", 500_000_000),
+    "zero_reduce_scatter": (f"{_ZERO}.reduce_scatter", True),
+    "zero_sub_group_size": (f"{_ZERO}.sub_group_size", 1_000_000_000),
+}
+"""Getter -> the configuration's key that it tells, and DeepSpeed's default."""
+
+_NONE = "none"
+"""The device of an offload section that is off."""
+
+
+class DeepSpeedGetters(EngineState):
+    """What programs ask of DeepSpeed's engine beside training: settings, places of processes, the module's attributes.
+
+    A name that the engine does not have is looked up in the module, so that ``engine.generate`` and ``engine.config``
+    work.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SETTINGS:
+            return lambda: self._setting(*SETTINGS[name])
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__") or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+    def _setting(self, key: str, default: Any) -> Any:
+        found: Any = self.options.config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if key.startswith(_ZERO) and isinstance(found, Mapping):  # a section, whose keys are read as attributes
+            return SimpleNamespace(**{"device": _NONE} | dict(found)) if found.get("device", _NONE) != _NONE else None
+        return default if found is None else found
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration."""
+        return dict(self.options.config)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the module has its weights back."""
+        return bool(self.__dict__.get("_closed"))
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are sparse: none."""
+        return set()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: a forward pass gives back what it gathered."""
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the backward pass sums gradients over processes where DeepSpeed's does."""
+
+    # What is where.
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the CPU updates any parameters."""
+        return self.options.offload.ratio > 0
+
+    zero_cpu_offload = zero_use_cpu_optimizer
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether each process has a shard of the gradients."""
+        return self.options.zero_stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether each process has a shard of the parameters."""
+        return self.options.zero_stage >= 3
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the parameters."""
+        return self.options.dtype or next((p.dtype for p in self.module.parameters()), torch.float32)
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The number formats of the parameters and of the sums of gradients."""
+        settings = self.engine.settings
+        return self.dtype, settings.wide if settings.adds_gradients else settings.dtype
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(samples of a step, samples of a micro-batch, micro-batches of a step)"""
+        batch = self.options.batch
+        return batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps
+
+    # The other processes.
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The processes with the same layers and other micro-batches."""
+        topology = self.topology
+        return topology.group(DATA) or (dist.group.WORLD if dist.is_initialized() and self._is_flat else None)
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def _is_flat(self) -> bool:
+        return self.topology.mesh.pipeline == 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This process's number among those with other micro-batches."""
+        return self.topology.position(DATA)
+
+    def get_model_parallel_rank(self) -> int:
+        """0: layers are not divided."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+    mp_world_size = 1
+
+    # Data.
+
+    @property
+    def training_dataloader(self) -> Iterable[Any] | None:
+        """The loader of ``training_data``."""
+        return self.data.loader
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this process's micro-batches of a data set.
+
+        Args:
+            dataset: has a length, unless there is one process.
+            batch_size: samples of a micro-batch; default: the engine's.
+            route: ``train`` (a new order in each epoch), ``eval`` or ``predict`` (the data set's order).
+            pin_memory: without effect: it is pinned for a GPU.
+            data_sampler: the order, instead of these.
+            collate_fn: makes a micro-batch of samples.
+            num_local_io_workers: processes that load.
+        """
+        size = batch_size or self.options.batch.micro_batch_size
+        if route == "train" and data_sampler is None and not num_local_io_workers and batch_size is None:
+            topology = self.topology
+            return make_loader(dataset, self.options, topology.position(DATA), topology.mesh.data, collate_fn)
+        if data_sampler is None:
+            data_sampler = torch.utils.data.distributed.DistributedSampler(
+                dataset, self.topology.mesh.data, self.topology.position(DATA), shuffle=route == "train"
+            )
+        workers = num_local_io_workers or 0
+        return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Let ``train_batch()`` without an argument take its micro-batches from an iterator."""
+        self.data.loader = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Let ``train_batch()`` without an argument take its micro-batches from a loader, without end."""
+        self.data.loader = loader
+
+    # The model's file.
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The module's whole state in host memory, on the first process; all call it, the others get ``None``."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.topology.is_main else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the module's whole state in the parameters' number format, as ``torch.save`` does; all call it.
+
+        Returns:
+            Whether it was saved: with ZeRO-3 only if the configuration has
+            ``zero_optimization.stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
+        """
+        if not self._is_flat:
+            raise ConfigError(["save_16bit_model of a pipeline: no process has all layers; use save_checkpoint."])
+        if self.options.zero_stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            return False
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model

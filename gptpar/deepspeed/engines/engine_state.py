@@ -1,0 +1,71 @@
+"""``EngineState``: the attributes of every engine of ``gptpar.initialize``, as its verbs and getters use them."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from gptpar.adapter.options import EngineOptions
+from gptpar.adapter.weights import Weights
+from gptpar.checkpoint.saver import Saver
+from gptpar.deepspeed.engines.batches import BatchSource
+from gptpar.deepspeed.engines.optimizer import EngineOptimizer
+from gptpar.engine.engine import Engine
+from gptpar.guards.order_watch import OrderWatch
+from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.skip_step import SkipStep
+from gptpar.topology.groups import Topology
+
+
+class EngineState(nn.Module):
+    """Base of the classes that an engine consists of: :mod:`gptpar.deepspeed.engines.training_engine` joins them.
+
+    Attributes:
+        engine: has the parameters, their gradients and the optimizer.
+        weights: reads and changes the module's weights for its user.
+        topology: this process's place.
+    """
+
+    module: nn.Module
+    options: EngineOptions
+    engine: Engine
+    weights: Weights
+    topology: Topology
+    optimizer: EngineOptimizer
+    loss_scaler: LossScale
+    lr_scheduler: LRScheduler | None
+    skip_step: SkipStep | None
+    data: BatchSource
+    global_steps: int
+    _saver: Saver
+    _watch: OrderWatch
+    _count: int
+    _has_begun: bool
+    _is_final: bool
+    _ended_step: bool
+    _norm: float
+    _skipped: float
+
+    @property
+    def _divisor(self) -> float:
+        """The divisor of the sum over processes: the loss scale times their number."""
+        return self.loss_scaler.value * self.topology.mesh.data
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, on all processes."""
+        raise NotImplementedError
+
+    def _drop_step(self) -> None:
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        raise NotImplementedError
+
+    def _require_no_step(self) -> None:
+        """Raise if another step has begun."""
+
+    def _read_last_step(self) -> None:
+        raise NotImplementedError
+
+    def _take_note_of_last_step(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,70 @@
+"""An engine's verbs for whole gradients and parameters, which may be divided over processes, device and host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from gptpar.deepspeed.engines.engine_state import EngineState
+from gptpar.errors import GptparError
+
+
+class WholeTensors(EngineState):
+    """Reads and replaces whole gradients, and gathers whole parameters."""
+
+    def full_gradient(self, name: str) -> torch.Tensor:
+        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
+
+        It is the mean over micro-batches and processes, not clipped.
+
+        Args:
+            name: of the parameter, as the module names it.
+
+        Raises:
+            GptparError: the step's gradient is not final, or no such parameter is trained.
+        """
+        self._require_gradient("full_gradient()")
+        with self._watch.together("full_gradient"):
+            return self.weights.whole(name, "grad") / self._divisor
+
+    def set_full_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Replace the whole gradient of a parameter; all processes call it with the same value.
+
+        The arguments, the time and the errors are those of :meth:`full_gradient`; ``value`` has its shape.
+        """
+        self._require_gradient("set_full_gradient()")
+        self.weights.set_gradient(name, value * self._divisor)
+
+    def local_gradient(self, name: str) -> torch.Tensor | None:
+        """[n] the elements of :meth:`full_gradient` that this process updates, in the order of memory; maybe none.
+
+        Those of all processes, in the order of their numbers, are the whole gradient. ``None``: no such parameter is
+        trained.
+        """
+        self._require_gradient("local_gradient()")
+        found = self.weights.local(name, "grad")
+        return None if found is None else found / self._divisor
+
+    def set_local_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Replace the elements of :meth:`local_gradient`; all processes call it, each with its own."""
+        self._require_gradient("set_local_gradient()")
+        self.weights.set_gradient(name, value * self._divisor, local=True)
+
+    def _require_gradient(self, verb: str) -> None:
+        if not self._is_final:
+            raise GptparError(f"{verb} works only between the step's last backward pass and the step.")
+
+    @contextlib.contextmanager
+    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
+        """A context in which all parameters are gathered, with the last step's values; all processes enter it.
+
+        Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
+
+        Args:
+            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its position on
+                the data axis); ``None``: all processes have made the same changes, to all copies of tied layers.
+        """
+        with self.weights.gathered(modifier_rank):
+            yield

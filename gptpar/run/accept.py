@@ -1,0 +1,226 @@
+"""Decides whether a run may go on from a checkpoint, and reports all that speaks against it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptpar.checkpoint import Manifest
+from gptpar.checkpoint.folders import checkpoint_path
+from gptpar.config import CheckpointConfig, Config
+from gptpar.config.stored import stored_config
+from gptpar.errors import CheckpointError, printable
+from gptpar.exchange import CONVERTED
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.muon import MUON
+from gptpar.optim.optimizers import updates_of
+from gptpar.optim.schedule import Schedule, make_schedule
+from gptpar.run import same_run
+from gptpar.run.batch_plan import BatchPlan
+from gptpar.run.data import data_order, other_order
+from gptpar.run.progress import Progress
+from gptpar.run.same_run import Corpora, Rule
+from gptpar.run.stored import StoredRun, stored_run
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a run's tokens come from, kept so that a checkpoint is not continued with others unnoticed.
+
+    Attributes:
+        tokenizer: the tokenizer's identity.
+        corpora: the corpora's identities when the run began, by the field that names them.
+        data_order: what the order of the training samples depends on beside them.
+        tokenizer_files: name -> contents of the files that the tokenizer is made from; each checkpoint gets a copy.
+    """
+
+    tokenizer: dict[str, Any]
+    corpora: Corpora
+    data_order: dict[str, Any]
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        config: Config,
+        tokenizer: dict[str, Any],
+        data_parallel_size: int = 1,
+        tokenizer_files: Mapping[str, bytes] | None = None,
+    ) -> Inputs:
+        """Reads a little of each corpus."""
+        corpora, order = same_run.corpora_of(config.data), data_order(config, data_parallel_size)
+        return Inputs(tokenizer, corpora, order, tokenizer_files or {})
+
+
+def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
+    """What the checkpoint says of its run, if this run may go on from it.
+
+    Raises:
+        CheckpointError: it may not; with every reason.
+    """
+    c = config.checkpoint
+    assert c.load is not None
+    path = checkpoint_path(Path(c.load), manifest.iteration)
+    stored = _begun_anew(c, stored_run(path, manifest.meta, same_run.COMPARED))
+    problems = list(_refusals(config, inputs, stored))
+    if not c.no_load_optim:
+        problems += _state_problems(config, stored, manifest)
+    if problems:
+        listing = "\n".join(f"  {number}. {printable(problem)}" for number, problem in enumerate(problems, 1))
+        raise CheckpointError(f"{path} cannot be resumed by this command line:\n{listing}")
+    return stored
+
+
+def _begun_anew(c: CheckpointConfig, stored: StoredRun) -> StoredRun:
+    """With the progress from which this run goes on: all of it, or without the place in the data or in the schedule."""
+    progress = Progress(scheduled_samples=stored.progress.scheduled_samples) if c.reset_iteration else stored.progress
+    if c.no_load_lr_state:
+        progress = dataclasses.replace(progress, scheduled_samples=0)
+    return dataclasses.replace(stored, progress=progress)
+
+
+def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> Iterator[str]:
+    """Why the checkpoint's optimizer state cannot be taken over."""
+    name, before = config.optimizer.optimizer, stored.config.optimizer.optimizer
+    kinds = {tensor.partition("/")[0] for tensor in manifest.tensors}
+    of_matrices, of_others = updates_of(config.optimizer)
+    states = {*of_others.states, *(of_matrices.states if of_matrices else ())}
+    if "optimizer.optimizer" in stored.known and name != before and not _takes_over(name, before):
+        lacks = (before, name) == (MUON.name, ADAMW.name)
+        why = "; Muon's matrices have no second moment, which AdamW divides by" * lacks
+        yield (
+            f"its optimizer state is that of --optimizer {before}, and this run has --optimizer {name}{why}: take the "
+            "same, or add --no-load-optim to begin with a state of zero."
+        )
+    elif not kinds >= states:
+        yield "it was saved without the optimizer's moments: add --no-load-optim."
+
+
+def _takes_over(name: str, before: str) -> bool:
+    """Whether an optimizer goes on with the state of another one."""
+    return (before, name) == (ADAMW.name, MUON.name)
+
+
+def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str]:
+    """Why this run is not the checkpoint's, a sentence for each kind of difference."""
+    evaluates_only = config.logging.skip_train
+    if other_model := same_run.differing(Rule.MODEL, stored.config, config, stored.known):
+        yield (
+            f"it is another model ({'; '.join(other_model)}): take the checkpoint's values, or begin a new run from "
+            "its weights with --finetune."
+        )
+    if differ := _other_tokenizer(stored.tokenizer, inputs.tokenizer):
+        yield f"it was trained with another tokenizer ({differ}): use the same one, or --finetune."
+    other_data = _other_data(config, inputs, stored)
+    if other_data and not (config.data.override_data or config.checkpoint.reset_iteration or evaluates_only):
+        yield (
+            f"it was trained on other data ({'; '.join(other_data)}): take the checkpoint's; or add --override-data to "
+            f"go on at sample {stored.progress.consumed_samples:,} of this command line's; or begin anew with "
+            "--finetune."
+        )
+    if not evaluates_only:
+        yield from _other_schedule(config, stored)
+
+
+def _other_schedule(config: Config, stored: StoredRun) -> Iterator[str]:
+    """A sentence if the checkpoint's schedule is another one, and no flag chooses, or is chosen and has ended."""
+    o, plan = config.optimizer, BatchPlan.of(config.batch, stored.progress)
+    if o.override_opt_param_scheduler or config.checkpoint.no_load_lr_state:
+        return
+    here = make_schedule(config, plan.train_samples)
+    ended = _has_ended(Schedule(**stored.schedule), plan, config.model.seq_length, stored.progress)
+    if o.use_checkpoint_opt_param_scheduler:
+        if ended:
+            yield (
+                f"--use-checkpoint-opt-param-scheduler: {ended}: give --override-opt-param-scheduler in its place, or "
+                "the length of the former run."
+            )
+    elif differ := _differences(_with_effect(stored.schedule), _with_effect(dataclasses.asdict(here))):
+        other = "" if ended else ", or --use-checkpoint-opt-param-scheduler"
+        yield (
+            f"its schedule is another one ({differ}; lengths in samples or tokens): add --override-opt-param-scheduler "
+            f"to take this command line's{other}."
+        )
+
+
+def _has_ended(there: Schedule, plan: BatchPlan, seq_length: int, progress: Progress) -> str:
+    """A clause if this run is longer than the schedule's, and would take its last step at the learning rate 0."""
+    unit, lag = seq_length if there.in_tokens else 1, progress.consumed_samples - progress.scheduled_samples
+    total, last = plan.train_samples * unit, (plan.train_samples - plan.full - lag) * unit
+    if there.max_lr <= 0 or total <= there.total or there.learning_rate(last) > 0:
+        return ""
+    return f"it is for a run of {there.total:,.0f}, and its learning rate is 0 at the end of this one, {total:,}"
+
+
+def _other_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    """What tells the tokenizers apart; of another program's, no more than the number of its ids is known."""
+    converted = saved.get("type") == CONVERTED
+    return _differences(saved, {name: here.get(name) for name in saved} | {"type": CONVERTED} if converted else here)
+
+
+def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
+    """A schedule without the lengths that change nothing of it: a longer run may have the same rate and weight decay.
+
+    A constant weight decay does not grow over the run, and a constant rate does not decay.
+    """
+    idle = {name for name, style in (("total", "decay_style"), ("decay", "style")) if schedule[style] == "constant"}
+    return {name: value for name, value in schedule.items() if name not in idle}
+
+
+def _other_data(config: Config, inputs: Inputs, stored: StoredRun) -> list[str]:
+    differ = same_run.differing(Rule.DATA, stored.config, config, stored.known)
+    differ += other_order(stored.data_order, stored.config.data, inputs.data_order)
+    if "data.mock_data" in stored.known and not stored.config.data.mock_data and not config.data.mock_data:
+        differ += same_run.other_corpora(_corpora(stored), inputs.corpora)
+    return differ
+
+
+def _corpora(stored: StoredRun) -> Corpora:
+    """A checkpoint from before corpora were identified still says where they were."""
+    return same_run.corpora_named(stored.config.data) if stored.corpora is None else stored.corpora
+
+
+def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+    """What differs and was accepted, because people change it on purpose or because they asked for it."""
+    differ = same_run.differing(Rule.TOLD, stored.config, config, stored.known)
+    if not config.logging.skip_train:
+        differ += _other_data(config, inputs, stored)
+        differ += same_run.unidentified_corpora(_corpora(stored), inputs.corpora)
+        differ += same_run.other_evaluation(stored.config, stored.corpora or {}, config, inputs.corpora)
+    if differ:
+        say(printable(f" > unlike the checkpoint: {'; '.join(differ)}"))
+    if (
+        _takes_over(config.optimizer.optimizer, stored.config.optimizer.optimizer)
+        and not config.checkpoint.no_load_optim
+    ):
+        say(
+            " > the matrices' first moments become Muon's momentum, and their second moments are dropped; AdamW goes "
+            "on with everything else"
+        )
+    if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
+        say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")
+    if not config.logging.skip_train:
+        _tell_new_order(config, inputs, stored, say)
+
+
+def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+    there = stored.schedule["total"] / (config.model.seq_length if stored.schedule["in_tokens"] else 1)
+    here = BatchPlan.of(config.batch, stored.progress).train_samples
+    if same_run.reshuffled(config, inputs.corpora, there, here):
+        say(
+            f" > the run has {here:,} samples in place of {there:,.0f}: epochs are shuffled together, so the samples "
+            "to come are in another order, and some come again"
+        )
+
+
+def tell_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
+    there, known, _ = stored_config(meta.get("config"), same_run.COMPARED)
+    if differ := same_run.differing(Rule.MODEL, there, config, known):
+        say(printable(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}"))
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    keys = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+    return "; ".join(f"{key} {saved.get(key)} there, {here.get(key)} here" for key in keys)

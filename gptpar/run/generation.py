@@ -1,0 +1,172 @@
+"""Loads a checkpoint's model without optimizer, whole or split over processes: to evaluate it, or to make text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_tensors
+from gptpar.config import ModelConfig
+from gptpar.config.stored import StoredModel, stored_model
+from gptpar.errors import CheckpointError
+from gptpar.exchange import why_not_to_load
+from gptpar.model.experts.balance import ExpertBalance
+from gptpar.model.gpt import gpt_model
+from gptpar.pipeline.stage import Stage, memory_for
+from gptpar.run.resume import instead_of
+
+
+def load_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, iteration: int | None = None
+) -> tuple[Stage, StoredModel]:
+    """The model of a run folder's newest whole checkpoint (or of one iteration), ready to give logits.
+
+    Raises:
+        CheckpointError: none that can be read.
+    """
+    loaded = load_stages(
+        folder, lambda stored: [Stage(gpt_model(stored.model).specs)], device, dtype, iteration=iteration
+    )
+    return loaded.stages[0], loaded.stored
+
+
+@dataclass(frozen=True)
+class LoadedStages:
+    """A checkpoint's model, or the part of it that this process holds; without optimizer.
+
+    Attributes:
+        stages: with their weights, in evaluation mode.
+        path, iteration: of the checkpoint.
+    """
+
+    stages: Sequence[Stage]
+    stored: StoredModel
+    path: Path
+    iteration: int
+
+
+def load_stages(
+    folder: Path,
+    build: Callable[[StoredModel], Sequence[Stage]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    iteration: int | None = None,
+) -> LoadedStages:
+    """Fill stages from a run folder's newest whole checkpoint, or from that of one iteration.
+
+    Args:
+        build: makes this process's stages, without storage; is called for each checkpoint that is tried.
+        dtype: of the parameters.
+
+    Raises:
+        CheckpointError: none that can be read.
+    """
+    problems: list[str] = []
+    for path in _candidates(folder, iteration):
+        try:
+            manifest = read_manifest(path)
+            stored = stored_model(path, manifest.meta)
+            _require_its_tensors(path, manifest, stored.model)
+            stages = build(stored)
+            _fill(stages, path, manifest, stored.model, device, dtype)
+        except CheckpointError as error:
+            problems.append(str(error))
+            print(f"skipped a checkpoint: {error}", file=sys.stderr)
+            continue
+        return LoadedStages(stages, stored, path, manifest.iteration)
+    raise CheckpointError(_none_of(folder, problems))
+
+
+def newest_model(folder: Path, iteration: int | None = None) -> StoredModel:
+    """What the checkpoint that :func:`load_stages` tries first says of its model; no tensor is read.
+
+    Raises:
+        CheckpointError: none that can be read.
+    """
+    problems: list[str] = []
+    for path in _candidates(folder, iteration):
+        try:
+            return stored_model(path, read_manifest(path).meta)
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError(_none_of(folder, problems))
+
+
+def _candidates(folder: Path, iteration: int | None) -> list[Path]:
+    """The checkpoints of a run folder, newest first, or that of one iteration.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if problem := why_not_to_load(folder):
+        raise CheckpointError(problem)
+    there = find_checkpoints(folder)
+    found = [path for number, path in there if iteration in (None, number)]
+    if not found:
+        what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
+        where = f"in {folder}" if folder.is_dir() else f"in {folder}, which does not exist"
+        raise CheckpointError(f"there is no {what} {where}: {instead_of(there)}")
+    return found
+
+
+def _none_of(folder: Path, problems: Sequence[str]) -> str:
+    return f"no checkpoint in {folder} can be read:\n" + "\n".join(problems)
+
+
+def _fill(
+    stages: Sequence[Stage],
+    path: Path,
+    manifest: Manifest,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Give stages the weights of a checkpoint: of each parameter the split that they have."""
+    infos = {name: info for stage in stages for name, info in stage.infos().items()}
+    _require_shapes(path, manifest, {name: tuple(info.full_shape) for name, info in infos.items()})
+    weights = read_tensors(path, [f"weights/{name}" for name in infos])
+    values = {}
+    for name, info in infos.items():
+        full = weights.pop(f"weights/{name}")
+        own = tuple(slice(start, start + size) for start, size in zip(info.offsets, info.shape, strict=True))
+        values[name] = full[own].to(device, dtype, copy=True)
+    for stage in stages:
+        stage.place(values | memory_for(stage.buffer_infos(), device))
+        stage.eval().requires_grad_(False)
+    experts = ExpertBalance(model, gpt_model(model).specs, torch.promote_types(dtype, torch.float32), device)
+    experts.load(manifest.meta.get("experts"))
+    for stage in stages:
+        experts.attach(stage.layers_by_name())
+
+
+def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> None:
+    """A model larger than its checkpoint is not built: who wrote the sizes may have written any.
+
+    Raises:
+        CheckpointError: a size that no tensor has.
+    """
+    largest = max((size for entry in manifest.tensors.values() for size in entry.shape), default=0)
+    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(
+        ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), largest
+    )
+    for name, limit in (limits | {"padded_vocab_size": largest}).items():
+        if getattr(model, name) > limit:
+            raise CheckpointError(
+                f"the meta of {path} says {name} {getattr(model, name):,}, but it holds {len(manifest.tensors):,} "
+                f"tensors, none longer than {largest:,}; take another checkpoint with --ckpt-step N"
+            )
+
+
+def _require_shapes(path: Path, manifest: Manifest, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        entry = manifest.tensors.get(f"weights/{name}")
+        if entry is not None and entry.shape != shape:
+            raise CheckpointError(
+                f"tensor 'weights/{name}' of {path} is {list(entry.shape)}, and {list(shape)} in the model that its "
+                "meta describes; take another checkpoint with --ckpt-step N"
+            )

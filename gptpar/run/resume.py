@@ -1,0 +1,291 @@
+"""Decides what a GPT's checkpoint holds, from which one a run goes on, and restores the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.checkpoint import (
+    HINT_NAME,
+    DamagedCheckpoint,
+    Manifest,
+    checkpoints_in,
+    edited_hint,
+    find_checkpoints,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from gptpar.config import CheckpointConfig, Config, Flags
+from gptpar.engine.master_optimizer import Only
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
+from gptpar.optim.optimizers import updates_of
+from gptpar.optim.schedule import Schedule
+from gptpar.run.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
+from gptpar.run.progress import Progress
+from gptpar.run.run_folder.branches import branch_with
+from gptpar.run.trainer import Trainer
+from gptpar.system.restart import memory_folder
+from gptpar.topology.tensor_parts import TensorParts, joined
+
+RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, layer, kind, global token or head)"
+_NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
+
+
+def save(
+    trainer: Trainer,
+    progress: Progress,
+    inputs: Inputs,
+    *,
+    keep: int | None,
+    permit: Callable[[], None] | None = None,
+) -> Path:
+    """Write a checkpoint of this moment into the run folder; every process calls it.
+
+    Args:
+        keep, permit: see ``save_checkpoint``.
+    """
+    checkpoint = trainer.config.checkpoint
+    assert checkpoint.save is not None
+    tensors, meta = tensors_to_save(trainer), meta_of(trainer, progress, inputs)
+    how: dict[str, Any] = {"keep": keep, "permit": permit, "tokenizer_files": inputs.tokenizer_files}
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, **how)
+
+
+def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, TensorParts]:
+    """What a checkpoint of the run has, in the order in which steps overwrite it: all of one parameter, then the next.
+
+    Args:
+        only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
+    """
+    return joined(checkpoint_tensors(trainer, kinds=kinds_to_save(trainer), only=only), {})
+
+
+def kinds_to_save(trainer: Trainer) -> Collection[str]:
+    """The kinds of tensors in a checkpoint of the run: ``weights``, and the optimizer's states if these are saved."""
+    return _kinds_of(weights_only=trainer.config.checkpoint.no_save_optim) or trainer.engine.optimizer.vectors.keys()
+
+
+def _kinds_of(*, weights_only: bool) -> Collection[str] | None:
+    """Kinds of tensors; ``None``: all."""
+    return ("weights",) if weights_only else None
+
+
+def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
+    """What a checkpoint says of its run beside the tensors; ``stored_run`` reads it."""
+    return {
+        "progress": dataclasses.asdict(progress),
+        "optimizer_steps": trainer.engine.optimizer.steps_taken,
+        "loss_scale": trainer.loss_scale.state(),
+        "schedule": dataclasses.asdict(trainer.schedule),
+        "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
+        "tokenizer": inputs.tokenizer,
+        "corpora": inputs.corpora,
+        "data_order": inputs.data_order,
+        "config": trainer.config.to_dict(),
+        "torch": torch.__version__,
+        **({} if trainer.skip_step is None else {"skip_step": trainer.skip_step.state()}),
+        **({} if (experts := trainer.experts.state()) is None else {"experts": experts}),
+    }
+
+
+def checkpoint_tensors(
+    trainer: Trainer, *, kinds: Collection[str] | None = None, only: Only | None = None
+) -> dict[str, TensorParts]:
+    """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer.
+
+    Args:
+        kinds, only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
+    """
+    return {
+        f"{kind}/{name}": tensor
+        for kind, views in trainer.engine.optimizer.state_tensors(only, kinds).items()
+        for name, tensor in views.items()
+    }
+
+
+def folder_problems(config: CheckpointConfig) -> Iterator[str]:
+    """What ``--load`` and ``--save`` hold that this run neither goes on from nor may write beside."""
+    load, save = config.load, config.save
+    if load and (problem := why_not_to_load(load, _NEW_WEIGHTS)):
+        yield problem
+    if not save or goes_on(config):
+        return
+    for flag, folder in (("--save", save), ("--save-local", config.save_local)):
+        if folder is None:
+            continue
+        if problem := why_not_to_save(folder, flag):
+            yield problem
+        elif found := find_checkpoints(folder):
+            yield (
+                f"{flag} {folder} already holds checkpoints (newest: iteration {found[0][0]}): add --load {save} to go "
+                "on from there, or choose another folder."
+            )
+
+
+def goes_on(config: CheckpointConfig) -> bool:
+    """Whether the run loads from the folder in which it saves."""
+    return bool(config.load and config.save) and Path(str(config.load)).resolve() == Path(str(config.save)).resolve()
+
+
+def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
+    """Where the newest whole checkpoint is looked for: ``--load``, and if the run itself goes on, its other folders.
+
+    These are ``--save-local``, and this machine's copies in memory, of which a first start finds none.
+    """
+    c, folder = config.checkpoint, folder_to_load(config, load)
+    if not goes_on(c) or c.begins_anew:
+        return [folder]
+    return [folder, *(Path(one) for one in (c.save_local, memory_folder()) if one)]
+
+
+def refuse_foreign_folders(config: Config) -> None:
+    """Saving beside checkpoints that are not this run's would fail hours later, or hide them; say so first.
+
+    Raises:
+        ConfigError: ``--load`` or ``--save`` holds another program's checkpoint, or ``--save`` another run's.
+    """
+    if problems := list(folder_problems(config.checkpoint)):
+        raise ConfigError(problems)
+
+
+def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
+    """What the checkpoint that ``--load`` (and ``--ckpt-step``) mean says of itself; ``None`` for a fresh start.
+
+    Raises:
+        CheckpointError: there is none although one is required, or none whose manifest can be read.
+    """
+    c = config.checkpoint
+    if c.load is None:
+        return None
+    if problem := why_not_to_load(c.load, _NEW_WEIGHTS):
+        raise CheckpointError(problem)
+    found = checkpoints_in(folders_to_load(config, c.load))
+    branch = branch_with(c.load, c.ckpt_step)  # where all checkpoints are in branches, nobody wants random weights
+    required = c.exit_on_missing_checkpoint or c.begins_anew or config.logging.skip_train or c.ckpt_step is not None
+    if not found and not required and branch is None:
+        return None
+    for number, path in found:
+        if c.ckpt_step in (None, number):
+            with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
+                return read_manifest(path)
+    wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
+    elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
+    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}: {instead_of(found)}")
+
+
+def instead_of(found: Sequence[tuple[int, Path]]) -> str:
+    """What to give in place of a folder, or an iteration, whose checkpoint cannot be read.
+
+    Args:
+        found: (iteration, path) of the checkpoints that are there.
+    """
+    if not found:
+        return "it has none, so give the --save folder of a run that has saved"
+    have = ", ".join(str(number) for number in sorted(number for number, _ in found))
+    return f"it has {have}; gptpar inspect says whether they are whole"
+
+
+def folder_to_load(config: Config | Flags, load: str) -> Path:
+    """``--load``, or a branch of it: a fine-tuning in one folder moves all checkpoints there before its first save.
+
+    The same command, given again after a kill in between, then begins with the same weights.
+    """
+    moved = config.checkpoint.begins_anew and not find_checkpoints(load)
+    return (branch_with(load, config.checkpoint.ckpt_step) if moved else None) or Path(load)
+
+
+def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
+    """Where the run will go on, known before anything is built.
+
+    Raises:
+        CheckpointError: the checkpoint is of another run; with all that differs.
+    """
+    manifest = checkpoint_to_resume(config)
+    if manifest is None or config.checkpoint.finetune:
+        return Progress()
+    return accepted(config, inputs, manifest).progress
+
+
+def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progress:
+    """Fill the trainer from ``--load``, or with initial weights if there is no checkpoint; return where the run stands.
+
+    Raises:
+        CheckpointError: no checkpoint although one is required, or one that does not fit this run.
+    """
+    config, c = trainer.config, trainer.config.checkpoint
+    manifest = checkpoint_to_resume(config)
+    if manifest is None or c.load is None:
+        if c.load is not None:
+            say(f" > no checkpoint in {c.load} yet: starting from the beginning")
+        return _begin(trainer, say)
+    folder = folder_to_load(config, c.load)
+    if folder != Path(c.load):
+        say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
+    weights_only = c.finetune or c.no_load_optim
+    targets = checkpoint_tensors(trainer, kinds=_kinds_of(weights_only=weights_only))
+    if weights_only and (missing := targets.keys() - manifest.tensors.keys()):
+        raise CheckpointError(
+            f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
+        )
+    loaded = load_checkpoint(
+        *(folders_to_load(config, c.load), targets),
+        iteration=c.ckpt_step,
+        strict=not weights_only,
+        may_stay=lambda name: _is_dropped(config, name),
+        apart=memory_folder(),
+        report=_only_missing(say),
+    )
+    trainer.engine.publish()
+    trainer.experts.load(loaded.meta.get("experts"))
+    say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
+    if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
+        say(
+            f" > {HINT_NAME} names iteration {named}, but the newest checkpoint is taken whatever it says: add "
+            f"--ckpt-step {named} to go back to that one"
+        )
+    if c.finetune:
+        tell_finetuned_differences(config, loaded.meta, say)
+        return Progress()
+    # Where the newest was damaged, an older one has been taken.
+    stored = accepted(config, inputs, dataclasses.replace(manifest, iteration=loaded.iteration, meta=loaded.meta))
+    tell_differences(config, inputs, stored, say)
+    if config.optimizer.use_checkpoint_opt_param_scheduler:
+        trainer.schedule = Schedule(**stored.schedule)
+    if not weights_only:
+        trainer.engine.optimizer.steps_taken = stored.optimizer_steps
+    trainer.loss_scale.load(stored.loss_scale)
+    if trainer.skip_step is not None:
+        trainer.skip_step.load(stored.skip_step)
+    return stored.progress
+
+
+def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
+    """The start of a new run: initial weights, or those of ``--load-hf``."""
+    trainer.initialise()
+    checkpoint = trainer.config.checkpoint
+    if (folder := checkpoint.load_hf) is not None:
+        kept_with = Path(checkpoint.save) if checkpoint.save and trainer.topology.is_main else None
+        weights = trainer.engine.optimizer.state_tensors()["weights"]
+        kind = start_from_hf(Path(folder), weights, kept_with)
+        trainer.engine.publish()
+        say(f" > weights of the {kind} model in {folder}")
+    return Progress()
+
+
+def _is_dropped(config: Config, name: str) -> bool:
+    """Whether a tensor of a checkpoint may be a state that matrices have with AdamW and do not have with this run."""
+    of_matrices, of_others = updates_of(config.optimizer)
+    kind = name.partition("/")[0]
+    return of_matrices is not None and kind in of_others.states and kind not in of_matrices.states
+
+
+def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Leaves out the reports of moments that were not asked for."""
+    return lambda sentence: None if "nothing asks for it" in sentence else say(f" > {sentence}")

@@ -1,0 +1,350 @@
+"""What ``gptpar.initialize`` is told by its configuration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.adapter.options import (
+    OTHER_OPTIMIZER,
+    EngineOptions,
+    OffloadOptions,
+    SchedulerOptions,
+    read_options,
+)
+from gptpar.adapter.step_batch import StepBatch, step_batch
+from gptpar.config.deepspeed_rules import Absent, Door, NotRead, Tree
+from gptpar.config.deepspeed_table import SCHEDULE_TYPES, TABLE, keys_for
+from gptpar.errors import ConfigError
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.loss_scale import LossScale
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.json"
+BATCH = {"train_micro_batch_size_per_gpu": 2}
+
+
+def options(world: int = 1, **keys: Any) -> EngineOptions:
+    return read_options({**BATCH, **keys}, world=world)
+
+
+def problems(config: Any, args: object = None, world: int = 4) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_options(config, args, world=world)
+    return caught.value.problems
+
+
+# --- where it comes from --------------------------------------------------------------------------------------------
+
+
+def test_a_path_a_dictionary_and_a_scripts_arguments_say_the_same() -> None:
+    args = argparse.Namespace(deepspeed_config=str(EXAMPLE), deepspeed=True)
+    by_args = read_options(None, args, world=4)
+    assert by_args == read_options(EXAMPLE, world=4) == read_options(str(EXAMPLE), argparse.Namespace(), world=4)
+    assert by_args.batch == StepBatch(32, 4, 2) and by_args.zero_stage == 3 and by_args.dtype is torch.bfloat16
+    assert by_args.offload == OffloadOptions(0.3, None, parameters=False, speculation="auto", threads=None)
+    assert by_args.optimizer == AdamHyperparameters(3e-4, 0.9, 0.95, 1e-8, 0.1)
+    assert (by_args.max_norm, by_args.steps_per_print, by_args.scheduler) == (1.0, 10, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "expected"),
+    [
+        (
+            None,
+            argparse.Namespace(),
+            "gptpar.initialize is configured neither by config nor by args.deepspeed_config: pass config=, a path or "
+            "a dictionary.",
+        ),
+        (
+            BATCH,
+            argparse.Namespace(deepspeed_config="ds.json"),
+            "gptpar.initialize is configured both by config and by args.deepspeed_config (ds.json): drop one of them.",
+        ),
+        (3, None, "config is of type int: a path or a dictionary is needed."),
+        ("no.json", None, "no.json: cannot be read (No such file or directory): name a file."),
+        (
+            {**BATCH, "gradient_clipping": float("inf")},
+            None,
+            "config: gradient_clipping is Infinity: a number is needed.",
+        ),
+        ({"a": torch.float32}, None, "config: Object of type dtype is not JSON serializable"),
+    ],
+)
+def test_what_is_no_configuration(config: Any, args: object, expected: str) -> None:
+    assert problems(config, args) == [expected]
+
+
+def test_a_dictionary_may_have_what_json_writes_otherwise() -> None:
+    assert options(optimizer={"type": "AdamW", "params": {"betas": (0.8, 0.9)}}).optimizer == AdamHyperparameters(
+        1e-3, 0.8, 0.9, 1e-8, 0.0
+    )
+
+
+def test_the_smallest_configuration_is_complete() -> None:
+    found = options(world=2)
+    told = {"derived": (), "without_effect": (), "config": {}}
+    assert dataclasses.replace(found, **told) == EngineOptions(
+        batch=StepBatch(4, 2, 1),
+        dtype=None,
+        cast_inputs=False,
+        loss_scale=LossScale(1.0, dynamic=False),
+        zero_stage=0,
+        offload=OffloadOptions(0.0, None, parameters=False, speculation="auto", threads=None),
+        max_norm=1.0,
+        reduce_in_bf16=False,
+        optimizer=None,
+        scheduler=None,
+        steps_per_print=0,
+        compile="auto",
+        units=(),
+        step_graph="auto",
+        seed=1234,
+        **told,
+    )
+    reasons = {one.name: one.reason for one in found.derived}
+    assert reasons["clip grad"] == (
+        "gradient_clipping; absent, so DeepSpeed's default since its 0.19.3 (change of June 2026); before that it did "
+        "not clip: write 0.0 to do as it did then"
+    )
+    assert options(gradient_clipping=0.0).max_norm == 0.0
+    assert options(optimizer={"type": "Adam", "params": {"max_grad_norm": 0.3}}).max_norm == 0.3
+
+
+def test_our_own_section() -> None:
+    section = {"compile": True, "units": ["GPT2Block"], "step_graph": False, "speculation": "off", "threads": 3}
+    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    found = options(gptpar={**section, "seed": 7}, zero_optimization=offload)
+    assert (found.compile, found.units, found.step_graph, found.seed) == ("on", ("GPT2Block",), "off", 7)
+    assert found.offload == OffloadOptions(1.0, None, parameters=True, speculation="off", threads=3)
+    assert options(gptpar={"step_graph": True}).step_graph == "on"
+    assert options(gptpar={"step_graph": "auto"}).step_graph == "auto"
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    for said, meant in ((True, "on"), (False, "off"), ("on", "on"), ("off", "off"), ("auto", "auto")):
+        found = options(gptpar={"step_graph": said, "speculation": said}, zero_optimization=zero)
+        assert (found.step_graph, found.offload.speculation) == (meant, meant)
+    assert options(gptpar={"threads": 3}).without_effect == ("gptpar.threads: nothing is offloaded",)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "expected"),
+    [
+        (32, 2, 4, (32, 2, 4)),
+        (32, 2, None, (32, 2, 4)),
+        (32, None, 4, (32, 2, 4)),
+        (None, 2, 4, (32, 2, 4)),
+        (32, None, None, (32, 8, 1)),
+        (None, 2, None, (8, 2, 1)),
+    ],
+)
+def test_two_of_three_sizes_say_the_third(
+    train: int | None, micro: int | None, steps: int | None, expected: tuple[int, int, int]
+) -> None:
+    assert step_batch(train, micro, steps, world=4) == StepBatch(*expected)
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for absent in ("auto", None):
+        file = {key: absent if n is None else n for key, n in zip(keys, (train, micro, steps), strict=True)}
+        assert read_options(file, world=4).batch == StepBatch(*expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            (64, 2, 4),
+            "train_batch_size 64 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 4 "
+            "data-parallel process(es) = 32: drop one of the three, or make them agree.",
+        ),
+        (
+            (40, None, 3),
+            "train_batch_size 40 is not a multiple of gradient_accumulation_steps 3 x 4 data-parallel process(es) = "
+            "12: the nearest that fits is 36.",
+        ),
+        (
+            (34, 2, None),
+            "train_batch_size 34 is not a multiple of train_micro_batch_size_per_gpu 2 x 4 data-parallel process(es) "
+            "= 8: the nearest that fits is 32.",
+        ),
+        ((None, None, 4), "the batch size is missing: give train_batch_size or train_micro_batch_size_per_gpu."),
+        ((None, 2, 0), "gradient_accumulation_steps is 0; it must be at least 1."),
+        ((None, 2.5, None), "train_micro_batch_size_per_gpu is 2.5: a whole number is needed."),
+    ],
+)
+def test_sizes_that_contradict_each_other(sizes: tuple[Any, Any, Any], expected: str) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert problems(dict(zip(keys, sizes, strict=True))) == [f"config: {expected}"]
+
+
+# --- number formats -------------------------------------------------------------------------------------------------
+
+
+def test_fp16_scales_its_loss() -> None:
+    found = options(fp16={"enabled": True, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2})
+    assert found.dtype is torch.float16 and not found.cast_inputs
+    assert found.loss_scale == LossScale(65536.0, dynamic=True, minimum=2, window=500, hysteresis=3, tolerance=3)
+    found = options(fp16={"enabled": True, "loss_scale": 128, "auto_cast": True})
+    assert found.loss_scale == LossScale(128.0, dynamic=False) and found.cast_inputs
+
+
+def test_bf16_may_cast_inputs_and_messages() -> None:
+    found = options(bf16={"enabled": True, "auto_cast": True}, communication_data_type="bf16")
+    assert found.dtype is torch.bfloat16 and found.cast_inputs and found.reduce_in_bf16
+    assert options(bf16={"enabled": False, "auto_cast": True}).cast_inputs is False
+    assert "data_types.grad_accum_dtype: gradients are always summed in fp32" in (
+        options(data_types={"grad_accum_dtype": "bf16", "param_dtype": "fp32"}).without_effect
+    )
+
+
+# --- optimizer and schedule -----------------------------------------------------------------------------------------
+
+
+def test_the_schedule_has_deepspeeds_defaults() -> None:
+    rates = {"optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
+    found = options(**rates, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3}})
+    assert found.scheduler == SchedulerOptions(
+        "WarmupLR", {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-3, "warmup_num_steps": 1000, "warmup_type": "log"}
+    )
+    assert found.optimizer is not None and found.optimizer.lr == 5e-4  # for a client's scheduler, which goes before
+    by_group = {"warmup_min_lr": [0, 1e-5], "warmup_type": "linear", "total_num_steps": 10, "warmup_max_lr": 1e-3}
+    found = options(scheduler={"type": "WarmupDecayLR", "params": by_group})
+    assert found.scheduler is not None and found.scheduler.params["warmup_min_lr"] == (0, 1e-5)
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    config = {
+        "train_batch_size": 3,
+        "fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 2},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lamb"},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 0}},
+        "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "nvme", "ratio": 1.5}},
+        "dataloader_drop_last": False,
+        "gptpar": {"compil": True, "units": "Block", "step_graph": 1, "speculation": "maybe"},
+        "wandb": {"enable": True},
+        "elasticity": {"enabled": True},
+    }
+    assert problems(config, world=2) == [
+        f"config: {sentence}"
+        for sentence in (
+            "optimizer.type is \"Lamb\", and gptpar's optimizers are AdamW, Lion and Muon (and torch's sgd, adagrad, "
+            "rmsprop): set it to one of these, or "
+            f"leave optimizer out and {OTHER_OPTIMIZER}.",
+            'scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest can be '
+            "made from a configuration; pass gptpar.initialize an lr_scheduler, for example a function from the "
+            "optimizer to one of torch.optim.lr_scheduler's.",
+            "zero_optimization.offload_optimizer.ratio is 1.5: a number from 0 to 1 is needed.",
+            "dataloader_drop_last is false: micro-batches have one size, so a rest that fills none is left out: drop "
+            "it.",
+            "gptpar.compil is unknown; did you mean gptpar.compile?",
+            'gptpar.units is "Block": a list of class names is needed, for example ["GPT2Block"].',
+            'gptpar.step_graph is 1: true, false or "auto" is needed.',
+            'gptpar.speculation is "maybe": true, false or "auto" is needed.',
+            "wandb.enable is unknown; did you mean wandb.enabled?",
+            "elasticity: elastic training is not part of gptpar; leave it out.",
+            "fp16 and bf16 are both enabled: choose one number format.",
+            "fp16.initial_scale_power: the scale begins at 1, below min_loss_scale 2: raise it, or lower "
+            "min_loss_scale.",
+            "zero_optimization.stage is 4; it must be at most 3.",
+            "zero_optimization.offload_optimizer.nvme_path is missing: the folder in which the optimizer's state is "
+            "kept.",
+            "train_batch_size 3 is not a multiple of gradient_accumulation_steps 1 x 2 data-parallel process(es) = 2: "
+            "the nearest that fits is 4.",
+        )
+    ]
+
+
+def test_contradictions_within_the_optimizer_and_the_schedule() -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 2e-3, "weight_decay": 0.1, "adam_w_mode": False, "eps": 0}}
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_type": "cubic"}}
+    assert problems({**BATCH, "optimizer": optimizer, "scheduler": scheduler, "gradient_clipping": -1}) == [
+        f"config: {sentence}"
+        for sentence in (
+            "scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
+            "optimizer.params.lr 0.002: give it.",
+            "scheduler.params.total_num_steps is missing: the number of steps until the lowest rate.",
+            'scheduler.params.warmup_type is "cubic": one of log, linear is needed.',
+            "gradient_clipping is -1; it must be at least 0.",
+            "optimizer.params.eps is 0; it must be more than 0.",
+        )
+    ]
+
+
+# --- offload --------------------------------------------------------------------------------------------------------
+
+
+def test_state_on_a_disk_needs_its_folder(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.25}
+    assert options(zero_optimization={"stage": 2, "offload_optimizer": nvme}).offload == OffloadOptions(
+        0.25, tmp_path, parameters=False, speculation="auto", threads=None
+    )
+    nvme["nvme_path"] = "/no/such"
+    file = {**BATCH, "zero_optimization": {"offload_optimizer": nvme}, "gptpar": {"speculation": "on"}}
+    assert problems(file) == [
+        'config: zero_optimization.offload_optimizer.nvme_path is "/no/such", which is not a folder.',
+        'config: gptpar.speculation is "on": it needs a second copy of the state in memory, which '
+        'zero_optimization.offload_optimizer.device "nvme" avoids; drop one of them.',
+    ]
+
+
+# --- one tree -------------------------------------------------------------------------------------------------------
+
+
+def keys_of(tree: Tree, prefix: str = "") -> set[str]:
+    found = set()
+    for name, rule in tree.items():
+        found |= keys_of(rule, f"{prefix}{name}.") if isinstance(rule, Mapping) else {prefix + name}
+    return found
+
+
+def test_the_keys_are_those_of_the_command_line_and_our_own() -> None:
+    files = [
+        {},
+        *({"scheduler": {"type": kind}} for kind in SCHEDULE_TYPES.values()),
+        *({"optimizer": {"type": kind}} for kind in ("Lion", "Muon")),
+    ]
+    for file in files:
+        engine, pretrain = (keys_of(keys_for(file, door)) for door in (Door.ENGINE, Door.PRETRAIN))
+        assert pretrain < engine and all(key.startswith("gptpar.") for key in engine - pretrain)
+    known = set().union(*(keys_of(keys_for(file, Door.ENGINE)) for file in files))
+    assert known == {row.path for row in TABLE} | {"scheduler.params"}
+
+
+def test_no_reason_names_a_flag_of_the_command_line() -> None:
+    def reasons(tree: Tree) -> list[str]:
+        found = []
+        for rule in tree.values():
+            if isinstance(rule, Mapping):
+                found += reasons(rule)
+            elif not isinstance(rule, NotRead):
+                found.append(rule.what if isinstance(rule, Absent) else rule.why)
+        return found
+
+    told = reasons(keys_for({"scheduler": {"type": "WarmupLR"}}, Door.ENGINE))
+    assert not [why for why in told if "--" in why or "GPT" in why]
+    assert len(told) > 100
+
+
+def test_number_formats_tags_and_unused_parameters() -> None:
+    wrong = {
+        "data_types": {"grad_accum_dtype": "fp8", "param_dtype": "bf16", "buffer_dtype": "fp32"},
+        "checkpoint": {"tag_validation": "maybe"},
+        "zero_optimization": {"stage": 1, "ignore_unused_parameters": 3},
+    }
+    assert problems({**BATCH, **wrong}) == [
+        'config: data_types.grad_accum_dtype is "fp8": one of fp32, fp16, bf16 is needed.',
+        "config: data_types.buffer_dtype: another number format of buffers is not part of gptpar; leave it out.",
+        'config: checkpoint.tag_validation is "maybe": Ignore, Warn or Fail is needed.',
+        "config: zero_optimization.ignore_unused_parameters is 3: true or false is needed.",
+        'config: data_types.param_dtype is "bf16", and fp16 and bf16 say fp32: make them agree.',
+    ]
+    assert not options(zero_optimization={"stage": 1, "ignore_unused_parameters": False}).ignore_unused
+    told = options(checkpoint={"tag_validation": "WARN"}).without_effect
+    assert "checkpoint.tag_validation: a tag that differs between processes is refused" in told

@@ -1,0 +1,318 @@
+"""Which parameters of a stranger's module lie together, and which modules are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gptpar.adapter.units import ALONE, UnitPlan, find_units
+from gptpar.errors import ModelError
+from tests.unit.adapter.huggingface import tiny_hf
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+class OtherBlock(Block):
+    pass
+
+
+class MoE(nn.Module):
+    """A block with a router and a list of experts, which are repeated as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 3), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.router(x)[..., [i]] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Model(nn.Module):
+    def __init__(self, **children: nn.Module):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def paths(plan: UnitPlan) -> list[str]:
+    return [scope.path for scope in plan.scopes]
+
+
+def groups(plan: UnitPlan) -> dict[str, tuple[str, ...]]:
+    return {unit.name: unit.parameters for unit in plan.units}
+
+
+def assert_complete(model: nn.Module, plan: UnitPlan) -> None:
+    """Every name once; each unit of one dtype and kind, in the scope that names it."""
+    listed = [name for unit in plan.units for name in unit.parameters]
+    assert sorted(listed) == sorted(dict(model.named_parameters()))
+    assert list(plan.buffers) == list(dict(model.named_buffers()))
+    every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    assert {plan.aliases.get(name, name) for name in every} == {*listed, *plan.buffers}
+    assert all(every[name] is every[first] for name, first in plan.aliases.items())
+    for unit in plan.units:
+        assert {(every[n].dtype, every[n].requires_grad) for n in unit.parameters} == {(unit.dtype, unit.trainable)}
+    assert len(groups(plan)) == len(plan.units)
+    assert [(scope.path, name) for scope in plan.scopes for name in scope.units] == sorted(
+        ((unit.scope, unit.name) for unit in plan.units), key=lambda one: paths(plan).index(one[0])
+    )
+    modules = dict(model.named_modules())
+    assert all(path in modules for path in paths(plan)) and paths(plan)[0] == ""
+
+
+BLOCKS = {
+    "GPT-2": [f"transformer.h.{i}" for i in range(3)],
+    "Llama": [f"model.layers.{i}" for i in range(3)],
+    "BERT": [f"bert.encoder.layer.{i}" for i in range(3)],
+    "ALBERT": [],
+    "T5": [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in range(3)],
+    "ResNet": [f"encoder.stages.{i}" for i in range(2)],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_transformers_are_units(name: str):
+    model = tiny_hf(name)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == ["", *BLOCKS[name]]
+    for path in BLOCKS[name]:
+        inside = tuple(n for n, _ in model.named_parameters() if n.startswith(path + "."))
+        assert groups(plan)[path] == inside
+
+
+def test_blocks_of_a_vision_transformer_are_units():
+    model = tiny_hf("ViT")
+    plan = find_units(model)
+    assert_complete(model, plan)
+    (blocks,) = (path for path, one in model.named_modules() if isinstance(one, nn.ModuleList))
+    assert paths(plan) == ["", *(f"{blocks}.{i}" for i in range(3))]
+
+
+def test_tied_embedding_belongs_to_the_whole_model():
+    plan = find_units(tiny_hf("GPT-2"))
+    tied = {"transformer.wte.weight": "transformer.wte.weight", "lm_head.weight": "transformer.wte.weight"}
+    assert plan.aliases == tied
+    assert groups(plan)["(root)"][:2] == ("transformer.wte.weight", "transformer.wpe.weight")
+
+
+def test_blocks_are_found_by_class_name():
+    model = tiny_hf("T5")
+    plan = find_units(model, ["T5LayerFF", "T5LayerSelfAttention"])
+    assert_complete(model, plan)
+    expected = [f"{half}.block.{i}.layer.{j}" for half, j in (("encoder", 1), ("decoder", 2)) for i in range(3)]
+    attention = [f"{half}.block.{i}.layer.0" for half in ("encoder", "decoder") for i in range(3)]
+    assert sorted(paths(plan)) == sorted(["", *expected, *attention])
+    outermost = find_units(model, ["T5LayerFF", "T5Block"])
+    assert paths(outermost) == ["", *BLOCKS["T5"]]
+
+
+def test_unknown_class_names_those_there_are():
+    model = Model(blocks=nn.ModuleList(Block() for _ in range(2)), drop=nn.Dropout())
+    with pytest.raises(ModelError) as error:
+        find_units(model, ["Blok", "ModuleList"])
+    assert len(error.value.problems) == 2
+    assert "no module of the class Blok in the model; there are ['Block', 'Linear']" in str(error.value)
+    assert "ModuleList have no parameters or no forward" in str(error.value)
+
+
+def test_experts_and_inner_blocks_stay_inside():
+    model = Model(embed=nn.Embedding(5, 4), layers=nn.Sequential(MoE(), MoE()))
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == ["", "layers.0", "layers.1"]
+    assert len(groups(plan)["layers.0"]) == 2 + 3 * 3
+
+
+def test_shared_block_is_one_scope():
+    block = Block()
+    model = Model(head=nn.Linear(4, 4), layers=nn.ModuleList([block, block, block]), again=block)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == ["", "layers.0"]
+    assert plan.aliases["again.first.weight"] == plan.aliases["layers.2.first.weight"] == "layers.0.first.weight"
+
+
+def test_block_inside_another_by_a_second_path_belongs_to_the_whole_model():
+    blocks = nn.ModuleList([Block(), Block(), Block()])
+    blocks[1].helper = blocks[0]
+    plan = find_units(Model(blocks=blocks))
+    assert_complete(Model(blocks=blocks), plan)
+    assert paths(plan) == ["", "blocks.1", "blocks.2"]
+    assert groups(plan)["(root)"] == ("blocks.0.first.weight", "blocks.0.first.bias", "blocks.0.second.weight")
+
+
+def test_parameters_shared_by_blocks_belong_to_the_whole_model():
+    blocks = nn.ModuleList([Block(), Block()])
+    blocks[1].second = blocks[0].second
+    blocks[1].first.bias = blocks[0].first.bias
+    model = Model(blocks=blocks)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert groups(plan) == {
+        "blocks.0": ("blocks.0.first.weight",),
+        "(root)": ("blocks.0.first.bias", "blocks.0.second.weight"),
+        "blocks.1": ("blocks.1.first.weight",),
+    }
+
+
+def test_single_layers_and_single_classes_are_no_blocks():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Block(), OtherBlock(), nn.Linear(4, 4))
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == [""] and list(groups(plan)) == ["(root)"]
+
+
+def test_parametrized_layers_are_single_layers():
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == [""]
+
+
+def test_torch_layers_with_inner_modules_are_blocks():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == ["", "layers.0", "layers.1"]
+
+
+def test_elements_of_inner_lists_are_blocks():
+    """A list has no forward before which its parameters could be brought."""
+    pairs = nn.ModuleList(nn.ModuleList([Block(), OtherBlock()]) for _ in range(2))
+    named = nn.ModuleDict({"left": Block(), "right": Block()})
+    model = Model(pairs=pairs, named=named)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == ["", "pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1", "named.left", "named.right"]
+
+
+def test_numbered_children_are_elements():
+    model = Model(**{"0": Block(), "1": Block(), "head": Block()})
+    assert paths(find_units(model)) == ["", "0", "1"]
+
+
+def test_large_parameters_of_the_root_are_units_alone():
+    model = Model(
+        norm=nn.LayerNorm(4),
+        embed=nn.Embedding(ALONE // 4, 4, device="meta"),
+        almost=nn.Linear(ALONE // 4 - 1, 4, device="meta"),
+        blocks=nn.ModuleList(Model(linear=nn.Linear(ALONE // 4, 4, device="meta")) for _ in range(2)),
+    )
+    for block in model.blocks:
+        block.forward = torch.relu
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert [(unit.name, unit.scope, len(unit.parameters)) for unit in plan.units] == [
+        ("(root)", "", 4),
+        ("embed.weight", "", 1),
+        ("blocks.0", "blocks.0", 2),
+        ("blocks.1", "blocks.1", 2),
+    ]
+
+
+def test_each_dtype_and_frozen_parameters_have_units_of_their_own():
+    block, frozen = Block(), Block()
+    block.second.bfloat16()
+    block.first.bias.requires_grad_(False)
+    frozen.requires_grad_(False)
+    model = Model(blocks=nn.ModuleList([block, frozen]))
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert groups(plan) == {
+        "blocks.0 (float32)": ("blocks.0.first.weight",),
+        "blocks.0 (float32, frozen)": ("blocks.0.first.bias",),
+        "blocks.0 (bfloat16)": ("blocks.0.second.weight",),
+        "blocks.1": ("blocks.1.first.weight", "blocks.1.first.bias", "blocks.1.second.weight"),
+    }
+    assert [unit.trainable for unit in plan.units] == [True, False, True, False]
+
+
+def test_cnn_with_batch_norm_names_its_buffers():
+    def stage() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+
+    shared = nn.BatchNorm2d(3)
+    model = Model(stages=nn.Sequential(stage(), stage()), norm=shared, same=shared)
+    plan = find_units(model)
+    assert_complete(model, plan)
+    assert paths(plan) == ["", "stages.0", "stages.1"]
+    assert len(plan.buffers) == 9
+    assert plan.aliases["same.running_var"] == "norm.running_var"
+
+
+def test_no_parameters_none_and_a_child_that_refers_to_its_parent():
+    assert find_units(nn.ReLU()) == UnitPlan(find_units(nn.ReLU()).scopes, (), (), {})
+    model = Model(blocks=nn.ModuleList(Block() for _ in range(2)), nothing=None)
+    model.register_parameter("none", None)
+    model.blocks[0].model = model
+    model.scalar, model.empty = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(0))
+    plan = find_units(model)
+    assert paths(plan) == ["", "blocks.0", "blocks.1"]
+    assert groups(plan)["(root)"] == ("scalar", "empty")
+
+
+def test_everything_refused_is_told_at_once():
+    class DTensor(nn.Parameter):
+        pass
+
+    base = nn.Parameter(torch.zeros(6))
+    model = Model(lazy=nn.LazyLinear(3), wrapped=nn.DataParallel(nn.Linear(2, 2)))
+    model.complex = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    model.sparse = nn.Parameter(torch.eye(2).to_sparse())
+    model.quantised = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    model.sharded = DTensor(torch.zeros(2))
+    model.expanded = nn.Parameter(torch.zeros(1).expand(3))
+    model.base, model.view = base, nn.Parameter(base.detach()[2:4])
+    model.register_buffer("copy", base.detach()[4:])
+    with pytest.raises(ModelError) as error:
+        find_units(model, ["Nothing"])
+    starts = [problem.split(":")[0] for problem in error.value.problems]
+    assert starts == [
+        "there is no module of the class Nothing in the model; there are ['DataParallel', 'LazyLinear', 'Linear']",
+        "wrapped is wrapped in DataParallel",
+        "the parameter complex is complex (torch.complex64)",
+        "the parameter sparse is sparse (torch.sparse_coo)",
+        "the parameter quantised is quantised or no number to train (torch.int8)",
+        "the parameter sharded is a DTensor",
+        "the parameter expanded is expanded",
+        "lazy.weight has no shape yet",
+        "lazy.bias has no shape yet",
+        "view lies in the memory of base, but is not the same object",
+        "copy lies in the memory of base, but is not the same object",
+    ]
+
+
+def test_a_programs_own_wrapper_is_a_module_like_others():
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+    assert paths(find_units(DistributedDataParallel(nn.Linear(2, 2)))) == [""]
+
+
+def test_neighbours_in_one_memory_are_no_views_of_one_another():
+    memory = torch.zeros(8)
+    model = Model()
+    model.left, model.right = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+    assert groups(find_units(model)) == {"(root)": ("left", "right")}
+
+
+def test_several_devices_are_refused_but_meta_may_be_part():
+    model = Model(here=nn.Linear(2, 2), later=nn.Linear(2, 2, device="meta"))
+    assert len(find_units(model).units) == 1
+
+
+def test_finding_twice_gives_the_same():
+    model = tiny_hf("Llama")
+    assert find_units(model) == find_units(model)

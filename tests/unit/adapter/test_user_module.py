@@ -1,0 +1,82 @@
+"""``--module``: what a user hands over, and what is said of mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.adapter.user_module import load_user_function
+from gptpar.cli.check_layouts.module_training import ModuleCheck
+from gptpar.errors import GptparError
+
+FILE = Path(__file__).parents[2] / "fixtures/user_modules.py"
+CPU = torch.device("cpu")
+
+
+def check(name: str) -> ModuleCheck:
+    return ModuleCheck(load_user_function(f"{FILE}:{name}"), "fp64", 1, 1)
+
+
+def test_a_file_and_a_module_are_the_same_and_each_call_makes_equal_values():
+    first = load_user_function(f"{FILE}:mlp")()
+    second = load_user_function("tests.fixtures.user_modules:mlp")()
+    for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(one, other) and one is not other
+
+
+def test_batches_depend_on_their_number_alone_and_get_the_dtype():
+    user = load_user_function(f"{FILE}:mlp")()
+    first, _ = user.batch(3, CPU, torch.float64)
+    user.batch(4, CPU)
+    assert first.dtype == torch.float64 and torch.equal(first, user.batch(3, CPU)[0].double())
+    assert not torch.equal(first, user.batch(4, CPU, torch.float64)[0])
+
+
+def test_the_loss_may_be_the_output_or_a_function_of_it():
+    own, given = load_user_function(f"{FILE}:mlp")(), load_user_function(f"{FILE}:with_loss_fn")()
+    x = torch.randn(4, 6)
+    assert torch.equal(own.loss(own.module, (x, x)), given.loss(given.module, x))
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("nowhere.py:make", "there is no file nowhere.py"),
+        ("no.such.package:make", "No module named 'no'"),
+        ("make", "name a function as FILE.py:FUNCTION"),
+        (f"{FILE}:mpl", "has no function mpl (did you mean mlp?)"),
+    ],
+)
+def test_a_function_that_is_not_there_is_told(spec, told):
+    with pytest.raises(GptparError) as caught:
+        load_user_function(spec)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("fails", "fails() failed: KeyError: 'vocabulary' (user_modules.py, line "),
+        ("returns_a_number", "returned (int): it has to return model, make_batch or"),
+        ("model_alone", "returns a model alone: here it has to return model, make_batch"),
+        ("batch_fails", "make_batch(0) failed: IndexError: pop from empty list (user_modules.py, line "),
+        ("no_scalar", "the model gave a tensor of shape (4, 6), not a scalar loss"),
+        ("dropout", "the model draws random numbers in its forward pass (1)"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(name, told):
+    with pytest.raises(GptparError) as caught:
+        check(name).require_repeatable(CPU)
+    assert told in str(caught.value)
+
+
+def test_a_module_that_can_be_compared_passes():
+    check("mlp").require_repeatable(CPU)
+
+
+def test_a_file_that_fails_is_told_with_its_line(tmp_path):
+    (tmp_path / "broken_file.py").write_text("x = 1\ny = x.z\n")
+    with pytest.raises(GptparError, match=r"failed: AttributeError: .* \(broken_file.py, line 2\)"):
+        load_user_function(f"{tmp_path}/broken_file.py:make")

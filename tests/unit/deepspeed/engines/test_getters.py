@@ -1,0 +1,188 @@
+"""What an engine tells of itself, by DeepSpeed's names, and the batch size that changes between two steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar
+from gptpar.deepspeed.engines.engine import ModuleEngine
+from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
+from gptpar.errors import GptparError
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1000, "hysteresis": 1}}
+
+
+def config(accumulation: int = 2, **more: Any) -> dict[str, Any]:
+    params = {"lr": 0.1, "betas": [0.8, 0.9], "weight_decay": 0.0}
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.25,
+        "steps_per_print": 50,
+        "optimizer": {"type": "AdamW", "params": params},
+        **more,
+    }
+
+
+def make_engine(accumulation: int = 2, **more: Any) -> ModuleEngine:
+    torch.manual_seed(0)
+    return gptpar.initialize(model=nn.Linear(4, 1), config=config(accumulation, **more))[0]
+
+
+def make_pipeline() -> PipelineEngine:
+    torch.manual_seed(0)
+    return gptpar.initialize(model=[nn.Linear(4, 1), lambda x: x.mean()], config=config())[0]
+
+
+def micro_batch(engine: ModuleEngine, seed: int = 0, factor: float = 1.0) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(next(engine.module.parameters()).dtype)
+    engine.backward((engine(x).float() * factor).square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("make", [make_engine, make_pipeline])
+def test_what_was_configured(make: Any) -> None:
+    engine = make()
+    assert engine.train_batch_size() == 6
+    assert engine.train_micro_batch_size_per_gpu() == 3
+    assert engine.gradient_accumulation_steps() == 2
+    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (False, 0)
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, False)
+    assert (engine.gradient_clipping(), engine.steps_per_print()) == (0.25, 50)
+    assert (engine.get_lr(), engine.get_mom()) == ([0.1], [(0.8, 0.9)])
+    assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
+    assert engine.device == torch.device("cpu")
+    assert (engine.loss_scale(), engine.dynamic_loss_scale(), engine.cur_scale) == (1.0, False, 1.0)
+    engine.destroy()
+    with pytest.raises(GptparError, match="closed"):
+        engine.train_batch(iter([]))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stage_and_precision(stage: int) -> None:
+    engine = make_engine(zero_optimization={"stage": stage}, bf16={"enabled": True})
+    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, stage)
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, True)
+
+
+def test_rates_are_those_of_the_groups_now() -> None:
+    engine = make_engine()
+    engine.optimizer.param_groups[0].update(lr=0.5, betas=(0.1, 0.2))
+    assert (engine.get_lr(), engine.get_mom()) == ([0.5], [(0.1, 0.2)])
+
+
+def test_counts() -> None:
+    engine = make_engine()
+    found = []
+    for number in range(4):
+        found.append(engine.is_gradient_accumulation_boundary())
+        micro_batch(engine, number)
+        found.append(engine.was_step_applied())
+    assert found == [False, False, True, True] * 2
+    assert (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples) == (4, 2, 0, 12)
+
+
+def test_train_batch_counts_as_well() -> None:
+    engine = make_pipeline()
+    assert not engine.was_step_applied()
+    engine.train_batch(iter([(torch.ones(3, 4), None)] * 2))
+    assert engine.was_step_applied() and engine.global_samples == 6
+
+
+def test_a_skipped_step_is_not_applied() -> None:
+    engine = make_engine(1, **FP16)
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.loss_scale() == 0
+    assert engine.optimizer.needs_scaler() and not make_engine(1).optimizer.needs_scaler()
+    assert (engine.cur_scale, engine.optimizer.cur_scale, engine.optimizer.loss_scale) == (16.0, 16.0, 16.0)
+    micro_batch(engine, factor=float("inf"))
+    assert not engine.was_step_applied() and engine.skipped_steps == 1
+    assert (engine.cur_scale, engine.optimizer.cur_scale) == (8.0, 8.0)
+    micro_batch(engine)
+    assert engine.was_step_applied() and engine.global_samples == 6
+
+
+def test_samples_go_on_after_a_resume_with_another_batch(tmp_path: Path) -> None:
+    engine = make_engine()
+    for number in range(4):
+        micro_batch(engine, number)
+    engine.save_checkpoint(tmp_path)
+    other = make_engine(4)
+    other.load_checkpoint(tmp_path)
+    assert other.global_samples == 12
+    for number in range(4):
+        micro_batch(other, number)
+    assert (other.global_steps, other.global_samples) == (3, 24)
+
+
+def test_another_batch_size() -> None:
+    """More micro-batches, all of the size they had: the step is the one of an engine that began so."""
+    changed, begun = make_engine(2), make_engine(3)
+    changed.set_train_batch_size(9)
+    assert (changed.train_batch_size(), changed.gradient_accumulation_steps()) == (9, 3)
+    for number in range(3):
+        micro_batch(changed, number)
+        micro_batch(begun, number)
+    assert (changed.global_steps, changed.global_samples) == (1, 9)
+    assert torch.equal(changed.module.weight, begun.module.weight)
+    data = [torch.randn(3, 4) for _ in range(4)]
+    changed.set_train_batch_size(12)
+    changed._work._loss_fn = lambda output, batch: output.mean()
+    changed.train_batch(iter(data))
+    assert (changed.global_steps, changed.global_samples) == (2, 21)
+
+
+def test_batch_sizes_that_cannot_be(closing: Callable[[Any], Any]) -> None:
+    engine = make_engine(2)
+    for size in (0, 4):
+        with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
+            engine.set_train_batch_size(size)
+    micro_batch(engine)
+    with pytest.raises(GptparError, match="within a step"):
+        engine.set_train_batch_size(9)
+
+
+def test_what_the_next_steps_do_otherwise() -> None:
+    engine = make_engine(1, bf16={"enabled": True}, steps_per_print=math.inf)
+    assert engine.steps_per_print() == 0
+    engine.set_gradient_accumulation_steps(2)
+    engine.set_lr(0.25)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()) == (6, 2, [0.25])
+    assert engine.engine.gradients.shard.dtype == torch.float32  # sums of bf16 gradients
+    engine.set_lr([0.5])
+    for number in range(2):
+        micro_batch(engine, number)
+    assert (engine.global_steps, engine.get_lr()) == (1, [0.5])
+    with pytest.raises(GptparError, match=r"2 learning rates for 1 parameter group"):
+        engine.set_lr([0.5, 0.25])
+
+
+def test_an_outlier_is_not_applied_and_no_overflow(tmp_path: Path) -> None:
+    skip_step = {"gptpar": {"skip_step_sigma": 4, "skip_step_window": 4}}
+    engine = make_engine(1, **FP16, **skip_step)
+    for number in range(4):
+        micro_batch(engine, number)
+    engine.save_checkpoint(tmp_path)
+    resumed = make_engine(1, **FP16, **skip_step)
+    resumed.load_checkpoint(tmp_path)
+    for one in (engine, resumed):
+        before = one.module.weight.clone()
+        micro_batch(one, factor=50.0)
+        assert not one.was_step_applied() and torch.equal(one.module.weight, before)
+        assert (one.skipped_steps, one.cur_scale, one.skip_step.num_outliers) == (0, 16.0, 1)
+        micro_batch(one)
+        assert one.was_step_applied() and one.global_steps == 6
+    assert torch.equal(engine.module.weight, resumed.module.weight)
+
+
+def test_the_rule_has_limits() -> None:
+    with pytest.raises(GptparError, match="gptpar.skip_step_window"):
+        make_engine(gptpar={"skip_step_sigma": 4, "skip_step_window": 1})
+    with pytest.raises(GptparError, match="gptpar.skip_step_sigma"):
+        make_engine(gptpar={"skip_step_sigma": 0})

@@ -1,0 +1,344 @@
+"""Steps of any module, recorded and replayed, against the same steps launched: the same bits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import repeat
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gptpar
+from gptpar.adapter.options import read_options
+from gptpar.deepspeed.engines.engine import ModuleEngine
+from gptpar.deepspeed.engines.graph import LAUNCHED_STEPS, RecordedWork, check_graph, wants_graph
+from gptpar.errors import ConfigError
+from tests.python_recorder import PythonRecorder
+
+VOCABULARY, WIDTH = 11, 8
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Tiny(nn.Module):
+    """A language model with a tied embedding, and a running mean in a buffer.
+
+    Attributes:
+        calls: of its forward in Python: replays make none.
+        trouble: called in each forward.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.calls = 0
+        self.trouble: Callable[[torch.Tensor], object] = lambda x: None
+
+    def forward(self, tokens: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        x = self.embedding(tokens)
+        for number in (0, 1, 2):
+            x = self.blocks[number](x)
+        self.trouble(x)
+        self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+        x = x - self.mean.to(x.dtype)
+        logits = self.head(x)[:, :-1].flatten(0, 1)
+        return {"loss": scale * F.cross_entropy(logits.float(), tokens[:, 1:].flatten())}
+
+
+def make(ratio: float = 0.0, accumulation: int = 1, dropout: float = 0.0, **more: Any) -> ModuleEngine:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 20, "warmup_type": "linear"},
+        },
+        "steps_per_print": 1000,
+        **more,
+    }
+    if ratio:
+        config["zero_optimization"] = {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    return gptpar.initialize(model=Tiny(dropout), config=config)[0]
+
+
+def record(engine: ModuleEngine) -> PythonRecorder:
+    """Let an engine on the CPU record its steps."""
+    recorder = PythonRecorder()
+    engine._recorded = RecordedWork(engine.module, engine._work, engine.engine, recorder)
+    return recorder
+
+
+def batches(length: int = 6, seed: int = 0) -> Iterator[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield (torch.randint(0, VOCABULARY, (2, length), generator=generator),)
+
+
+def train(engine: ModuleEngine, data: Iterator[Any], steps: int = 1) -> list[tuple[float, float]]:
+    """Losses and norms."""
+    return [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(steps)]
+
+
+def state(engine: ModuleEngine) -> dict[str, torch.Tensor]:
+    with engine.gathered():
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def assert_same(one: ModuleEngine, other: ModuleEngine) -> None:
+    wanted = state(other)
+    assert [name for name, value in state(one).items() if not torch.equal(value, wanted[name])] == []
+    one.close()
+    other.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+def test_recorded_steps_are_the_launched_ones(ratio: float, accumulation: int) -> None:
+    launched, recorded = make(ratio, accumulation), make(ratio, accumulation)
+    recorder = record(recorded)
+    assert train(recorded, batches(), 9) == train(launched, batches(), 9)
+    assert recorder.recordings == 1 and recorded.module.calls == (LAUNCHED_STEPS + 1) * accumulation
+    assert (recorder.replays == 9 - LAUNCHED_STEPS) == (ratio == 0)  # else cut into parts
+    assert recorded.micro_steps == 9 * accumulation
+    assert_same(recorded, launched)
+
+
+def test_a_replay_takes_the_present_loss_scale() -> None:
+    """A sixteenth of the recorded scale: a replay with the recorded one would have 16 times the norm."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1000},
+    }
+    engine = gptpar.initialize(model=nn.Linear(4, 1), config=config, loss_fn=lambda y, x: y.float().square().mean())[0]
+    recorder, batch = record(engine), torch.ones(2, 4, dtype=torch.float16)
+    seen = train(engine, repeat(batch), LAUNCHED_STEPS + 1)
+    engine.loss_scaler.value = 16.0
+    seen += train(engine, repeat(batch))
+    assert recorder.recordings == 1 and engine.loss_scaler.value == 16.0
+    # The output is y = sum(w) + b, the loss y * y, and each of the five gradients 2 * y.
+    assert [norm for _, norm in seen] == pytest.approx([2 * math.sqrt(5 * loss) for loss, _ in seen], rel=1e-3)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("ratio", [0.0, 0.6])
+@pytest.mark.slow
+def test_sixteen_bits_and_a_moving_loss_scale(precision: str, ratio: float) -> None:
+    """fp16: the scale halves at overflows and doubles after two good steps; a replay must not keep the first one."""
+    numbers = {"enabled": True} | ({"initial_scale_power": 20, "loss_scale_window": 2} if precision == "fp16" else {})
+    launched, recorded = (make(ratio, **{precision: numbers}) for _ in range(2))
+    recorder = record(recorded)
+    data, same = batches(), batches()
+    scales = []
+    for _ in range(12):
+        assert str(train(recorded, data)) == str(train(launched, same))
+        assert recorded.loss_scaler.value == launched.loss_scaler.value
+        scales.append(recorded.loss_scaler.value)
+    assert recorder.recordings == 1
+    assert (len(set(scales[LAUNCHED_STEPS + 1 :])) > 1) == (precision == "fp16")
+    assert_same(recorded, launched)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+@pytest.mark.slow
+def test_other_work_between_replays(ratio: float) -> None:
+    """Steps of another length, a loop's step, an evaluation, and a step that is forgotten."""
+    launched, recorded = make(ratio), make(ratio)
+    recorder = record(recorded)
+    found: list[list[Any]] = [[], []]
+    for seen, engine in zip(found, (recorded, launched), strict=True):
+        data = batches()
+        seen += train(engine, data, 5)
+        seen += train(engine, batches(9, seed=1), 2)
+        seen += train(engine, data, 2)
+        loss = engine(*next(data))["loss"]
+        engine.backward(loss)
+        engine.step()
+        seen += [loss.item(), engine.get_global_grad_norm(), float(engine.eval_batch(data))]
+        seen += train(engine, data, 2)
+        engine.backward(engine(*next(data))["loss"])
+        engine.zero_grad()
+        seen += train(engine, data, 2)
+    assert found[0] == found[1] and recorder.recordings == 1
+    assert recorded.module.calls == LAUNCHED_STEPS + 1 + 2 + 3
+    assert_same(recorded, launched)
+
+
+def test_loaded_weights_and_changed_rates_count() -> None:
+    launched, recorded = make(0.6), make(0.6)
+    record(recorded)
+    found = []
+    for engine in (recorded, launched):
+        data = batches()
+        losses = train(engine, data, 5)
+        with engine.gathered(), torch.no_grad():
+            engine.module.head.weight.mul_(0.5)
+        engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+        found.append(losses + train(engine, data, 3))
+    assert found[0] == found[1]
+    assert_same(recorded, launched)
+
+
+def test_dropout_goes_on_in_replays() -> None:
+    """The weights stay, and the losses differ, as those of launched steps do."""
+    data, found = next(batches()), []
+    for recorder in (None, PythonRecorder()):
+        engine = make(dropout=0.5)
+        if recorder is not None:
+            engine._recorded = RecordedWork(engine.module, engine._work, engine.engine, recorder)
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        engine.lr_scheduler = None
+        torch.manual_seed(1)
+        found.append([float(engine.train_batch(iter([data]))) for _ in range(8)])
+    assert recorder is not None and recorder.replays == 8 - LAUNCHED_STEPS
+    assert found[0] == found[1] and len(set(found[0])) == 8
+
+
+def test_what_waits_for_the_device_is_launched_for_good() -> None:
+    launched, recorded = make(0.6), make(0.6)
+    recorder = record(recorded)
+    for engine in (launched, recorded):
+        engine.module.trouble = lambda x: x.sum().item()
+    data = batches()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = train(recorded, data, 8)
+    assert found == train(launched, batches(), 8) and recorder.recordings == 1
+    (told,) = [str(one.message) for one in said if "graph" in str(one.message)]
+    assert "called a synchronizing operation" in told and "python_recorder.py:" in told
+    assert_same(recorded, launched)
+
+
+def test_a_failing_recording_in_the_backward_pass() -> None:
+    """Units were submitted by then, as far as the host knows; nothing of it counts."""
+    launched, recorded = make(0.6, 2), make(0.6, 2)
+    recorder = record(recorded)
+    recorded.module.trouble = lambda x: x.register_hook(lambda grad: grad.sum().item() and None)
+    with pytest.warns(UserWarning, match="synchronizing"):
+        found = train(recorded, batches(), 6)
+    assert found == train(launched, batches(), 6) and recorder.recordings == 1
+    assert_same(recorded, launched)
+
+
+def test_an_error_while_recording_is_the_users_own() -> None:
+    engine = make()
+    record(engine)
+    data = batches()
+    train(engine, data, LAUNCHED_STEPS)
+    engine.module.trouble = lambda x: 1 / 0
+    with pytest.warns(UserWarning, match="division by zero"), pytest.raises(ZeroDivisionError):
+        engine.train_batch(data)
+    engine.module.trouble = lambda x: None
+    train(engine, data, 2)
+    assert engine.global_steps == LAUNCHED_STEPS + 2
+
+
+def test_steps_that_differ_are_launched() -> None:
+    engine = make()
+    recorder = record(engine)
+    tokens = next(batches())[0]
+    for number in range(6):  # a value in Python is part of the recording
+        engine.train_batch(iter([{"tokens": tokens, "scale": 1.0 + number}]))
+    for length in (4, 5, 6, 4, 5, 6):
+        engine.train_batch(batches(length))
+    order = iter([(0, 1), (1, 0)] * 4)  # other blocks in each step
+
+    def two_more(x: torch.Tensor) -> None:
+        for number in next(order):
+            engine.module.blocks[number](x)
+
+    engine.module.trouble = two_more
+    train(engine, batches(), 8)
+    assert recorder.recordings == 0
+
+
+def test_a_recording_that_took_another_path_is_dropped() -> None:
+    engine = make()
+    recorder = record(engine)
+    data = batches()
+    train(engine, data, LAUNCHED_STEPS)
+    once = iter([0])
+    engine.module.trouble = lambda x: [engine.module.blocks[number](x) for number in once]
+    train(engine, data, 1)
+    assert recorder.recordings == 1 and recorder.replays == 0
+    train(engine, data, LAUNCHED_STEPS + 1)
+    assert recorder.recordings == 2 and recorder.replays > 0
+
+
+def test_another_mode_is_launched() -> None:
+    engine = make(dropout=0.5)
+    recorder = record(engine)
+    data = batches()
+    train(engine, data, LAUNCHED_STEPS + 1)
+    calls, replays = engine.module.calls, recorder.replays
+    engine.eval()
+    train(engine, data, 1)
+    assert (engine.module.calls, recorder.replays) == (calls + 1, replays)
+    engine.train()
+    train(engine, data, 1)
+    assert (engine.module.calls, recorder.replays) == (calls + 1, replays + 1)
+
+
+def test_nothing_is_held_after_closing() -> None:
+    engine = make(0.6)
+    recorder = record(engine)
+    train(engine, batches(), 5)
+    recorded = engine._recorded
+    engine.close()
+    assert not recorder._new and recorded._graph._parts == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("world", "zero", "wanted"),
+    [
+        (1, {"stage": 3}, True),
+        (1, {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.6}}, True),
+        (1, {"stage": 3, "offload_param": {"device": "cpu"}}, False),
+        (2, {"stage": 0}, True),
+        (2, {"stage": 1}, False),
+        (2, {"stage": 2}, False),
+        (2, {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": 0.6}}, False),
+    ],
+)
+def test_where_steps_are_recorded(world: int, zero: dict[str, Any], wanted: bool) -> None:
+    def options(graph: Any) -> Any:
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "gptpar": {"step_graph": graph}}
+        return read_options(config, world=world)
+
+    gpu = torch.device("cuda")
+    assert wants_graph(options("auto"), world, gpu) == wanted
+    assert not wants_graph(options("auto"), world, torch.device("cpu"))
+    assert not wants_graph(options(False), world, gpu)
+    refused = None
+    with suppress(ConfigError):
+        check_graph(options(True), world)
+        refused = False
+    check_graph(options("auto"), world)
+    assert (refused is None) == (not wanted and zero["stage"] != 1)
+    if refused is False:
+        assert wants_graph(options(True), world, gpu)

@@ -1,0 +1,212 @@
+"""DeepSpeed's monitors of an engine: what they write, where a run goes on, and what a failure leaves."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar
+from gptpar.deepspeed.engines.engine import ModuleEngine
+from gptpar.errors import ConfigError
+from tests.unit.reporting.records import read_tensorboard
+
+ROOT = Path(__file__).parents[3]
+LOSS, RATE, SCALE = (f"Train/Samples/{name}" for name in ("train_loss", "lr", "loss_scale"))
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
+
+
+def make(**more: Any) -> ModuleEngine:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": WARMUP},
+        "steps_per_print": 10**9,
+        **more,
+    }
+    return gptpar.initialize(model=nn.Linear(4, 1), config=config, loss_fn=lambda y, x: y.float().square().mean())[0]
+
+
+def batches(seed: int, dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(3, 4, generator=generator).to(dtype)
+
+
+def monitors(folder: Path) -> dict[str, Any]:
+    both = {"enabled": True, "output_path": str(folder)}
+    return {"csv_monitor": {**both, "job_name": "csv"}, "tensorboard": {**both, "job_name": "board"}}
+
+
+def csv_of(folder: Path, name: str) -> list[tuple[int, float]]:
+    header, *rows = (folder / "csv" / f"{name.replace('/', '_')}.csv").read_text().splitlines()
+    assert header == f"step,{name.rpartition('/')[2]}"
+    return [(int(step), float(value)) for step, value in (row.split(",") for row in rows)]
+
+
+def test_loss_and_rate_of_each_step_over_the_samples_consumed(tmp_path: Path) -> None:
+    engine = make(**monitors(tmp_path))
+    data, losses, rates = batches(1), [], []
+    for _ in range(3):
+        rates.append(engine.get_lr()[0])
+        losses.append(engine.train_batch(data).item())
+    for x in (next(data), next(data)):  # and by the user's own calls
+        rates.append(engine.get_lr()[0])
+        loss = engine(x).square().mean()
+        losses.append(loss.item() / 2)
+        engine.backward(loss)
+        engine.step()
+    losses[3:], rates[3:] = [sum(losses[3:])], rates[3:4]
+    samples = [6, 12, 18, 24]
+    engine.close()
+    loss, rate = csv_of(tmp_path, LOSS), csv_of(tmp_path, RATE)
+    assert [step for step, _ in loss] == samples and [value for _, value in loss] == pytest.approx(losses, rel=1e-6)
+    assert rate == list(zip(samples, rates, strict=True)) and rates == pytest.approx([0.0, 0.0, 0.025, 0.05])
+    assert {path.name for path in (tmp_path / "csv").iterdir()} == {
+        "Train_Samples_train_loss.csv",
+        "Train_Samples_lr.csv",
+    }
+    drawn = read_tensorboard(tmp_path / "board")
+    assert drawn == {LOSS: [(s, pytest.approx(v)) for s, v in loss], RATE: [(s, pytest.approx(v)) for s, v in rate]}
+
+
+def test_fp16_has_a_curve_of_the_scale_that_each_step_used(tmp_path: Path) -> None:
+    engine = make(**FP16, **monitors(tmp_path))
+    data = batches(2, torch.float16)
+    engine.train_batch(data)
+    bad = iter([torch.full((3, 4), 6e4, dtype=torch.float16)] * 2)
+    engine.train_batch(bad)
+    engine.train_batch(data)
+    engine.close()
+    assert [step for step, _ in csv_of(tmp_path, SCALE)] == [6, 12, 18]
+    assert csv_of(tmp_path, SCALE)[0] == (6, 16.0)
+
+
+def test_what_later_steps_wrote_is_dropped_when_a_checkpoint_takes_the_engine_back(tmp_path: Path) -> None:
+    def trained(engine: ModuleEngine, seed: int, steps: int) -> None:
+        data = batches(seed)
+        for _ in range(steps):
+            engine.train_batch(data)
+
+    engine = make(**monitors(tmp_path))
+    trained(engine, 1, 2)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    trained(engine, 2, 3)
+    first = csv_of(tmp_path, LOSS)
+    assert [step for step, _ in first] == [6, 12, 18, 24, 30]
+    engine.load_checkpoint(str(tmp_path / "saved"))
+    trained(engine, 2, 2)
+    assert csv_of(tmp_path, LOSS) == first[:4]
+    engine.close()
+    again = make(**monitors(tmp_path))  # as another process that goes on
+    again.load_checkpoint(str(tmp_path / "saved"))
+    trained(again, 2, 1)
+    again.close()
+    assert csv_of(tmp_path, LOSS) == first[:3]
+    drawn = read_tensorboard(tmp_path / "board")[LOSS]  # files of one second are read in any order
+    assert sorted(step for step, _ in drawn) == [6, 12, 18]
+
+
+@pytest.mark.parametrize(("watched", "reads"), [(False, 0), (True, 3)])
+def test_only_a_monitor_asks_for_the_rate_of_each_step(watched: bool, reads: int, tmp_path: Path) -> None:
+    engine = make(**monitors(tmp_path) if watched else {})
+    asked, get_lr = [], engine.get_lr
+    engine.get_lr = lambda: asked.append(engine.global_steps) or get_lr()  # type: ignore[func-returns-value,method-assign]
+    data = batches(1)
+    for _ in range(3):
+        engine.train_batch(data)
+    assert asked == [1, 2, 3][:reads]
+    engine.close()
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_the_training_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "csv").write_text("a file")
+    engine = make(**monitors(tmp_path))
+    data = batches(1)
+    for _ in range(3):
+        engine.train_batch(data)
+    engine.close()
+    told = [line for line in "".join(capfd.readouterr()).splitlines() if "csv_monitor" in line]
+    assert len(told) == 1 and "the curves of csv_monitor cannot be written" in told[0], told
+    assert [step for step, _ in read_tensorboard(tmp_path / "board")[LOSS]] == [6, 12, 18]
+
+
+def test_a_section_that_is_off_writes_nothing(tmp_path: Path) -> None:
+    off = {"enabled": False, "output_path": str(tmp_path), "job_name": "x"}
+    engine = make(csv_monitor=off, tensorboard=off, wandb={"enabled": False, "project": "p"})
+    engine.train_batch(batches(1))
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+    assert {note for note in engine.options.without_effect if note.endswith("it is off")} == {
+        "csv_monitor: it is off",
+        "tensorboard: it is off",
+        "wandb: it is off",
+    }
+
+
+def test_weights_and_biases_gets_the_curves_over_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, logged, ended = [], [], []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    run = types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(True)
+    )
+    fake.init = lambda **place: started.append(place) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.chdir(tmp_path)
+    engine = make(wandb={"enabled": True, "project": "p", "team": "t", "group": "g"})
+    loss = engine.train_batch(batches(1)).item()
+    engine.close()
+    assert [{key: place[key] for key in ("project", "entity", "group")} for place in started] == [
+        {"project": "p", "entity": "t", "group": "g"}
+    ]
+    assert logged == [(6, {LOSS: pytest.approx(loss), RATE: 0.0})] and ended == [True]
+
+
+def test_weights_and_biases_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError) as caught:
+        make(wandb={"enabled": True, "project": "p"})
+    assert caught.value.problems == [
+        "config: wandb is enabled, and the package wandb is not installed: run pip install 'gptpar[wandb]', or set "
+        "wandb.enabled to false."
+    ]
+
+
+def test_losses_of_a_users_own_calls_are_judged_as_outliers() -> None:
+    engine = make(gptpar={"skip_step_sigma": 3, "skip_step_window": 4}, gradient_accumulation_steps=1)
+    data = batches(3)
+    for step in range(6):
+        loss = engine(next(data)).square().mean() * 1e-3
+        engine.backward(loss + 1e3 * (step == 5))  # a loss far above the others', with a gradient like theirs
+        engine.step()
+        assert engine.was_step_applied() == (step != 5)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.unit.deepspeed.engines.test_monitor import batches, make, monitors
+engine = make(**monitors(Path(sys.argv[1])))
+engine._take_note_of_last_step = lambda: None  # as on a GPU, whose numbers are read a step later
+engine.train_batch(batches(1))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_closes_nothing_has_written_its_last_step(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
+    assert [step for step, _ in csv_of(tmp_path, LOSS)] == [6]

@@ -1,0 +1,178 @@
+"""DeepSpeed's schedules, step by step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from gptpar.adapter.options import SchedulerOptions
+from gptpar.deepspeed.engines.optimizer import EngineOptimizer
+from gptpar.deepspeed.engines.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR, scheduler_of
+from gptpar.errors import GptparError
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.schedule import Schedule
+
+
+def groups(*rates: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [torch.nn.Parameter(torch.zeros(2))], "lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0}
+        for lr in rates
+    ]
+
+
+def optimizer_of(*rates: float) -> EngineOptimizer:
+    return EngineOptimizer(
+        [ADAMW] * len(rates), groups(*rates), lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten
+    )
+
+
+def rates_of(make: Callable[[EngineOptimizer], LRScheduler], steps: int, *lr: float) -> list[Any]:
+    """The rate of each step, of all groups if there are several."""
+    optimizer = optimizer_of(*lr or (1.0,))
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(steps):
+        now = [how.lr for how in optimizer.hyperparameters()]
+        found.append(now if len(now) > 1 else now[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_the_first_two_steps_have_the_lowest_rate() -> None:
+    found = rates_of(lambda o: WarmupLR(o, 0.1, 0.9, 4, "linear"), 7)
+    assert found == pytest.approx([0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 0.9], abs=1e-15)
+    log = [0, 0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1, 1]
+    assert rates_of(lambda o: WarmupLR(o, 0.0, 2.0, 4), 6) == pytest.approx([2 * share for share in log], abs=1e-15)
+
+
+def test_a_warmup_is_at_least_two_steps_and_ends_at_the_first_groups_rate() -> None:
+    assert rates_of(lambda o: WarmupLR(o, warmup_num_steps=0, warmup_type="linear"), 4, 0.5) == [0, 0, 0.25, 0.5]
+    found = rates_of(lambda o: WarmupLR(o, warmup_num_steps=2, warmup_type="linear"), 4, 0.5, 0.1)
+    assert found == [[0, 0], [0, 0], [0.25, 0.25], [0.5, 0.5]]
+    found = rates_of(lambda o: WarmupLR(o, (0, 0.1), (0.4, 0.3), 2, "linear"), 4, 0.5, 0.1)
+    assert found[2] == pytest.approx([0.2, 0.2]) and found[3] == pytest.approx([0.4, 0.3])
+
+
+def test_decay_to_the_lowest_rate() -> None:
+    found = rates_of(lambda o: WarmupDecayLR(o, 6, 0.1, 0.9, 2, "linear"), 10)
+    assert found == pytest.approx([0.1, 0.1, 0.5, 0.9, 0.7, 0.5, 0.3, 0.1, 0.1, 0.1])
+    assert rates_of(lambda o: WarmupDecayLR(o, 1, 0.1, 0.9, 2, "linear"), 5)[3:] == pytest.approx([0.1, 0.1])
+
+
+def test_cosine_in_shares_of_each_groups_rate() -> None:
+    def share(way: float) -> float:
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * way)) / 2
+
+    expected = [0, 0.5, 0.75, share(1 / 4), share(2 / 4), share(3 / 4), 0.1, 0.1]
+    found = rates_of(lambda o: WarmupCosineLR(o, 6, 0.5, 2, 0.1, "linear"), 8, 2.0, 0.4)
+    assert [two[0] for two in found] == pytest.approx([2 * one for one in expected])
+    assert [two[1] for two in found] == pytest.approx([0.4 * one for one in expected])
+
+
+@pytest.mark.parametrize(("kind", "style"), [(WarmupLR, "constant"), (WarmupDecayLR, "linear")])
+def test_a_step_behind_the_schedules_of_the_command_line(kind: type[LRScheduler], style: str) -> None:
+    ours = Schedule(0.9, 0.1, 0.1, 5, 20, style, 0, "", 0, 0, "constant", 0, False)
+    total = (20,) if kind is WarmupDecayLR else ()
+    found = rates_of(lambda o: kind(o, *total, 0.1, 0.9, 5, "linear"), 25)  # type: ignore[call-arg]
+    assert found[1:] == pytest.approx([ours.learning_rate(i) for i in range(24)], rel=1e-14)
+
+
+def test_a_resumed_schedule_goes_on() -> None:
+    options = SchedulerOptions("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 0.5})
+    whole = rates_of(lambda o: scheduler_of(None, o, options), 9)  # type: ignore[arg-type, return-value]
+    first = optimizer_of(1.0)
+    scheduler = scheduler_of(None, first, options)
+    assert scheduler is not None
+    for _ in range(4):
+        first.step()
+        scheduler.step()
+    saved = copy.deepcopy([first.state_dict(), scheduler.state_dict()])
+    second = optimizer_of(1.0)
+    again = scheduler_of(None, second, options)
+    assert again is not None
+    second.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    found = []
+    for _ in range(5):
+        found.append(second.param_groups[0]["lr"])
+        second.step()
+        again.step()
+    assert found == whole[4:] and again.get_last_lr() == [second.param_groups[0]["lr"]]
+
+
+# --- the client's ---------------------------------------------------------------------------------------------------
+
+
+def test_no_schedule() -> None:
+    assert scheduler_of(None, optimizer_of(1.0), None) is None
+
+
+def test_a_clients_scheduler_over_the_optimizer_that_was_taken_over() -> None:
+    client = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    theirs = LambdaLR(client, lambda n: 1 / (n + 1))
+    optimizer = EngineOptimizer(
+        [ADAMW], client.param_groups, lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten
+    )
+    configured = SchedulerOptions("WarmupLR", {})
+    scheduler = scheduler_of(theirs, optimizer, configured)
+    assert scheduler is theirs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    assert [how.lr for how in optimizer.hyperparameters()] == [0.5]
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()
+    assert [how.lr for how in optimizer.hyperparameters()] == pytest.approx([1 / 3])
+
+
+def test_a_function_from_the_returned_optimizer_may_move_betas_too() -> None:
+    optimizer = optimizer_of(1.0)
+    scheduler = scheduler_of(lambda o: OneCycleLR(o, 0.1, total_steps=10), optimizer, None)
+    assert isinstance(scheduler, OneCycleLR)
+    before = optimizer.hyperparameters()[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    after = optimizer.hyperparameters()[0]
+    assert before.lr == pytest.approx(0.004) and after.lr > before.lr and after.beta1 < before.beta1 == 0.95
+
+
+@pytest.mark.parametrize(
+    ("client", "expected"),
+    [
+        (
+            lambda o: WarmupLR(optimizer_of(1.0)),
+            "lr_scheduler changes the rates of another optimizer (EngineOptimizer) than the one passed to "
+            "gptpar.initialize: pass that one, or a function from an optimizer to a scheduler.",
+        ),
+        (
+            ReduceLROnPlateau,
+            "lr_scheduler is a ReduceLROnPlateau, whose step needs a metric that the engine does not have: build it "
+            "over the optimizer that gptpar.initialize returns, and step it yourself.",
+        ),
+        (
+            lambda o: 3,
+            "lr_scheduler is, or returns, what is of type int: pass a torch.optim.lr_scheduler, or a function from an "
+            "optimizer to one.",
+        ),
+        (
+            lambda o: WarmupLR(o, [0.1, 0.2]),
+            "warmup_min_lr has 2 rate(s) for 1 parameter group(s): give one, or as many.",
+        ),
+    ],
+)
+def test_schedulers_that_do_not_fit(client: Any, expected: str) -> None:
+    with pytest.raises(GptparError) as caught:
+        scheduler_of(client, optimizer_of(1.0), None)
+    assert str(caught.value) == expected

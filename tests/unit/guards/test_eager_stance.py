@@ -1,0 +1,168 @@
+"""Torch's stance towards compiled code is as it was, however the first passes of engines overlap and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar
+from gptpar.deepspeed.engines.engine import ModuleEngine
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def make_engine(accumulation: int = 1, model: nn.Module | None = None) -> ModuleEngine:
+    """Its parameters come and go, so its first pass is watched."""
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
+    config = {**sizes, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    return gptpar.initialize(model=model or nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), config=config)[0]
+
+
+def loss_of(engine: ModuleEngine) -> torch.Tensor:
+    loss: torch.Tensor = engine(torch.ones(2, 3)).sum()
+    return loss
+
+
+def is_observed(engine: ModuleEngine) -> bool:
+    """Whether the next backward pass is observed, which it is exactly while code runs uncompiled."""
+    assert (stance() == "force_eager") == engine._stage.observes_backward
+    return engine._stage.observes_backward
+
+
+class Witness(nn.Linear):
+    """A layer that records torch.compile's stance in each of its forward and backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.stances: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stances.append(f"forward {stance()}")
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.stances.append(f"backward {stance()}"))
+        return y.sum()
+
+
+@pytest.fixture(autouse=True)
+def _stance_of_the_others() -> Iterator[None]:
+    assert stance() == "default"
+    yield
+    assert stance() == "default"
+
+
+def test_from_the_first_forward_to_its_backward() -> None:
+    engine = make_engine()
+    loss = engine(torch.ones(2, 3)).sum()
+    assert stance() == "force_eager"
+    engine.backward(loss)
+    assert stance() == "default"
+    engine.step()
+    engine(torch.ones(2, 3))
+    assert stance() == "default"
+    engine.close()
+
+
+def test_first_passes_that_overlap() -> None:
+    first, second = make_engine(), make_engine()
+    middle = first(torch.ones(2, 3))
+    loss = second(middle.detach()).sum()
+    first.backward(middle.sum())
+    assert stance() == "force_eager"
+    second.backward(loss)
+    assert stance() == "default"
+    for engine in (first, second):
+        engine.close()
+
+
+def test_forward_without_backward() -> None:
+    engine = make_engine()
+    engine(torch.ones(2, 3))
+    assert stance() == "force_eager"
+    engine.close()
+    assert stance() == "default"
+
+
+def test_of_an_accumulation_the_first_micro_batch_is_observed() -> None:
+    engine, observed = make_engine(3), []
+    for _ in range(4):
+        loss = loss_of(engine)
+        observed.append(is_observed(engine))
+        engine.backward(loss)
+        observed.append(is_observed(engine))  # another loss of this micro-batch may follow
+        engine.step()
+        observed.append(is_observed(engine))
+    assert observed == [True, True] + [False] * 10 and engine.global_steps == 1
+    engine.close()
+
+
+def test_of_a_batch_the_first_micro_batch_is_observed() -> None:
+    witness = Witness()
+    engine = make_engine(3, witness)
+    engine.train_batch(iter([torch.ones(2, 3)] * 3))
+    uncompiled, compiled = ([f"forward {one}", f"backward {one}"] for one in ("force_eager", "default"))
+    assert witness.stances == uncompiled + 2 * compiled
+    engine.close()
+
+
+def test_a_forward_pass_that_ran_uncompiled_is_recomputed_uncompiled() -> None:
+    engine, observed = make_engine(3), []
+    for loss in [loss_of(engine), loss_of(engine)]:
+        engine.backward(loss)
+        engine.step()
+        observed.append(is_observed(engine))
+    assert observed == [True, False]
+    engine.close()
+
+
+def test_two_forward_passes_of_a_loss_are_observed_to_the_end_of_the_step() -> None:
+    engine, observed = make_engine(2), []
+    for _ in range(2):
+        engine.backward(loss_of(engine) + loss_of(engine))
+        engine.step()
+        observed.append(is_observed(engine))
+    assert observed == [True, False]
+    engine.close()
+
+
+def test_a_step_that_is_dropped_is_observed_no_more() -> None:
+    for drop in (ModuleEngine.zero_grad, lambda engine: engine.optimizer.zero_grad()):
+        engine = make_engine(3)
+        drop(engine)
+        loss = loss_of(engine)
+        drop(engine)  # as scripts do between a forward and its backward pass
+        assert is_observed(engine)
+        engine.backward(loss)
+        assert is_observed(engine)
+        drop(engine)
+        assert not is_observed(engine)
+        engine.close()
+
+
+def test_errors() -> None:
+    engine = make_engine()
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, 4))
+    assert stance() == "default"
+    loss = engine(torch.ones(2, 3)).sum()
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    assert stance() == "default"
+    engine.close()
+
+
+def test_the_users_stance_is_restored() -> None:
+    engine = make_engine()
+    with torch.compiler.set_stance("eager_on_recompile"):
+        loss = engine(torch.ones(2, 3)).sum()
+        assert stance() == "force_eager"
+        engine.backward(loss)
+        assert stance() == "eager_on_recompile"
+    engine.close()

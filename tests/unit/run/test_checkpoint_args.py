@@ -1,0 +1,134 @@
+"""``--use-checkpoint-args``: the model and the tokenizer come from the checkpoint, and conflicts are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptpar.cli import main
+from gptpar.cli.benchmark import measure
+from gptpar.cli.plan import make_planner
+from gptpar.config import ModelConfig
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.run.checkpoint_args import with_checkpoint_args
+from gptpar.run.resume import progress_to_resume
+from tests.helpers import tiny_config
+from tests.unit.run.saved_runs import inputs_of, saved
+
+MODEL = "--position-embedding-type rope --disable-bias-linear --num-query-groups 2 --hidden-dropout 0.2"
+RUN = "--micro-batch-size 2 --train-iters 20 --lr 1e-2 --mock-data --eval-iters 0"
+
+
+def filled(folder: Path, words: str = "") -> ParsedFlags:
+    return with_checkpoint_args(parse_flags(f"{RUN} --load {folder} --use-checkpoint-args {words}".split()))
+
+
+def test_the_model_and_the_tokenizer_are_the_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path, MODEL)
+    there = tiny_config(MODEL)
+    here, derived = resolve(filled(tmp_path), 1)
+    assert dataclasses.replace(here.model, padded_vocab_size=64) == there.model and here.tokenizer == there.tokenizer
+    reasons = {one.name: one.reason for one in derived}
+    assert reasons["hidden size"] == reasons["vocab size"] == "--use-checkpoint-args"
+    assert not filled(tmp_path).problems
+
+
+def test_what_agrees_and_what_may_differ_is_taken_as_typed(tmp_path: Path) -> None:
+    saved(tmp_path, MODEL)
+    found = filled(tmp_path, "--hidden-size 32 --hidden-dropout 0.1 --seq-length 8")
+    assert not found.problems
+    assert (found.flags.model.hidden_dropout, found.flags.model.seq_length) == (0.1, 8)
+
+
+def test_conflicts_are_told_all_at_once(tmp_path: Path) -> None:
+    saved(tmp_path, MODEL)
+    with pytest.raises(ConfigError) as caught:
+        resolve(filled(tmp_path, "--preset 124M --num-layers 3 --vocab-size 61"), 1)
+    told = caught.value.problems
+    assert told[0].startswith("--preset 124M and --use-checkpoint-args both say")
+    place = f"but the checkpoint in {tmp_path} has"
+    assert f"--num-layers 3, {place} 2: drop it, or drop --use-checkpoint-args." in told
+    assert f"--vocab-size 61, {place} 60: drop it, or drop --use-checkpoint-args." in told
+    told = filled(tmp_path, "--vocab-size 60 --tokenizer-model a.model --tokenizer-type NullTokenizer").problems
+    assert told == [f"--tokenizer-type NullTokenizer, {place} none: drop it, or drop --use-checkpoint-args."]
+
+
+def test_without_a_checkpoint_it_is_told(tmp_path: Path) -> None:
+    assert "there is no checkpoint in --load" in filled(tmp_path).problems[0]
+    with pytest.raises(ConfigError) as caught:  # nor is the model asked for
+        resolve(with_checkpoint_args(parse_flags([*RUN.split(), "--use-checkpoint-args", "--load", str(tmp_path)])), 1)
+    assert caught.value.problems == [
+        f"--use-checkpoint-args: there is no checkpoint in --load {tmp_path} yet: drop it at the start."
+    ]
+    (problem,) = with_checkpoint_args(parse_flags([*RUN.split(), "--use-checkpoint-args"])).problems
+    assert problem == "--use-checkpoint-args needs --load, a folder with checkpoints."
+    with pytest.raises(CheckpointError):
+        filled(tmp_path, "--ckpt-step 9")
+
+
+def test_plan_and_benchmark_take_the_model_and_leave_the_run_alone(tmp_path: Path) -> None:
+    saved(tmp_path, MODEL)
+    words = f"--load {tmp_path} --use-checkpoint-args --micro-batch-size 2".split()
+    config, _ = resolve(measure.parse(words), 1)
+    planner, _ = make_planner(words)
+    there = tiny_config(MODEL).model
+    for model in (config.model, planner.plan().job.config.model):
+        assert dataclasses.replace(model, padded_vocab_size=64) == there
+    assert config.checkpoint.load is None and config.data.mock_data
+
+
+def test_a_benchmark_counts_the_parameters_of_a_model_with_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The vocabulary is known only once the run has read the tokenizer."""
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
+    flags = f"{words} --tokenizer-type ByteLevelTokenizer --steps 1 --warmup-steps 1"
+    assert main(["benchmark", *flags.split()]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    block = 12 * 32 * 32 + 13 * 32
+    padded = 384  # 256 bytes and the end of a document, up to a multiple of 128
+    assert found["params"] == 2 * block + (padded + 16) * 32 + 2 * 32
+
+
+def test_without_the_flag_nothing_is_read() -> None:
+    parsed = parse_flags(["--load", "/nowhere"])
+    assert with_checkpoint_args(parsed) is parsed
+
+
+def keeping(folder: Path, words: str) -> ModelConfig:
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60"
+    line = f"{RUN} {sizes} --make-vocab-size-divisible-by 64 --load {folder} {words}"
+    return resolve(with_checkpoint_args(parse_flags(line.split())), 1)[0].model
+
+
+def test_older_runs_keep_padding_in_the_softmax(tmp_path: Path) -> None:
+    def former(meta: dict[str, Any]) -> None:
+        del meta["config"]["model"]["softmax_vocab_size"], meta["config"]["model"]["softmax_over_padding"]
+
+    for name, change, rows in (("former", former, 64), ("today", lambda meta: None, 60)):
+        saved(tmp_path / name, change=change)
+        for words in ("", "--finetune", "--use-checkpoint-args"):
+            assert keeping(tmp_path / name, words).softmax_vocab_size == rows, (name, words)
+    config = tiny_config(f"--load {tmp_path / 'today'} --softmax-over-padding")
+    with pytest.raises(CheckpointError, match="--softmax-over-padding: token ids in the softmax 60 there, 64 here"):
+        progress_to_resume(config, inputs_of(config))
+
+
+@pytest.mark.parametrize("words", ["--disable-bias-linear", "--no-bias-gelu-fusion"])
+def test_without_a_fused_bias_gelu_is_exact_but_in_runs_that_began_with_tanh(tmp_path: Path, words: str) -> None:
+    assert tiny_config(words).model.mlp_activation == "gelu" and tiny_config().model.mlp_activation == "gelu_tanh"
+    for own, wanted in (
+        ("--swiglu", "gelu_tanh"),
+        ("--squared-relu", "squared_relu"),
+        ("--mlp-activation gelu_tanh",) * 2,
+    ):
+        assert tiny_config(f"{words} {own}").model.mlp_activation == wanted.split()[-1]
+    saved(tmp_path, f"{words} --mlp-activation gelu_tanh")
+    for more in ("", "--use-checkpoint-args"):
+        assert keeping(tmp_path, f"{words} {more}").mlp_activation == "gelu_tanh"
+    saved(tmp_path / "new", words)
+    assert keeping(tmp_path / "new", words).mlp_activation == "gelu"

@@ -1,0 +1,128 @@
+"""Saves that fail while a run goes on: told, forgiven, tried again, and in the end an error that says what is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from gptpar.checkpoint import newest_whole
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.cli.launch.failure import Failure
+from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
+from gptpar.run.run_folder.owner import Owner
+from tests.unit.run.test_saving_runs import FEW, assert_same_tensors, iterations, losses, run
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
+    """Let the next saves of these iterations fail, one for each time that it is named; returns what is left to fail."""
+    write, left, failed, lock = DataFile.write, list(failing), set[str](), threading.Lock()
+
+    def fill_up(self: DataFile, place: int, data: memoryview) -> None:
+        name = self._path.parent.name  # each attempt has another one
+        iteration = int(name.split("_")[1].split(".")[0])
+        with lock:
+            if name not in failed and iteration in left:
+                left.remove(iteration)
+                failed.add(name)
+        if name in failed:
+            raise CheckpointError(f"cannot write {self._path}: No space left on device")
+        write(self, place, data)
+
+    monkeypatch.setattr(DataFile, "write", fill_up)
+    return left
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--no-async-save", marks=pytest.mark.slow)])
+def test_one_failed_save_costs_a_run_nothing(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "whole", "--save-interval 2")
+    left = fail(monkeypatch, [4])
+    capsys.readouterr()
+    run(tmp_path / "run", f"--save-interval 2 {flags}")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert not left and len(told) == 1
+    assert told[0].startswith(f"WARNING: the save of iteration 4 to {tmp_path / 'run'} failed: cannot write ")
+    assert "No space left on device. Older checkpoints are whole, and training goes on; the next save" in told[0]
+    assert iterations(tmp_path / "run") == [2, 6, 8] and not list((tmp_path / "run").glob("*.tmp-*"))
+    assert_same_tensors(tmp_path / "run/iter_0000008", tmp_path / "whole/iter_0000008")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_run_whose_saves_keep_failing_ends_at_the_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = fail(monkeypatch, [4, 6, 8, 10])
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path, "--save-interval 2 --train-iters 20")
+    assert left == [10] and iterations(tmp_path) == [2]
+    assert newest_whole([tmp_path]) == (2, tmp_path / "iter_0000002")
+    assert str(error.value).startswith("cannot write ")
+    assert str(error.value).endswith("state, of iteration 8, is not on the disk: the steps since iteration 2 are lost.")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert len(told) == 2 and "ends if that fails, too (2 have in a row)" in told[1]
+
+
+def test_the_third_save_stands_still_and_a_success_forgives_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = fail(monkeypatch, [2, 4, 8, 10])
+    run(tmp_path, "--save-interval 2 --train-iters 14")
+    assert not left and iterations(tmp_path) == [6, 12, 14]
+
+
+def test_a_failed_save_of_the_last_step_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = fail(monkeypatch, [8])
+    run(tmp_path, "--save-interval 4")
+    assert not left and iterations(tmp_path) == [4, 8]
+
+
+def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, [8, 8])
+    with pytest.raises(NotSavedError, match="iteration 8, is not on the disk: nothing that this run has learnt is"):
+        run(tmp_path, "--save-interval 8")
+    assert iterations(tmp_path) == []
+
+
+def test_a_folder_of_another_run_is_not_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+
+    def taken(self: Owner) -> None:
+        asked.append(None)
+        if len(asked) > 4:
+            raise FolderTakenError("taken by another run")
+
+    monkeypatch.setattr(Owner, "require", taken)
+    with pytest.raises(FolderTakenError, match="taken by another run"):
+        run(tmp_path, "--save-interval 2")
+    assert iterations(tmp_path) == [2]
+
+
+SCRIPT = """
+import sys
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.cli.pretrain import main
+from gptpar.errors import CheckpointError
+from gptpar.system.command_line import run
+
+def refuse(*_):
+    raise CheckpointError("cannot write there: No space left on device")
+
+DataFile.write = refuse
+sys.exit(run(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_exit_code_and_last_sentence_tell_that_the_newest_state_is_lost(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", SCRIPT, *FEW.split(), "--save", str(tmp_path), "--save-interval", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 74
+    told = "state, of iteration 8, is not on the disk: nothing that this run has learnt is."
+    assert done.stderr.splitlines()[-1].endswith(told)
+    assert str(Failure(0, 74, "iteration 8")).endswith("; the newest state is not on the disk")

@@ -1,0 +1,75 @@
+"""``--train-minutes``: the number of steps fits the time, and a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import latest, load_meta, read_tensors
+from gptpar.cli.pretrain import pretrain
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.run.fitted_length import FittedLength
+from tests.helpers import TINY
+
+FITS = 24
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on which 24 steps fit."""
+    monkeypatch.setattr(FittedLength, "measured", lambda length: (1.0, FITS + 1.5 - len(length._times)))
+
+
+def train(folder: Path, more: str = "") -> list[dict[str, float]]:
+    """What metrics.jsonl holds after a run."""
+    flags = (
+        f"{TINY} --train-iters 500 --train-minutes 0.4 --lr-warmup-iters 12 --lr-decay-style cosine "
+        f"--save {folder} --load {folder} {more}"
+    )
+    config, derived = resolve(parse_flags(flags.split()), 1)
+    pretrain(config, derived, [])
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = latest(folder)
+    assert found is not None
+    return read_tensors(found[1] if isinstance(found, tuple) else found)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = train(tmp_path / "whole")
+    assert len(whole) == FITS
+    assert "at most 500 steps" in (said := capsys.readouterr().out)
+    assert f"a step takes 1.00 s: {FITS} steps fit into 0.4 minutes of training" in said
+    assert whole[11]["learning_rate"] < whole[12]["learning_rate"] == 1e-2  # the peak follows twelve steps of warm-up
+    assert whole[-1]["learning_rate"] < 2e-4  # and the decay ends with the run, not after 500 steps
+
+    train(tmp_path / "parts", "--exit-interval 17")
+    assert load_meta(tmp_path / "parts")["progress"]["fitted_iters"] == FITS
+    parts = train(tmp_path / "parts", "--train-minutes 9")  # decided already: other minutes change nothing
+    for name in ("iteration", "lm_loss", "learning_rate"):
+        assert [line[name] for line in parts] == [line[name] for line in whole]
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> None:
+    train(tmp_path, "--exit-interval 5")
+    progress = load_meta(tmp_path)["progress"]
+    assert (progress["iteration"], progress["fitted_iters"]) == (5, None)
+    assert len(train(tmp_path)) == 5 + FITS  # ten more steps are timed, and 14 fit after them
+
+
+def test_before_the_decision_no_more_time_is_left_than_the_minutes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The 500 steps that --train-iters allows would take seconds."""
+    train(tmp_path, "--train-minutes 0.0001 --exit-interval 2 --log-interval 1")
+    said = capsys.readouterr().out
+    assert said.count("ETA 0:00:00\n") == 2 and "iteration        2/     500" in said

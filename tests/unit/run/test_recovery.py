@@ -1,0 +1,239 @@
+"""From which state the workers of a restart go on, and what the copies in memory need."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gptpar.checkpoint import checkpoints_in, find_checkpoints, save_checkpoint
+from gptpar.checkpoint.copies import Copies
+from gptpar.checkpoint.ring import Ring
+from gptpar.cli.pretrain import remaining
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError, GptparError
+from gptpar.run import mirror, recovery, resume
+from gptpar.run.accept import Inputs
+from gptpar.run.mirror import COPIES, Mirror, open_copies, open_mirror
+from gptpar.run.progress import Progress
+from gptpar.run.saving import Saving
+from gptpar.run.trainer import Trainer
+from gptpar.system import restart
+from gptpar.system.activity import FOLDER_VARIABLE
+from gptpar.system.restart import MEMORY_VARIABLE, Restart
+from tests.helpers import TINY, make_trainer, tiny_config
+
+INPUTS = Inputs({}, {}, {})
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A launcher's folders, ``activity`` and ``memory``, told to this process as to a worker."""
+    for name, variable in (("activity", FOLDER_VARIABLE), ("memory", MEMORY_VARIABLE)):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return make_trainer(tiny_config())
+
+
+def flags(words: str) -> ParsedFlags:
+    return parse_flags([*TINY.split(), *words.split()])
+
+
+def save(trainer: Trainer, folder: Path, iteration: int) -> None:
+    meta = resume.meta_of(trainer, Progress(iteration=iteration), INPUTS)
+    save_checkpoint(folder, iteration, resume.tensors_to_save(trainer), meta)
+
+
+def test_the_first_start_loads_what_it_is_told(launched: Path, trainer: Trainer) -> None:
+    typed = flags(f"--save {launched}/run --load {launched}/other --finetune")
+    save(trainer, launched / "run", 4)
+    assert recovery.continued(typed) is typed
+    restart.note_begun()
+    again = recovery.continued(typed).flags.checkpoint
+    assert (again.load, again.finetune, again.ckpt_step) == (f"{launched}/run", False, None)
+
+
+def test_before_the_first_state_a_restart_is_a_first_start(launched: Path) -> None:
+    restart.note_begun()
+    typed = flags(f"--save {launched}/run --load {launched}/other --finetune")
+    assert recovery.continued(typed) is typed
+
+
+@pytest.mark.parametrize(("disk", "memory", "first"), [(4, 6, "memory"), (6, 4, "run"), (4, None, "run")])
+def test_the_newest_state_is_taken(launched: Path, trainer: Trainer, disk: int, memory: int | None, first: str) -> None:
+    restart.note_begun()
+    save(trainer, launched / "run", disk)
+    if memory is not None:
+        save(trainer, launched / "memory", memory)
+    config = resolve(recovery.continued(flags(f"--save {launched}/run")), 1)[0]
+    assert config.checkpoint.load == f"{launched}/run"  # or the folder's own checkpoints would be another run's
+    assert checkpoints_in(resume.folders_to_load(config, config.checkpoint.load))[0][1].parent == launched / first
+
+
+def test_a_manifest_that_cannot_be_read_is_passed_over(launched: Path, trainer: Trainer) -> None:
+    restart.note_begun()
+    for iteration in (3, 6):
+        save(trainer, launched / "memory", iteration)
+    (launched / "memory/iter_0000006/manifest.json").write_text("{")
+    found = recovery.newest_of_own(flags("").flags.checkpoint)
+    assert found is not None and found.iteration == 3
+
+
+def test_fewer_processes_keep_the_global_batch(launched: Path, trainer: Trainer) -> None:
+    """The checkpoint's 2 samples are 1 micro-batch of one process, however many there were."""
+    restart.note_begun()
+    save(trainer, launched / "memory", 3)
+    for typed in ("", "--gradient-accumulation-steps 8"):
+        config = resolve(recovery.continued(flags(typed)), 1)[0]
+        assert config.batch.global_batch_size == trainer.config.batch.global_batch_size == 2
+    with pytest.raises(ConfigError, match="global-batch-size 2"):
+        resolve(recovery.continued(flags("")), 2)
+
+
+def mirror_in(folder: Path, interval: int) -> Mirror:
+    """Of one machine."""
+    return Mirror(Copies(folder, Ring.of(["here"]), print), interval)
+
+
+def test_two_copies_are_kept_and_one_while_another_is_written(tmp_path: Path, trainer: Trainer) -> None:
+    saving = Saving(trainer, INPUTS, print)
+    for iteration, kept in ((2, [2]), (4, [4, 2]), (6, [6, 4])):
+        mirror_in(tmp_path, 2).save(saving, Progress(iteration=iteration))
+        saving.finish()
+        assert [number for number, _ in find_checkpoints(tmp_path)] == kept
+    mirror_in(tmp_path, 2).prepare(trainer, 4)  # a restart from iteration 4: what came later is made again
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
+
+
+@pytest.mark.parametrize("tight", ["disk", "machine"])
+def test_room_is_looked_for_and_the_copies_that_are_there_count(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tight: str
+) -> None:
+    needed = mirror_in(tmp_path, 5).prepare(trainer, 0)
+    assert needed == 3 * 4 * sum(p.numel() for p in trainer.pipeline.parameters())
+    free = {"disk": 2**40, "machine": 2**40} | {tight: COPIES * needed - 1}
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["disk"], f_frsize=1))
+    monkeypatch.setattr(mirror, "available_memory", lambda: free["machine"])
+    place = f"the file system of {tmp_path.parent}" if tight == "disk" else "this machine"
+    with pytest.raises(GptparError, match=f"keeps 2 copies of .* in memory, and {place} has room for"):
+        mirror_in(tmp_path, 5).prepare(trainer, 0)
+    (tmp_path / "held").write_bytes(b"x")
+    assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
+
+
+def test_room_for_a_neighbours_files_counts_and_for_others_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three machines with one process each, where each process loads all files."""
+    mirror_of_first = Mirror(Copies(tmp_path, Ring.of(["a", "b", "c"]), print), 5)
+    free = [2 * (10 + 40) + 20]
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[0], f_frsize=1))
+    mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
+    free[0] -= 1
+    what = r"2 copies of 10 B of the machine's own state and 40 B of its neighbour's \(and 20 B of others' once"
+    with pytest.raises(GptparError, match=what):
+        mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
+
+
+def test_a_mirror_that_nobody_would_load_is_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (MEMORY_VARIABLE, restart.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert open_copies(trainer.config, print) is None and open_mirror(None, trainer, 0, print) is None
+    mirrored = tiny_config("--mirror-interval 5")
+    with pytest.raises(GptparError, match="--mirror-interval 5 needs a launcher that restarts, and a folder /dev/shm"):
+        open_copies(mirrored, print)
+    monkeypatch.setenv(MEMORY_VARIABLE, "/dev/shm/unused")
+    for words in (
+        "",
+        "--save a",
+        "--save a --load .",
+        "--save a --load a --finetune",
+        "--save a --load a --reset-iteration",
+        "--save a --load a --no-load-lr-state",
+        "--save a --load a --no-load-optim",
+        "--save a --load a --ckpt-step 3",
+    ):
+        with pytest.raises(GptparError, match="a replaced machine have to go on as the others do: give --load the fol"):
+            open_copies(tiny_config(f"--mirror-interval 5 {words}"), print)
+
+
+def test_a_folder_in_memory_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "named by a batch script"
+    monkeypatch.setenv(MEMORY_VARIABLE, str(folder))
+    mirrored = tiny_config(f"--mirror-interval 5 --save {tmp_path}/run --load {tmp_path}/run")
+    for _ in range(2):
+        copies = open_copies(mirrored, print)
+        assert copies is not None and copies.ring.is_alone and copies.folder == folder
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)
+    with pytest.raises(GptparError, match="no folder of this user alone: remove it, or name another one"):
+        open_copies(mirrored, print)
+    folder.chmod(0o700)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GptparError, match="no folder of this user alone"):
+        open_copies(mirrored, print)
+
+
+@pytest.mark.parametrize("flag", ["--max-restarts", "--mirror-interval"])
+def test_a_restart_needs_moments(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} 2 with --no-save-optim: a restart would find no optimizer"):
+        resolve(flags(f"{flag} 2 --no-save-optim"), 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "left", "goes_on"),
+    [("", 3, 2), ("--tensor-model-parallel-size 2", 3, 2), ("--tensor-model-parallel-size 4", 3, 0), ("", 4, 4)],
+)
+def test_data_parallelism_shrinks_to_what_the_gpus_and_the_batch_allow(
+    monkeypatch: pytest.MonkeyPatch, layout: str, left: int, goes_on: int
+) -> None:
+    """Of 4 processes with 8 samples a step; 3 cannot share them in micro-batches of 2."""
+    gpus = [4]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus[0])
+    processes_left = remaining(flags(f"--global-batch-size 8 {layout}"), 8, 4)
+    gpus[0] = left
+    if goes_on:
+        assert processes_left(4) == goes_on
+    else:
+        with pytest.raises(GptparError, match="3 of 4 GPUs are left, and the run cannot go on there: .*tensor"):
+            processes_left(4)
+
+
+def test_processes_that_share_gpus_or_have_none_all_go_on() -> None:
+    assert remaining(flags(""), 8, 4)(4) == 4
+
+
+def test_what_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(restart.VARIABLE, raising=False)
+    assert Restart.of_worker() == Restart()
+    told = Restart(number=2, limit=5, noticed_s=0.25, ended_s=0.5)
+    for name, value in told.to_environment().items():
+        monkeypatch.setenv(name, value)
+    found = Restart.of_worker()
+    assert dataclasses.replace(found, started=0.0) == told and found.started > 0
+
+
+def test_the_parts_of_a_restart_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.5, 11.0, 11.25, 12.0])
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    said: list[str] = []
+    times = recovery.RecoveryTimes(Restart(1, 3, 0.05, 0.2, started=10.0), said.append)
+    times.mark("built")
+    times.mark("loaded")
+    for iteration in (8, 9):
+        times.iteration(SimpleNamespace(iteration=iteration))  # type: ignore[arg-type]
+    assert said == [
+        " > restart 1 of 3 took 2.25 s up to the end of iteration 8 "
+        "(noticed 0.05, ended 0.20, started 0.50, built 0.50, loaded 0.25, first step 0.75)"
+    ]

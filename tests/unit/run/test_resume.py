@@ -1,0 +1,399 @@
+"""When a checkpoint is required, when a fresh start will do, and whose checkpoint a run may go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, save_checkpoint
+from gptpar.config import Config
+from gptpar.errors import CheckpointError
+from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.run import resume, same_run
+from gptpar.run.generation import load_model
+from gptpar.run.progress import Progress
+from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
+from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
+from tests.helpers import OTHER_EXPERTS, make_trainer, tiny_config
+from tests.unit.run.saved_runs import DONE, inputs_of, saved, with_fields
+
+ROPE = "--position-embedding-type rope --disable-bias-linear"
+
+
+def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
+    """Weights, moments, the optimizer's step count, the loss scale with its counters; the model computes with them."""
+    config = tiny_config(f"--save {tmp_path} --load {tmp_path} --fp16 --initial-loss-scale 4096")
+    before, after = make_trainer(config), make_trainer(config)
+    for tensor in before.engine.optimizer.vectors.values():
+        tensor.uniform_()
+    before.engine.optimizer.steps_taken = 5
+    before.loss_scale.update(False)
+    before.loss_scale.update(True)
+    before.loss_scale.update(True)
+    before.loss_scale.update(False)
+    resume.save(before, DONE, inputs_of(config), keep=None)
+    assert resume.load(after, inputs_of(config), lambda _: None) == DONE
+    assert after.engine.optimizer.steps_taken == 5
+    scale = before.loss_scale.state()
+    assert after.loss_scale.state() == scale and (scale["value"], scale["good_steps"], scale["tolerance"]) == (
+        2048,
+        1,
+        0,
+    )
+    for kind, views in before.engine.optimizer.state_tensors().items():
+        for name, view in after.engine.optimizer.state_tensors()[kind].items():
+            assert torch.equal(view.parts[0][1], views[name].parts[0][1]), (kind, name)
+            if kind == "weights":
+                assert torch.equal(after.engine.parameters.views()[name], view.parts[0][1].half())
+
+
+@pytest.mark.parametrize("overflows", [1, 2, 3, 20])
+def test_a_run_of_fp16_goes_on_after_any_number_of_overflows(tmp_path: Path, overflows: int) -> None:
+    """The first steps overflow about twenty times, because the scale begins at 2**32."""
+    config = tiny_config(f"--save {tmp_path} --load {tmp_path} --fp16")
+    before, after = make_trainer(config), make_trainer(config)
+    for _ in range(overflows):
+        before.loss_scale.update(True)
+    assert before.loss_scale.tolerance == 2 - overflows
+    resume.save(before, DONE, inputs_of(config), keep=None)
+    assert resume.load(after, inputs_of(config), lambda _: None) == DONE
+    assert after.loss_scale.state() == before.loss_scale.state()
+    for overflow in (False, True, True):
+        before.loss_scale.update(overflow)
+        after.loss_scale.update(overflow)
+        assert after.loss_scale.value == before.loss_scale.value
+
+
+def test_an_empty_run_folder_is_a_fresh_start(tmp_path: Path) -> None:
+    assert checkpoint_to_resume(tiny_config(f"--save {tmp_path} --load {tmp_path}")) is None
+
+
+RESETS = {
+    "": DONE,
+    "--reset-iteration": Progress(scheduled_samples=14),
+    "--no-load-lr-state": Progress(iteration=7, consumed_samples=14),
+    "--reset-iteration --no-load-lr-state": Progress(),
+}
+
+
+@pytest.mark.parametrize("flags", RESETS)
+def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: Path, flags: str) -> None:
+    """Weights and moments are taken all the same, and what is left behind may be another one."""
+    other = "--train-iters 20 --seed 5" if "reset" in flags else ""
+    other += " --min-lr 1e-3" if "lr-state" in flags else ""
+    config = tiny_config(f"--load {tmp_path} {flags} {other}")
+    before = make_trainer(tiny_config(f"--save {tmp_path}"))
+    for tensor in before.engine.optimizer.vectors.values():
+        tensor.uniform_()
+    before.engine.optimizer.steps_taken = 5
+    resume.save(before, DONE, inputs_of(before.config), keep=None)
+    after = make_trainer(config)
+    assert progress_to_resume(config, inputs_of(config)) == RESETS[flags]
+    assert resume.load(after, inputs_of(config), lambda _: None) == RESETS[flags]
+    assert after.engine.optimizer.steps_taken == 5
+    for kind, views in before.engine.optimizer.state_tensors().items():
+        for name, view in views.items():
+            assert torch.equal(after.engine.optimizer.state_tensors()[kind][name].parts[0][1], view.parts[0][1])
+
+
+@pytest.mark.parametrize(("flags", "told"), [("--seed 5", "other data"), ("--min-lr 1e-3", "its schedule is another")])
+def test_what_is_not_left_behind_must_be_the_same(tmp_path: Path, flags: str, told: str) -> None:
+    saved(tmp_path)
+    flag = "--no-load-lr-state" if "seed" in flags else "--reset-iteration"
+    config = tiny_config(f"--load {tmp_path} {flag} {flags}")
+    with pytest.raises(CheckpointError, match=told):
+        progress_to_resume(config, inputs_of(config))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--finetune", "--reset-iteration", "--skip-train", "--ckpt-step 3", "--exit-on-missing-checkpoint"]
+)
+def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str) -> None:
+    told = "there is no readable checkpoint.* in --load .*: it has none, so give the --save folder of a run that has"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
+
+
+def test_an_iteration_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    saved(tmp_path)
+    have = ", ".join(str(number) for number, _ in reversed(find_checkpoints(tmp_path)))
+    told = f"{{}}: it has {have}; gptpar inspect says whether they are whole"
+    with pytest.raises(CheckpointError) as resumed:
+        checkpoint_to_resume(tiny_config(f"--load {tmp_path} --ckpt-step 99"))
+    there = f"there is no readable checkpoint of iteration 99 in --load {tmp_path}"
+    assert str(resumed.value) == told.format(there)
+    with pytest.raises(CheckpointError) as loaded:
+        load_model(tmp_path, torch.device("cpu"), torch.float32, 99)
+    assert str(loaded.value) == told.format(f"there is no checkpoint of iteration 99 in {tmp_path}")
+
+
+# Field -> a value other than the tiny model's.
+OTHER: dict[str, Any] = {
+    "model.num_layers": 3,
+    "model.hidden_size": 64,
+    "model.ffn_hidden_size": 96,
+    "model.num_attention_heads": 8,
+    "model.num_query_groups": 2,
+    "model.kv_channels": 4,
+    "model.max_position_embeddings": 32,
+    "model.position_embedding_type": "none",
+    "model.rotary_base": 500,
+    "model.rotary_percent": 0.5,
+    "model.use_rope_scaling": True,
+    "model.rope_scaling_factor": 32.0,
+    "model.normalization": "RMSNorm",
+    "model.norm_epsilon": 0.1,
+    "model.qk_layernorm": True,
+    "model.apply_layernorm_1p": True,
+    "model.embed_layernorm": True,
+    "model.norm_placement": "peri",
+    "model.use_parallel_residual": True,
+    "model.qk_layernorm_scope": "width",
+    "model.attention_output_gate": True,
+    "model.window_size": 4,
+    "model.window_pattern": "SF",
+    "model.mlp_activation": "squared_relu",
+    "model.logit_softcap": 20.0,
+    "model.mup": True,
+    "model.mup_base_hidden_size": 16,
+    "model.mup_base_kv_channels": 4,
+    "model.z_loss_weight": 1e-4,
+    "model.swiglu": True,
+    "model.add_bias_linear": False,
+    "model.add_qkv_bias": True,
+    "model.untie_embeddings_and_output_weights": True,
+    "model.padded_vocab_size": 128,
+    "model.softmax_vocab_size": 64,
+    "model.seq_length": 8,
+    "model.attention_dropout": 0.5,
+    "model.hidden_dropout": 0.5,
+    **{f"model.{name}": value for name, value in OTHER_EXPERTS.items()},
+    **dict.fromkeys((f"data.{name}" for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")), True),
+    "data.calculate_per_token_loss": True,
+    "data.mock_data": False,
+    "data.split": "90,10,0",
+    "data.split_rule": "legacy",
+    "data.dataloader_type": "cyclic",
+    "data.seed": 99,
+    "batch.global_batch_size": 4,
+    "batch.rampup_batch_size": (2, 2, 4),
+    "batch.step_batch_size_schedule": "0:2 1K:4",
+    "batch.train_minutes": 7.0,
+    "optimizer.optimizer": "other",
+    "optimizer.clip_grad": 2.0,
+    "optimizer.weight_decay_override": ("embedding*=0",),
+    "optimizer.lr_override": ("embedding*=0.5",),
+    "optimizer.adam_beta1": 0.8,
+    "optimizer.adam_beta2": 0.8,
+    "optimizer.adam_eps": 1e-6,
+    "optimizer.adam_bias_correction": False,
+    "optimizer.lion_beta1": 0.8,
+    "optimizer.lion_beta2": 0.9,
+    "optimizer.muon_nesterov": False,
+    "optimizer.muon_num_ns_steps": 6,
+    "optimizer.muon_coefficient_type": "simple",
+    "optimizer.muon_scale_mode": "shape_scaling",
+    **dict.fromkeys((f"optimizer.muon_{name}" for name in ("momentum", "extra_scale_factor", "lr")), 0.5),
+    "optimizer.muon_qkv": "fused",
+    "precision.fp16": True,
+    "precision.bf16": True,
+    "precision.fp64": True,
+    "precision.loss_scale": 4.0,
+}
+NEEDS = {  # where a field has an effect
+    "model.rope_scaling_factor": {"model.use_rope_scaling": True},
+    "model.max_position_embeddings": {"model.position_embedding_type": "learned_absolute"},
+    "model.add_bias_linear": {"model.add_bias_linear": True},
+    "data.split": {"data.mock_data": False, "data.data_path": ("x",)},
+    "data.split_rule": {"data.mock_data": False},
+}
+
+
+def test_every_field_has_a_rule() -> None:
+    """A new flag must be classified before it can be forgotten when a run goes on."""
+    sections = typing.get_type_hints(Config)
+    compared = sections.keys() - FREE_SECTIONS
+    fields = {f"{name}.{spec.name}" for name in compared for spec in dataclasses.fields(sections[name])}
+    assert set(FREE_SECTIONS) < sections.keys() and fields == RULES.keys()
+    optimizers_own = sum(len(optimizer.flags) for optimizer in OPTIMIZERS.values())
+    assert sum(len(names.split()) for names in same_run._BY_RULE.values()) + optimizers_own == len(RULES)
+    judged = {name for name, rule in RULES.items() if rule in (Rule.MODEL, Rule.DATA, Rule.TOLD)}
+    assert OTHER.keys() == judged, "give the new field another value above"
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_each_difference_is_found_by_its_rule(name: str) -> None:
+    there = with_fields(tiny_config(ROPE), NEEDS.get(name, {}))
+    here = with_fields(there, {name: OTHER[name]})
+    found = {rule: same_run.differing(rule, there, here, same_run.COMPARED) for rule in Rule}
+    assert [rule for rule, differ in found.items() if differ] == [RULES[name]] and len(found[RULES[name]]) == 1
+    assert " there, " in found[RULES[name]][0] and found[RULES[name]][0].endswith(" here")
+    assert not same_run.differing(RULES[name], there, here, frozenset()), (
+        "what a checkpoint does not say is not compared"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "told"),
+    [
+        ("", "--num-attention-heads 8", "--num-attention-heads 4 there, 8 here; --num-query-groups 4 there, 8 here"),
+        (ROPE, "--num-attention-heads 8 --kv-channels 4", "--kv-channels 8 there, 4 here"),
+        ("", "--norm-epsilon 0.1", "--norm-epsilon 1e-05 there, 0.1 here"),
+        (ROPE, "--rotary-base 500", "--rotary-base 10000 there, 500 here"),
+        (ROPE, "--rotary-percent 0.5", "--rotary-percent 1.0 there, 0.5 here"),
+        ("", "--swiglu --ffn-hidden-size 128", "--swiglu not given there, given here"),
+        ("", "--disable-bias-linear", "--disable-bias-linear not given there, given here"),
+        (ROPE, "--add-qkv-bias", "--add-qkv-bias not given there, given here"),
+        (ROPE, "--position-embedding-type none", "--position-embedding-type rope there, none here"),
+        (ROPE, "--normalization RMSNorm", "--normalization LayerNorm there, RMSNorm here"),
+    ],
+)
+def test_another_model_is_refused_unless_it_is_fine_tuned(tmp_path: Path, before: str, flags: str, told: str) -> None:
+    """Among them those that keep every tensor's shape, which nothing else would notice."""
+    saved(tmp_path, before)
+    config = tiny_config(f"--load {tmp_path} {before} {flags}")
+    with pytest.raises(CheckpointError) as refused:
+        progress_to_resume(config, inputs_of(config))
+    message = str(refused.value)
+    assert "iter_0000007 cannot be resumed" in message and "it is another model (" in message and told in message
+    assert "--finetune" in message and "other data" not in message
+    finetuned = tiny_config(f"--load {tmp_path} {before} {flags} --finetune")
+    assert progress_to_resume(finetuned, inputs_of(finetuned)) == Progress()
+
+
+def test_fine_tuning_another_model_is_told(tmp_path: Path) -> None:
+    saved(tmp_path, ROPE)
+    config, said = tiny_config(f"--load {tmp_path} {ROPE} --rotary-base 500 --finetune"), list[str]()
+    assert resume.load(make_trainer(config), inputs_of(config), said.append) == Progress()
+    assert said[-1] == " > fine-tuning another model than the checkpoint's: --rotary-base 10000 there, 500 here"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--micro-batch-size 1 --global-batch-size 2 --recompute-granularity full --no-compile --log-interval 3",
+        "--cpu-optimizer --cpu-optimizer-ratio 0.5 --zero-stage 1 --no-pipeline-parallel",
+        "--init-method-std 0.5 --num-workers 0 --exit-interval 5 --rotary-base 77 --add-qkv-bias --log-throughput",
+        "--group-query-attention --num-query-groups 4 --kv-channels 8 --ffn-hidden-size 128 --eval-interval 4",
+    ],
+)
+def test_what_changes_no_number_is_free(tmp_path: Path, flags: str) -> None:
+    saved(tmp_path)
+    config = tiny_config(f"--load {tmp_path} {flags}")
+    assert progress_to_resume(config, inputs_of(config)) == DONE
+
+
+def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
+    saved(tmp_path)
+    config = tiny_config(f"--load {tmp_path} --num-attention-heads 8 --seed 99 --lr 1 --norm-epsilon 1 --clip-grad 9")
+    with pytest.raises(CheckpointError) as refused:
+        progress_to_resume(config, inputs_of(config, {"type": "none", "vocab_size": 61}))
+    message = str(refused.value)
+    for told in (
+        "  1. it is another model (--num-attention-heads 4 there, 8 here; --num-query-groups 4 there, 8 here; "
+        "--kv-channels 8 there, 4 here; --norm-epsilon 1e-05 there, 1.0 here)",
+        "  2. it was trained with another tokenizer (vocab_size 60 there, 61 here)",
+        "  3. it was trained on other data (--seed 1234 there, 99 here): take the checkpoint's; or add --override-data "
+        "to go on at sample 14 of this command line's; or begin anew with --finetune.",
+        "  4. its schedule is another one (max_lr 0.01 there, 1.0 here",
+    ):
+        assert told in message
+    assert "clip-grad" not in message
+
+
+def test_what_a_stranger_wrote_is_escaped(tmp_path: Path) -> None:
+    saved(tmp_path, change=lambda meta: meta.update(tokenizer={"\x1b[2J": "\n > loaded"}))
+    config = tiny_config(f"--load {tmp_path}")
+    with pytest.raises(CheckpointError) as refused:
+        progress_to_resume(config, inputs_of(config))
+    assert r"(\x1b[2J \n > loaded there, None here; " in str(refused.value)
+
+
+def test_other_data_go_on_if_asked_for(tmp_path: Path) -> None:
+    saved(tmp_path)
+    flags = f"--load {tmp_path} --seed 99 --attention-dropout 0.2 --dataloader-type cyclic"
+    config, said = tiny_config(f"{flags} --override-data"), list[str]()
+    assert resume.load(make_trainer(config), inputs_of(config), said.append) == DONE
+    assert said[-1] == (
+        " > unlike the checkpoint: --attention-dropout 0.0 there, 0.2 here; --dataloader-type single there, cyclic "
+        "here; --seed 1234 there, 99 here"
+    )
+    evaluating = tiny_config(f"{flags} --skip-train")
+    assert progress_to_resume(evaluating, inputs_of(evaluating)) == DONE
+
+
+def test_a_resumed_run_keeps_its_fitted_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fits = "--train-minutes 3 --lr-warmup-iters 10 --train-iters 20"
+    saved(tmp_path, fits, change=lambda meta: meta["progress"].update(fitted_iters=20))
+    config = tiny_config(f"{fits} --train-minutes 7 --load {tmp_path}")
+    resume.load(make_trainer(config), inputs_of(config), print)
+    said = capsys.readouterr().out
+    assert "--train-minutes 3.0 there, 7.0 here" in said and "keeps the 20 steps that were fitted" in said
+
+
+@pytest.mark.parametrize("more", ["", "--position-embedding-type rope --normalization RMSNorm --num-query-groups 2"])
+def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: str) -> None:
+    config = tiny_config(f"--save {tmp_path} --qk-layernorm {more}")
+    trainer = make_trainer(config)
+    weights = trainer.engine.optimizer.state_tensors()["weights"]
+    norms = [name for name in weights if ".attention.query_norm." in name or ".attention.key_norm." in name]
+    assert len(norms) == (4 if more else 8)  # two layers; LayerNorm has a bias, too
+    for number, name in enumerate(norms):
+        weights[name].fill(torch.linspace(0.5, 2.0 + number, 8))
+    trainer.engine.publish()
+    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
+    save_checkpoint(tmp_path, 7, resume.checkpoint_tensors(trainer), meta)
+    stage, loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
+    assert loaded.model.qk_layernorm
+    tokens = torch.arange(16)[None]
+    fields = {"seq_length": 16}
+    trainer.pipeline.eval()
+    with torch.no_grad():
+        assert torch.equal(stage(tokens, fields), trainer.engine.stages[0](tokens, fields))
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lr-decay-style constant", ""),
+        ("--lr-decay-style cosine --lr-decay-iters 20", ""),
+        ("--lr-decay-style cosine", "(decay 40 there, 60 here; lengths"),
+        (
+            "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+            "(total 40 there, 60 here; lengths",
+        ),
+    ],
+)
+def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_length(
+    tmp_path: Path, flags: str, told: str
+) -> None:
+    saved(tmp_path, flags)
+    longer = tiny_config(f"--load {tmp_path} {flags} --train-iters 30")
+    if told:
+        with pytest.raises(CheckpointError, match="its schedule is another one") as caught:
+            progress_to_resume(longer, inputs_of(longer))
+        assert told in str(caught.value)
+    else:
+        assert progress_to_resume(longer, inputs_of(longer)).iteration == 7
+
+
+def test_a_schedule_that_has_ended_trains_no_longer_run(tmp_path: Path) -> None:
+    """The former run's rate is 0 from sample 40 on: neither offered nor taken for 60; a floor above 0 may be kept."""
+    kept, rate = "--use-checkpoint-opt-param-scheduler", "its learning rate is 0 at the end of this one, 80:"
+    for floor, longer, told in (("0", kept, rate), ("0", "", "take this command line's."), ("1e-3", kept, None)):
+        folder = tmp_path / f"{floor}{longer}"
+        saved(folder, f"--min-lr {floor}")
+        config = tiny_config(f"--load {folder} --min-lr {floor} --train-iters 40 {longer}")
+        if told is None:
+            assert progress_to_resume(config, inputs_of(config)) == DONE
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            progress_to_resume(config, inputs_of(config))
+        assert told in str(caught.value)

@@ -1,0 +1,97 @@
+"""Checkpoints of Muon: a run goes on to the bit, AdamW's goes on with Muon, and what cannot is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.errors import CheckpointError
+from gptpar.run import resume
+from gptpar.run.progress import Progress
+from gptpar.run.trainer import Trainer
+from gptpar.topology.tensor_parts import TensorParts
+from tests.helpers import make_trainer, tiny_config
+from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.run.saved_runs import inputs_of
+
+MUON = "--optimizer muon --bf16"
+
+
+def run_of(folder: Path, words: str) -> Trainer:
+    return make_trainer(tiny_config(config_words(f"--save {folder} --load {folder} {words}")))
+
+
+def whole(parts: TensorParts) -> torch.Tensor:
+    full = torch.full(parts.shape, float("nan"), dtype=parts.dtype)
+    for offsets, part in parts.parts:
+        full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+    return full
+
+
+def save(trainer: Trainer, steps: int) -> None:
+    trainer.engine.finish()
+    samples = 4 * steps
+    progress = Progress(iteration=steps, consumed_samples=samples, scheduled_samples=samples)
+    resume.save(trainer, progress, inputs_of(trainer.config), keep=None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("0", "0"), ("0.3", "1"), pytest.param("1", "0.3", marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_to_the_bit_at_any_ratio(before: str, after: str, tmp_path: Path) -> None:
+    first = run_of(tmp_path, f"{MUON} {OFFLOAD} {before}")
+    train(first, 0, 3)
+    save(first, 3)
+    second = run_of(tmp_path, f"{MUON} {OFFLOAD} {after}")
+    assert resume.load(second, inputs_of(second.config), lambda _: None).iteration == 3
+    for trainer in (first, second):
+        train(trainer, 3, 6)
+        trainer.engine.finish()
+    assert hash_of(first) == hash_of(second)
+    first.close()
+    second.close()
+
+
+def test_matrices_have_no_second_moment(tmp_path: Path) -> None:
+    trainer = run_of(tmp_path, f"{MUON} {OFFLOAD} 0.731")
+    found = trainer.engine.optimizer.state_tensors()
+    assert found["weights"].keys() == found["exp_avg"].keys()
+    assert {name for name in found["weights"] if name not in found["exp_avg_sq"]} == {
+        f"layers.{number}.{name}.weight"
+        for number in range(2)
+        for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    }
+    trainer.close()
+
+
+@pytest.mark.parametrize("ratio", ["0", "0.731"])
+def test_adamw_s_moments_become_momenta(ratio: str, tmp_path: Path) -> None:
+    adam = run_of(tmp_path, f"--bf16 {OFFLOAD} {ratio}")
+    train(adam, 0, 3)
+    save(adam, 3)
+    muon, told = run_of(tmp_path, f"{MUON} {OFFLOAD} {ratio}"), list[str]()
+    resume.load(muon, inputs_of(muon.config), told.append)
+    assert any("first moments become Muon's momentum" in sentence for sentence in told)
+    before, after = adam.engine.optimizer.state_tensors(), muon.engine.optimizer.state_tensors()
+    for kind, views in after.items():
+        for name, view in views.items():
+            assert torch.equal(whole(view), whole(before[kind][name])), (kind, name)
+    assert muon.engine.optimizer.steps_taken == 3
+    assert not train(muon, 3, 4)[0][2]
+    adam.close()
+    muon.close()
+
+
+def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
+    muon = run_of(tmp_path, MUON)
+    train(muon, 0, 1)
+    save(muon, 1)
+    adam = run_of(tmp_path, "--bf16")
+    with pytest.raises(CheckpointError, match="no second moment, which AdamW divides by.*--no-load-optim"):
+        resume.progress_to_resume(adam.config, inputs_of(adam.config))
+    anew = run_of(tmp_path, "--bf16 --no-load-optim")
+    assert resume.load(anew, inputs_of(anew.config), lambda _: None).iteration == 1
+    assert anew.engine.optimizer.steps_taken == 0
+    assert not any(vector.any() for kind, vector in anew.engine.optimizer.vectors.items() if kind != "weights")

@@ -1,0 +1,125 @@
+"""What a run does when it is asked to stop, or when something under it fails, before, in and after an evaluation."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import load_meta
+from gptpar.cli.pretrain import pretrain
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.reporting.record_file import RecordFile
+from gptpar.run.trainer import Trainer
+from gptpar.system.stop import Stopped
+from tests.helpers import TINY
+
+EVALUATES = "--train-iters 4 --eval-iters 5 --eval-interval 2"
+
+
+def run(folder: Path, flags: str) -> signal.Signals | None:
+    words = TINY.replace("--train-iters 20", "").replace("--eval-iters 0", "").split()
+    config, derived = resolve(parse_flags([*words, *flags.split(), "--save", str(folder)]), 1)
+    return pretrain(config, derived, ())
+
+
+def on_batch(monkeypatch: pytest.MonkeyPatch, number: int, action: object) -> None:
+    """Do something as an evaluation batch is computed, counted over the run."""
+    evaluate, seen = Trainer.evaluate, []
+
+    def then(self: Trainer, batches: object) -> torch.Tensor:
+        seen.append(True)
+        if len(seen) == number:
+            action()  # type: ignore[operator]
+        return evaluate(self, batches)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "evaluate", then)
+
+
+def ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise RuntimeError("the evaluation failed")
+
+
+def test_a_save_comes_before_the_evaluation_of_the_same_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_batch(monkeypatch, 1, fail)
+    with pytest.raises(RuntimeError, match="the evaluation failed"):
+        run(tmp_path, f"{EVALUATES} --save-interval 2")
+    assert load_meta(tmp_path)["progress"]["iteration"] == 2
+
+
+@pytest.mark.parametrize("interval", ["--save-interval 2", ""])
+def test_an_evaluation_ends_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interval: str
+) -> None:
+    on_batch(monkeypatch, 2, ask_to_stop)
+    assert run(tmp_path, f"{EVALUATES} {interval}") == signal.SIGTERM
+    lines = capsys.readouterr().out.splitlines()
+    assert " > left the evaluation on valid data after 2 of 5 batches" in lines
+    assert lines[-1] == f" > stopped by SIGTERM; --load {tmp_path} goes on from here"
+    assert load_meta(tmp_path)["progress"]["iteration"] == 2
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line)["iteration"] for line in text.splitlines()] == [1, 2] and "validation" not in text
+
+
+def test_the_evaluation_after_the_last_step_ends_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_batch(monkeypatch, 12, ask_to_stop)  # 5 at iteration 2, 5 at 4, then the test data
+    assert run(tmp_path, EVALUATES) == signal.SIGTERM
+    output = capsys.readouterr().out
+    assert "left the evaluation on test data after 2 of 5 batches" in output and "> stopped by SIGTERM" in output
+    assert load_meta(tmp_path)["progress"]["iteration"] == 4
+
+
+@pytest.mark.parametrize("flags", ["--skip-train", "--train-iters 4"])
+def test_what_saved_nothing_does_not_say_where_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    """It only evaluates, or nothing is left to train."""
+    run(tmp_path / "trained", "--train-iters 4 --eval-iters 0")
+    on_batch(monkeypatch, 2, ask_to_stop)
+    folder = tmp_path / ("trained" if "4" in flags else "other")
+    load = f"--load {tmp_path / 'trained'} --eval-iters 5 --eval-interval 2 --train-iters 4"
+    assert run(folder, f"{load} {flags}") == signal.SIGTERM
+    assert capsys.readouterr().out.splitlines()[-1] == " > stopped by SIGTERM"
+
+
+def test_a_stop_during_start_up_is_an_end_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(Trainer, "initialise", lambda self: ask_to_stop())
+    monkeypatch.setattr(Trainer, "close", lambda self: closed.append(True))
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        run(tmp_path, EVALUATES)
+    assert closed == [True] and not list(tmp_path.glob("iter_*"))
+
+
+def test_a_full_disk_under_every_record_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = RecordFile._write
+
+    def full(self: RecordFile, data: bytes) -> None:
+        if b"iteration" in data or b"lm loss" in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, data)
+
+    monkeypatch.setattr(RecordFile, "_write", full)
+    assert run(tmp_path, "--train-iters 4 --eval-iters 0 --save-interval 2") is None
+    assert load_meta(tmp_path)["progress"]["iteration"] == 4
+    told = re.findall(r"warning: (metrics.jsonl|TensorBoard) (cannot be written|lacks)", capsys.readouterr().err)
+    assert sorted(told) == [
+        (name, what) for name in ("TensorBoard", "metrics.jsonl") for what in ("cannot be written", "lacks")
+    ]

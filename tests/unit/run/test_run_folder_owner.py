@@ -1,0 +1,293 @@
+"""One run at a time writes into a folder; the dead are recognised, the living are not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing as closed_after
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, save_checkpoint
+from gptpar.errors import CheckpointError, FolderTakenError
+from gptpar.run.run_folder import owner
+from gptpar.run.run_folder.owner import Owner, current_claim
+from gptpar.system.processes import Process
+
+Closing = Callable[[Owner], Owner]
+
+
+def silent(sentence: str) -> None:
+    pass
+
+
+def edit(root: Path, *, silent_seconds: float = 0, **process: object) -> None:
+    """Change what the claim says of its process, and when it gave the last sign of life."""
+    (path,) = root.glob("owner-*.json")
+    values = json.loads(path.read_text())
+    values["process"] |= process
+    path.write_text(json.dumps(values | {"token": "another"}))
+    os.utime(path, (time.time() - silent_seconds,) * 2)
+
+
+def leave_dead(root: Path) -> int:
+    """A child takes the folder and dies with it; returns its number (nobody has asked for its status yet)."""
+    child = os.fork()
+    if child == 0:
+        Owner(root, silent)
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    return child
+
+
+def test_a_second_run_is_refused_with_what_to_do(tmp_path: Path, closing: Closing) -> None:
+    closing(Owner(tmp_path, silent))
+    message = (
+        rf"{tmp_path} is in use: another run writes there \(host .*, process {os.getpid()}, since 20.*, last sign of "
+        rf"life [0-3] s ago\)\. Wait .* choose another --save; .* delete {tmp_path}/owner-1\.json"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        Owner(tmp_path, silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["owner-1.json"]
+
+
+def test_the_end_gives_the_folder_back_and_leaves_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        with closed_after(Owner(tmp_path / "a" / "b", silent)):
+            assert (tmp_path / "a" / "b" / "owner-1.json").exists()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    Owner(tmp_path / "mine", silent).close()
+    assert (tmp_path / "mine").is_dir()  # it was there before
+
+
+def test_a_killed_run_is_followed_at_once_on_the_same_machine(tmp_path: Path, closing: Closing) -> None:
+    child, said = leave_dead(tmp_path), []
+    assert not (claim := current_claim(tmp_path)).process.is_alive()  # type: ignore[union-attr]
+    closing(Owner(tmp_path, said.append))
+    os.waitpid(child, 0)
+    assert len(said) == 1 and f"process {child}" in said[0] and "has ended" in said[0] and claim is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["owner-2.json"]
+
+
+def test_a_process_number_that_was_given_again_is_no_owner(tmp_path: Path, closing: Closing) -> None:
+    Owner(tmp_path, silent)
+    edit(tmp_path, started="1", pid=os.getppid())
+    closing(Owner(tmp_path, silent))
+    edit(tmp_path, pid=os.getppid(), started="")  # a system that does not say: alive is what can be told
+    with pytest.raises(CheckpointError, match="is in use"):
+        Owner(tmp_path, silent)
+
+
+def test_another_machine_is_judged_by_its_signs_of_life(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Owner(tmp_path, silent)
+    said: list[str] = []
+
+    def meanwhile(*silent_seconds: float) -> None:
+        """What is seen of the other run after each wait."""
+        coming = iter(silent_seconds)
+        monkeypatch.setattr(time, "sleep", lambda _: edit(tmp_path, host="elsewhere", silent_seconds=next(coming)))
+
+    edit(tmp_path, host="elsewhere", silent_seconds=40)
+    meanwhile(42, 44, 1)  # it lives
+    with pytest.raises(CheckpointError, match="is in use.*host elsewhere.*last sign of life [12] s ago"):
+        Owner(tmp_path, said.append)
+    for silence in (0, 100):
+        edit(tmp_path, host="elsewhere", silent_seconds=silence)
+        meanwhile(silence + 1, 170, 181)
+        closing(Owner(tmp_path, said.append))
+    told = [re.findall(r"silent for (\d+) s: waiting for up to (\d+) s", sentence) for sentence in said]
+    assert told == [[("40", "140")], [("0", "180")], [], [("100", "80")], []]
+    assert "was left by a run that has ended (host elsewhere" in said[-1]
+
+
+def test_the_same_name_in_another_container_or_after_a_restart_is_another_machine(tmp_path: Path) -> None:
+    here = Process.this()
+    assert here.is_local() and here.is_alive()
+    for change in ({"boot": "x"}, {"namespace": "pid:[1]"}, {"host": "x"}):
+        assert not Process.from_dict(here.to_dict() | change).is_local()
+
+
+def test_an_owner_file_that_cannot_be_read_counts_until_it_is_silent(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owner-1.json").write_text("\0\0\0")
+    monkeypatch.setattr(time, "sleep", lambda _: os.utime(tmp_path / "owner-1.json", (time.time() + 1,) * 2))
+    with pytest.raises(CheckpointError, match=r"in use.*owner-1\.json cannot be read, last sign of life"):
+        Owner(tmp_path, silent)
+    os.utime(tmp_path / "owner-1.json", (0, 0))
+    closing(Owner(tmp_path, silent))
+
+
+def test_without_hard_links_there_is_one_owner_as_well(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    closing(Owner(tmp_path, silent)).require()
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()}"):
+        Owner(tmp_path, silent)
+
+
+def test_a_claim_that_is_taken_over_while_it_is_read_is_no_free_folder(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run takes over a dead run's folder between another one's list of names and its look at the claim."""
+    os.waitpid(leave_dead(tmp_path), 0)
+    read, others = owner._read, []
+
+    def read_late(path: Path, number: int) -> owner.Claim:
+        if not others:
+            monkeypatch.setattr(owner, "_read", read)
+            others.append(closing(Owner(tmp_path, silent)))
+        return read(path, number)
+
+    monkeypatch.setattr(owner, "_read", read_late)
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()}"):
+        Owner(tmp_path, silent)
+    assert [path.name for path in tmp_path.glob("owner-*")] == ["owner-2.json"]
+
+
+def test_of_many_that_start_together_one_owns_the_folder(tmp_path: Path) -> None:
+    os.waitpid(leave_dead(tmp_path), 0)
+    start, alive, (tried, done) = os.pipe(), os.pipe(), os.pipe()
+    children = []
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            for _, writing in (start, alive):
+                os.close(writing)
+            code = 2
+            try:
+                os.read(start[0], 1)  # until all are there
+                Owner(tmp_path, silent)
+                code = 0
+            except CheckpointError:
+                code = 1
+            finally:
+                os.write(done, b".")
+                os.read(alive[0], 1)  # until all others have tried
+                os._exit(code)
+        children.append(child)
+    os.close(start[1])
+    for _ in children:
+        os.read(tried, 1)
+    os.close(alive[1])
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert sorted(codes) == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> Iterator[Owner]:
+    with closed_after(Owner(tmp_path, silent)) as mine:
+        yield mine
+
+
+def save(root: Path, iteration: int, mine: Owner | None = None, keep: int | None = None) -> None:
+    permit = None if mine is None else mine.require
+    save_checkpoint(root, iteration, {"w": torch.full((9,), float(iteration))}, {}, keep=keep, permit=permit)
+
+
+def test_an_owner_file_that_was_removed_is_written_again_if_nobody_came(tmp_path: Path, owned: Owner) -> None:
+    save(tmp_path, 10, owned)
+    for path in tmp_path.glob("owner-*"):
+        path.unlink()
+    save(tmp_path, 20, owned, keep=1)
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [20]
+    with pytest.raises(CheckpointError, match="is in use"):
+        Owner(tmp_path, silent)
+
+
+def test_an_owner_file_that_is_listed_late_is_still_this_runs(
+    tmp_path: Path, owned: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems list new entries seconds later, and find them by name at once."""
+    listed = os.listdir
+    monkeypatch.setattr(owner.os, "listdir", lambda folder: [])
+    owned.require()
+    assert sorted(listed(tmp_path)) == ["owner-1.json"]
+    (tmp_path / "owner-2.json").write_text((tmp_path / "owner-1.json").read_text())
+    monkeypatch.setattr(owner.os, "listdir", listed)
+    with pytest.raises(FolderTakenError, match="was taken by another run while this one trained"):
+        owned.require()
+
+
+def test_a_folder_that_was_removed_is_made_again_by_the_next_save(tmp_path: Path) -> None:
+    root, said = tmp_path / "a" / "run", []
+    with closed_after(Owner(root, said.append)) as mine:
+        save(root, 10, mine)
+        shutil.rmtree(tmp_path / "a")
+        mine.require()
+        save(root, 20, mine)
+        assert [number for number, _ in find_checkpoints(root)] == [20] and (root / "owner-1.json").exists()
+    assert len(said) == 1 and "had been removed, and no other run came: written again" in said[0]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_folder_that_was_lost_is_left_alone(tmp_path: Path, owned: Owner, leaves: bool) -> None:
+    save(tmp_path, 10, owned)
+    (tmp_path / "owner-1.json").unlink()
+    other = Owner(tmp_path, silent)
+    save(tmp_path, 20, other)
+    if leaves:
+        other.close()
+    with pytest.raises(CheckpointError, match=r"was taken by another run .* writes and deletes nothing there"):
+        save(tmp_path, 15, owned, keep=1)
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [20, 10] and not list(tmp_path.glob("*.tmp-*"))
+    owned.close()
+    assert (tmp_path / "owner-1.json").exists() == (not leaves)  # the other's stays
+    other.close()
+
+
+def test_a_folder_lost_during_a_save_is_not_published_into(
+    tmp_path: Path, owned: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+
+    def taken_meanwhile(*arguments: object) -> int:
+        edit(tmp_path, host="elsewhere")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwrite", taken_meanwhile)
+    with pytest.raises(CheckpointError, match="was taken by another run.*host elsewhere"):
+        save(tmp_path, 10, owned)
+    assert [path.name for path in tmp_path.iterdir()] == ["owner-1.json"]
+
+
+def test_signs_of_life_are_given_and_only_to_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "SIGN_OF_LIFE_SECONDS", 0.02)
+    with closed_after(Owner(tmp_path, silent)):
+        os.utime(tmp_path / "owner-1.json", (0, 0))
+        give_up = time.monotonic() + 60
+        while (tmp_path / "owner-1.json").stat().st_mtime == 0 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert abs((tmp_path / "owner-1.json").stat().st_mtime - time.time()) < 60
+        edit(tmp_path, host="elsewhere", silent_seconds=1000)
+        time.sleep(0.1)
+        assert time.time() - (tmp_path / "owner-1.json").stat().st_mtime > 900
+
+
+@pytest.mark.parametrize("broken", ["read_regular", "listdir"])
+def test_an_error_of_the_disk_is_not_told_as_another_run(
+    owned: Owner, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.os if broken == "listdir" else owner, broken, fails)
+        with pytest.raises(CheckpointError, match=r"the disk failed .*Input/output error\)") as error:
+            owned.require()
+    assert not isinstance(error.value, FolderTakenError)
+    owned.require()

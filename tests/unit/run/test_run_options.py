@@ -1,0 +1,91 @@
+"""Whole runs with options that Megatron's users know: a kill switch, retained checkpoints, deterministic kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, read_tensors
+from gptpar.cli.pretrain import pretrain
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError, DataError
+from gptpar.run.data import Vocabulary, with_vocabulary
+from gptpar.run.trainer import Trainer
+from tests.helpers import TINY, tiny_config
+
+FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
+
+
+def run(folder: Path, flags: str = "") -> None:
+    config, derived = resolve(parse_flags(f"{FEW} --save {folder} {flags}".split()), 1)
+    pretrain(config, derived, ())
+
+
+def iterations(folder: Path) -> list[int]:
+    return sorted(number for number, _ in find_checkpoints(folder))
+
+
+def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    switch, update = tmp_path / "stop", Trainer.update
+
+    def updated(self: Trainer, *args: object, iteration: int, **others: object) -> object:
+        if iteration == 2:
+            switch.touch()
+        return update(self, *args, iteration=iteration, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "update", updated)
+    flags = f"--save-interval 100 --load {tmp_path}/run --kill-switch-path {switch}"
+    run(tmp_path / "run", flags)
+    assert iterations(tmp_path / "run") == [3]  # it appears in step 2 after the processes' vote
+    with pytest.raises(ConfigError, match=r"--kill-switch-path .*stop is there already, so the run would stop at once"):
+        run(tmp_path / "run", flags)
+    monkeypatch.undo()
+    switch.unlink()
+    run(tmp_path / "run", flags)
+    assert iterations(tmp_path / "run") == [3, 8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [pytest.param("", [3, 6, 8], marks=pytest.mark.slow), ("--keep-checkpoints 2", [3, 6, 7, 8])],
+)
+def test_retained_checkpoints_stay(tmp_path: Path, flags: str, left: list[int]) -> None:
+    run(tmp_path, f"--save-interval 1 --save-retain-interval 3 {flags}")
+    assert iterations(tmp_path) == left
+
+
+def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every step of it takes deterministic kernels alone, and adds the parts of bf16 sums in fp32 if asked to."""
+    update, found, products = Trainer.update, [], torch.backends.cuda.matmul
+    adds_in_bf16 = products.allow_bf16_reduced_precision_reduction
+
+    def updated(self: Trainer, *args: object, **others: object) -> object:
+        adds = products.allow_bf16_reduced_precision_reduction
+        found.append((torch.are_deterministic_algorithms_enabled(), adds))
+        return update(self, *args, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "update", updated)
+    flags = (
+        "--bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --num-query-groups 2 "
+        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5 --disable-bf16-reduced-precision-matmul"
+    )
+    for name in ("one", "other"):
+        run(tmp_path / name, flags)
+    one, other = (read_tensors(tmp_path / name / "iter_0000008") for name in ("one", "other"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert found == [(True, False)] * 16 and not torch.are_deterministic_algorithms_enabled()
+    assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16
+
+
+def test_rows_of_the_embedding_may_be_given() -> None:
+    words = TINY.replace("--vocab-size 60", "")
+    config, _ = resolve(parse_flags(f"{words} --vocab-size 60 --pad-vocab-size-to 77".split()), 1)
+    assert config.model.padded_vocab_size == 77
+    with pytest.raises(ConfigError, match="--vocab-size 60 is more than the 59 rows of --pad-vocab-size-to"):
+        tiny_config("--pad-vocab-size-to 59")
+    with pytest.raises(DataError, match=r"78 ids and --pad-vocab-size-to 77 leaves no rows for 1 of them: raise it"):
+        with_vocabulary(config, Vocabulary(78, None, {}))
+    assert with_vocabulary(config, Vocabulary(70, None, {})).model.padded_vocab_size == 77

@@ -1,0 +1,127 @@
+"""Text from a model: through the cache of keys and values it is the text that is computed anew for each token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.model.gpt import gpt_model
+from gptpar.model.key_value_cache import cached, seen_B1ST
+from gptpar.pipeline import Stage
+from gptpar.run.sampling import Sampling, continue_texts, make_texts
+from gptpar.topology.initial_values import initialise
+from tests.helpers import inits_of_stage, tiny_config
+
+CONTEXT, VOCAB = 16, 60
+OPTIONS = {
+    "gpt2": "",
+    "rotary": "--position-embedding-type rope",
+    "rotary in part, of groups": "--position-embedding-type rope --rotary-percent 0.5 --num-query-groups 2",
+    "no positions, one group": "--position-embedding-type none --num-query-groups 1",
+    "query/key norms": "--qk-layernorm --position-embedding-type rope",
+    "norms over the width": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
+    "windows": "--window-size 5 --window-pattern SF --position-embedding-type rope",
+    "post-norm": "--norm-placement post --normalization RMSNorm --swiglu",
+    "peri-norm": "--norm-placement peri",
+    "gated attention": "--attention-output-gate",
+    "parallel residual": "--use-parallel-residual --untie-embeddings-and-output-weights",
+    "softcap and muP": "--logit-softcap 2 --mup --mup-base-hidden-size 16",
+}
+
+
+def stage_of(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
+    stage = Stage(gpt_model(tiny_config(flags).model).specs)
+    values = {name: torch.empty(info.full_shape, dtype=dtype) for name, info in stage.infos().items()}
+    stage.place(values)
+    initialise(values, inits_of_stage(stage), 1)
+    for number, value in enumerate(values.values()):  # the initial values of norms and biases hide what is left out
+        value += 0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(number), dtype=dtype)
+    return stage.eval().requires_grad_(False)
+
+
+def whole(stage: Stage, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of all tokens of each row."""
+    return stage(ids, {"seq_length": ids.shape[1]}).view(*ids.shape, -1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logits_through_the_cache_are_those_without(name: str) -> None:
+    stage = stage_of(OPTIONS[name])
+    ids = torch.randint(0, VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(3))
+    wanted = whole(stage, ids)
+    starts = [1, 7, 4]  # tokens of each prompt
+    with cached(stage, 3, CONTEXT) as place:
+        for row, length in enumerate(starts):
+            place.rows, place.positions_BS = slice(row, row + 1), None
+            first = whole(stage, ids[row : row + 1, :length])
+            torch.testing.assert_close(first[0], wanted[row, :length], rtol=1e-10, atol=1e-12)
+        for step in range(CONTEXT - max(starts)):
+            positions = torch.tensor(starts) + step
+            place.rows, place.positions_BS, place.length = slice(None), positions[:, None], int(positions.max()) + 1
+            tokens = ids[torch.arange(3), positions][:, None]
+            logits = stage(tokens, {"seq_length": 1, "position_ids": place.positions_BS})
+            torch.testing.assert_close(logits, wanted[torch.arange(3), positions], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(whole(stage, ids), wanted, rtol=0, atol=0)  # all is as before
+
+
+def made(stage: Stage, prompts: list[list[int]], **options: object) -> list[list[int]]:
+    how = Sampling(**{"num_tokens": 20, "context": CONTEXT, "vocab_size": VOCAB} | options)  # type: ignore[arg-type]
+    texts = make_texts(prompts, how)
+    for _ in continue_texts(stage, texts, how):
+        pass
+    return [text.made for text in texts]
+
+
+PROMPTS = [[1, 2, 3], list(range(14)), list(range(30))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        pytest.param({"temperature": 0.8, "top_k": 20}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.7}, marks=pytest.mark.slow),
+    ],
+)
+def test_texts_do_not_depend_on_the_cache_nor_on_other_prompts(options: dict[str, float]) -> None:
+    """Also those that grow beyond the context, and one that is longer from the start."""
+    stage = stage_of("--position-embedding-type rope")
+    together = made(stage, PROMPTS, **options)
+    assert together == made(stage, PROMPTS, use_cache=False, **options)
+    assert together == [made(stage, [prompt], **options)[0] for prompt in PROMPTS]
+    assert all(len(text) == 20 for text in together) and len({tuple(text) for text in together}) == 3
+
+
+def test_sampled_tokens_of_a_seed_stay_what_they_were() -> None:
+    """As the first version drew them: all logits of the window anew, one generator, one draw a token."""
+    stage = stage_of("", torch.float32)
+    generator, tokens = torch.Generator().manual_seed(7), [1, 2, 3]
+    for _ in range(20):
+        logits = whole(stage, torch.tensor([tokens[-CONTEXT:]]))[0, -1, :VOCAB]
+        logits = (logits - logits.max()) / 0.9
+        logits[logits < logits.topk(10).values[-1]] = -torch.inf
+        tokens.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+    assert made(stage, [[1, 2, 3]], seed=7, temperature=0.9, top_k=10) == [tokens[3:]]
+
+
+def test_a_text_ends_by_itself_while_others_go_on() -> None:
+    stage = stage_of("")
+    free = made(stage, PROMPTS[:2], temperature=0.0)
+    stop = free[0][3]
+    ended = made(stage, PROMPTS[:2], temperature=0.0, stop_at=stop)
+    for text, whole_text in zip(ended, free, strict=True):
+        end = whole_text.index(stop) + 1 if stop in whole_text else 20
+        assert text == whole_text[:end]
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.6, 2), (0.9, 3), (0.99, 4), (1.0, 4)])
+def test_top_p_keeps_the_fewest_likeliest(top_p: float, kept: int) -> None:
+    how, generator = Sampling(1, CONTEXT, 4, top_p=top_p), torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert {how.choose(logits, generator) for _ in range(300)} == set(range(kept))
+
+
+def test_the_cache_is_seen_up_to_a_tokens_place_and_within_its_window() -> None:
+    seen = seen_B1ST(torch.tensor([[2], [4]]), 5, None)
+    assert seen.squeeze().tolist() == [[True, True, True, False, False], [True] * 5]
+    assert seen_B1ST(torch.tensor([[3]]), 5, 2).squeeze().tolist() == [False, False, True, True, False]

@@ -1,0 +1,381 @@
+"""A checkpoint that is written behind the training is the one that stands still meanwhile would have written."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver, verify_checkpoint
+from gptpar.checkpoint import room as memory
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.errors import CheckpointError
+from gptpar.offload.next_action import BackOff
+from gptpar.run import resume
+from gptpar.run.progress import Progress
+from gptpar.run.saving import Saving, Target
+from gptpar.run.trainer import Trainer
+from gptpar.system.blocks import span
+from gptpar.system.snapshot import Snapshot
+from gptpar.system.state_guard import StateGuard
+from tests.helpers import make_trainer, tiny_config
+from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.run.saved_runs import inputs_of
+
+WORDS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp16, dynamic loss scale": "--fp16 --initial-loss-scale 65536 --min-loss-scale 1",
+    "half on the CPU, in place": f"--bf16 {OFFLOAD} 0.5 --offload-speculation off",
+    "half on the CPU, speculating": f"--bf16 {OFFLOAD} 0.5 --offload-speculation on --clip-grad 1000",
+    "all on the CPU, in place": f"--bf16 {OFFLOAD} 1 --offload-speculation off",
+    "all on the CPU, speculating": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 1000",
+    "all on the CPU, speculations redone": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 0.9",
+}
+
+HELD_SECONDS = 0.1
+
+
+def make(folder: Path, words: str = "") -> tuple[Trainer, Saving, list[str]]:
+    config = tiny_config(config_words(f"{words} --save {folder}"))
+    trainer, said = make_trainer(config), []
+    return trainer, Saving(trainer, inputs_of(config), said.append), said
+
+
+def tensors_of(root: Path) -> dict[str, str]:
+    """Name -> hash of each tensor of the newest checkpoint."""
+    path = find_checkpoints(root)[0][1]
+    assert verify_checkpoint(path) == []
+    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(read_tensors(path).items())}
+
+
+@functools.cache
+def standing_still(words: str) -> tuple[dict[str, str], str]:
+    """What a save that stands still writes at iteration 3, and a hash of the state after 7 steps without saves."""
+    with tempfile.TemporaryDirectory(prefix="gptpar-saving-") as folder:
+        trainer, _, _ = make(Path(folder), words)
+        train(trainer, 0, 3)
+        resume.save(trainer, done(3), inputs_of(trainer.config), keep=None)
+        saved = tensors_of(Path(folder))
+        trainer.close()
+    other = make_trainer(trainer.config)
+    train(other, 0, 7)
+    state = hash_of(other)
+    other.close()
+    return saved, state
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Event:
+    """Each write waits for the event, at most so long."""
+    write, gate = DataFile.write, threading.Event()
+
+    def slowly(self: DataFile, place: int, data: memoryview) -> None:
+        gate.wait(seconds)
+        write(self, place, data)
+
+    monkeypatch.setattr(DataFile, "write", slowly)
+    return gate
+
+
+def back_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a wrong speculation, all further steps of these tests are in place."""
+
+    def after_step(self: BackOff, *, wrong: bool, right: bool) -> None:
+        self.steps = max(self.steps - 1, 10 * wrong)
+
+    monkeypatch.setattr(BackOff, "after_step", after_step)
+
+
+def done(iteration: int) -> Progress:
+    return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
+
+
+AT_EVERY_MOMENT = ("fp32", "half on the CPU, in place", "all on the CPU, speculating")
+"""Of the words, those for which the fast tier tries all that can happen at a save."""
+
+
+def sharp(kinds: Iterable[str], moments: tuple[str, ...]) -> list[Any]:
+    """(words, moment) of each; the fast tier has the first moment of each kind, and all of a few kinds."""
+    return [
+        pytest.param(
+            WORDS[kind],
+            moment,
+            id=f"{kind}-{moment}",
+            marks=() if kind in AT_EVERY_MOMENT or moment == moments[0] else pytest.mark.slow,
+        )
+        for kind in kinds
+        for moment in moments
+    ]
+
+
+@pytest.mark.parametrize(("words", "room"), sharp(WORDS, ("copied ahead", "copied by the step", "no room")))
+def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, state = standing_still(words)
+    monkeypatch.setattr(memory, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
+    monkeypatch.setattr(background, "num_copiers", lambda: 2 if room == "copied ahead" else 0)
+    back_off_for_long(monkeypatch)
+    trainer, behind, said = make(tmp_path, words)
+    train(trainer, 0, 3)
+    gate = slow_writes(monkeypatch, 0.002 if room == "no room" else 30)
+    behind.begin(behind.targets[0], done(3), keep_all=False)
+    save = behind._saver.under_way
+    assert save is not None
+    train(trainer, 3, 7)
+    assert room == "no room" or not save.over
+    gate.set()
+    behind.finish()
+    is_never_overwritten = "--clip-grad 0.9" in words  # steps in place go to the double buffers meanwhile
+    assert (save.snapshot.most_kept == 0) == (room == "no room" or is_never_overwritten)
+    assert "--clip-grad 1000" not in words or (trainer.host is not None and trainer.host.num_ahead > 0)
+    assert tensors_of(tmp_path) == saved
+    assert "successfully saved checkpoint at iteration       3" in said[-1] and "training stood" in said[-1]
+    assert hash_of(trainer) == state  # saving changes nothing
+    trainer.close()
+
+
+def hold(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A method that does nothing before the event, or a minute later."""
+    call, gate = getattr(owner, name), threading.Event()
+
+    def held(*args: Any, **more: Any) -> Any:
+        gate.wait(60)
+        return call(*args, **more)
+
+    monkeypatch.setattr(owner, name, held)
+    return gate
+
+
+def go_on_when_called(owner: object, name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the event a moment after a method is called."""
+    call = getattr(owner, name)
+
+    def timed(*args: Any, **more: Any) -> Any:
+        threading.Timer(HELD_SECONDS, gate.set).start()
+        return call(*args, **more)
+
+    monkeypatch.setattr(owner, name, timed)
+
+
+ON_CPU = [kind for kind, words in WORDS.items() if OFFLOAD in words]
+
+
+@pytest.mark.parametrize(
+    ("words", "held"), sharp(ON_CPU, ("the last update", "the places of the state", "the parts of the state"))
+)
+def test_a_save_begins_before_the_cpu_has_done_the_step(
+    words: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes that step's state, and no part of the next one's, whoever of the two is late."""
+    saved, _ = standing_still(words)
+    trainer, behind, _ = make(tmp_path, words)
+    train(trainer, 0, 2)
+    host = trainer.host
+    assert host is not None
+    host.finish()
+    owner, name = {
+        "the last update": (host._thread, "_take_step"),
+        "the places of the state": (Snapshot, "hold"),
+        "the parts of the state": (Snapshot, "add"),
+    }[held]
+    gate, written = hold(owner, name, monkeypatch), slow_writes(monkeypatch, 30)
+    train(trainer, 2, 3)
+    behind.begin(behind.targets[0], done(3), keep_all=False)
+    save = behind._saver.under_way
+    assert save is not None and behind._saver._stood_s < 10
+    waiter, wait = {
+        "the last update": (host, "_wait_for"),
+        "the places of the state": (save.snapshot._is_held, "wait"),
+        "the parts of the state": (save.snapshot._complete, "wait"),
+    }[held]
+    go_on_when_called(waiter, wait, gate, monkeypatch)
+    train(trainer, 3, 4)
+    assert save.snapshot._is_held.is_set() and not save.over  # the step was requested
+    train(trainer, 4, 6)
+    host.finish()
+    waited = gate.is_set()
+    if held == "the parts of the state" and "--clip-grad 1000" in words:
+        assert not waited  # blocks are exchanged, whatever of them is needed
+    else:
+        assert waited or "--clip-grad 0.9" in words  # where speculations fail, no update may come back to a block held
+    gate.set()
+    if held != "the last update" and waited:
+        assert HELD_SECONDS / 3 < save.snapshot.waited_s < 30  # it is told as time for which training stood
+    train(trainer, 6, 7)
+    written.set()
+    behind.finish()
+    trainer.close()
+    assert tensors_of(tmp_path) == saved
+
+
+def test_what_fails_before_the_state_is_taken_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, behind, said = make(tmp_path, f"--bf16 {OFFLOAD} 1")
+    train(trainer, 0, 2)
+
+    def refused(*_: object) -> None:
+        raise CheckpointError("no views today")
+
+    monkeypatch.setattr(Snapshot, "add", refused)
+    behind.begin(behind.targets[0], done(2), keep_all=False)
+    train(trainer, 2, 4)
+    monkeypatch.undo()
+    behind.save_last(done(4), keep_all=False)
+    assert "WARNING: the save of iteration 2" in said[1] and "no views today" in said[1]
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
+    trainer.close()
+
+
+@pytest.mark.parametrize("clip", [1000, 0.9], ids=["speculations committed", "speculations redone"])
+def test_state_with_a_double_buffer_is_never_copied(
+    clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is kept, and the update goes on with other memory: the traffic would slow down the update."""
+    copied: list[int] = []
+    back_off_for_long(monkeypatch)
+    monkeypatch.setattr(Snapshot, "_copy", lambda _, region: copied.append(region.num_bytes))
+    trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad {clip}")
+    train(trainer, 0, 3)
+    gate = slow_writes(monkeypatch, 30)
+    behind.begin(behind.targets[0], done(3), keep_all=False)
+    assert trainer.host is not None and behind._saver.under_way is not None
+    train(trainer, 3, 7)
+    trainer.host.finish()
+    assert (trainer.host.num_redone > 0) == (clip < 1) and not copied
+    kept = behind._saver.under_way.snapshot.most_kept
+    assert (kept > 0) == (clip > 1)  # without speculation one double buffer is enough
+    gate.set()
+    behind.finish()
+    assert verify_checkpoint(find_checkpoints(tmp_path)[0][1]) == []
+    trainer.close()
+
+
+class Announced(StateGuard):
+    """Notes what is announced to be overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[int, int]] = []
+
+    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.spans += map(span, tensors)
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        start, stop = span(tensor)
+        return any(first <= start and stop <= last for first, last in self.spans)
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_everything_that_a_step_changes_is_announced(words: str, tmp_path: Path) -> None:
+    """A new state of an optimizer that is written without a question would be saved as it is some steps later."""
+    trainer, _, _ = make(tmp_path, words)
+    train(trainer, 0, 3)
+    parts = [part for tensor in resume.tensors_to_save(trainer).values() for _, part in tensor.parts]
+    before = [part.clone() for part in parts]
+    guard = Announced()
+    for owner in (trainer.engine.optimizer, trainer.engine.optimizer._flat, trainer.host and trainer.host.shared):
+        if owner is not None:
+            name = "_guard" if hasattr(owner, "_guard") else "guard"
+            setattr(owner, name, guard)
+    train(trainer, 3, 6)
+    if trainer.host is not None:
+        trainer.host.finish()
+    changed = [part for part, old in zip(parts, before, strict=True) if not torch.equal(part, old)]
+    assert changed and all(map(guard.covers, changed))
+    trainer.close()
+
+
+def test_the_next_save_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, behind, said = make(tmp_path)
+    slow_writes(monkeypatch, 0.002)
+    for iteration in (1, 2, 2):
+        train(trainer, iteration - 1, iteration)
+        if behind.targets[0].saved_at != iteration:
+            behind.begin(behind.targets[0], done(iteration), keep_all=False)
+    behind.save_last(done(2), keep_all=False)  # of the same moment: only waited for
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [2, 1]
+    assert [line.split(" at ")[0] for line in said] == 2 * ["saving checkpoint", "  successfully saved checkpoint"]
+
+
+def test_an_error_behind_the_training_is_told_and_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, behind, said = make(tmp_path)
+    behind.save_last(done(1), keep_all=False)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    train(trainer, 1, 2)
+    behind.begin(behind.targets[0], done(2), keep_all=False)
+    assert behind._saver.under_way is not None and behind._saver.under_way.wait(120)
+    train(trainer, 2, 3)  # nothing waits for a save that failed
+    behind.poll()
+    assert len(said) == 4 and said[-1].startswith(
+        f"WARNING: the save of iteration 2 to {tmp_path} failed: cannot write"
+    )
+    with pytest.raises(CheckpointError) as error:
+        behind.save_last(done(3), keep_all=False)
+    told = str(error.value)
+    assert "rank00000.bin: No space left on device. Free space in" in told
+    assert told.endswith("state, of iteration 3, is not on the disk: the steps since iteration 1 are lost.")
+    monkeypatch.undo()
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [1] and not list(tmp_path.glob("*.tmp-*"))
+    assert verify_checkpoint(find_checkpoints(tmp_path)[0][1]) == []
+
+
+def test_a_gpus_room_is_what_the_next_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps the memory of activations is free, and not to be had."""
+    gib, device = 1 << 30, torch.device("cpu")
+    most = [60 * gib]
+    for name, value in (("mem_get_info", (10 * gib, 80 * gib)), ("memory_reserved", 65 * gib)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20 * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: most[0])
+    room = memory.DeviceRoom()
+    assert not room.may_clone(device, 14 * gib)  # 10 are free, 5 were never used, and 2 are left alone
+    assert room.may_clone(device, 13 * gib)
+    most[0] = 73 * gib  # with the clones
+    assert room.may_clone(device, 13 * gib) and not room.may_clone(device, 14 * gib)
+
+
+def test_spare_memory_stays_until_the_machine_is_short_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = [0]
+    monkeypatch.setattr(memory, "host_room", lambda held=0: max(0, held - short[0]) if short[0] else 1 << 30)
+    monkeypatch.setattr(saver, "MEMORY_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(background, "num_copiers", lambda: 0)
+    trainer, behind, _ = make(tmp_path)
+    gate = slow_writes(monkeypatch, 30)
+    behind.begin(behind.targets[0], done(1), keep_all=False)
+    train(trainer, 1, 2)
+    gate.set()
+    behind.finish()
+    held = behind._saver._spare.num_bytes
+    behind.poll()
+    assert held > 0 and behind._saver._spare.num_bytes == held
+    short[0] = 1
+    behind.poll()
+    assert behind._saver._spare.num_bytes < held
+    trainer.close()
+
+
+def test_a_mirrors_copies_leave_room_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, behind, _ = make(tmp_path / "run")
+    state = sum(part.nbytes for one in resume.tensors_to_save(trainer).values() for _, part in one.parts)
+    monkeypatch.setattr(memory, "host_room", lambda held=0: state + 100 + held)
+    rooms = []
+    for in_memory in (True, False):
+        behind.begin(Target(tmp_path / f"{in_memory}", None, None, None, in_memory=in_memory), done(1), keep_all=True)
+        assert behind._saver.under_way is not None
+        rooms.append(behind._saver.under_way.snapshot.room)
+        behind.finish()
+    assert rooms == [100, state + 100]
+    trainer.close()

@@ -7,6 +7,8 @@ import gc
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401
 
+import gptpar.cli.pretrain
+import gptpar.deepspeed.engines.initialize  # noqa: F401
 import tests.any_module.on_rank
 import tests.helpers  # noqa: F401
 from gptpar.system.source import source_hash

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gptpar.data.blend import SampleSource
+from gptpar.data.documents import NUM_SAMPLES, Documents, cumulative_lengths, follow_ends
 from gptpar.data.gpt_dataset import PAD
 from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
@@ -27,15 +28,16 @@ class MicroBatch:
         tokens_BS, labels_BS: int64; labels are the tokens that follow. Padding is 0 in both.
         loss_mask_BS: float32, 0 where a label does not count; None: all count.
         position_ids_BS: int64; None: 0 to S - 1.
-        document_ids_BS: int64, number of document ends before each token; tokens attend only to equal ids.
-            None: to all.
+        cu_seqlens: int32, where documents start among the B x S tokens, sample after sample, and then B x S until the
+            length is a power of two plus one. Each sample starts a document. Tokens attend to their own document only;
+            None: to their whole sample.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     loss_mask_BS: torch.Tensor | None = None
     position_ids_BS: torch.Tensor | None = None
-    document_ids_BS: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
 
     @property
     def num_counted(self) -> float:
@@ -60,6 +62,7 @@ def make_micro_batch(
     samples_BT: np.ndarray,
     *,
     eod: int | None = None,
+    room: int = 0,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -70,6 +73,7 @@ def make_micro_batch(
 
     Args:
         eod: id of the end-of-document token, needed by the three options.
+        room: see :func:`~gptpar.data.documents.cumulative_lengths`.
         reset_position_ids: whether positions restart after each end of document.
         reset_attention_mask: whether tokens see their own document only.
         eod_mask_loss: whether the label after an end of document does not count in the loss.
@@ -79,20 +83,19 @@ def make_micro_batch(
     ends = inputs == eod
     if eod_mask_loss:
         counts = counts & ~ends
-    follows_end = np.zeros_like(ends)
-    follows_end[:, 1:] = ends[:, :-1]
-    positions = documents = None
+    follows_end = follow_ends(ends)
+    positions = cu_seqlens = None
     if reset_position_ids:
         places = np.arange(inputs.shape[1])
         positions = places - np.maximum.accumulate(np.where(follows_end, places, 0), axis=1)
     if reset_attention_mask:
-        documents = np.cumsum(follows_end, axis=1)
+        cu_seqlens = cumulative_lengths(follows_end, room)
     return MicroBatch(
         torch.from_numpy(np.where(inputs == PAD, 0, inputs)),
         torch.from_numpy(np.where(labels == PAD, 0, labels)),
-        None if counts.all() else torch.from_numpy(counts.astype(np.float32)),
+        None if counts.all() and not eod_mask_loss else torch.from_numpy(counts.astype(np.float32)),
         None if positions is None else torch.from_numpy(positions),
-        None if documents is None else torch.from_numpy(documents),
+        None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
     )
 
 
@@ -108,6 +111,9 @@ class BatchLoader:
         pin_memory: whether micro-batches are in pinned memory.
         num_workers: threads that read in advance; 0 reads inside fetch.
         eod, rules: see make_micro_batch; the rules are reset_position_ids, reset_attention_mask and eod_mask_loss.
+
+    Attributes:
+        documents: of a few samples, if tokens see their own document only.
 
     Raises:
         DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the
@@ -133,11 +139,14 @@ class BatchLoader:
         self._dataset, self._order, self._vocab_size = dataset, order, vocab_size
         self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
         self._pin_memory = pin_memory
-        self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, **rules)
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
-        last = len(dataset) - 1
-        looked_at = self._read(np.unique(np.linspace(0, last, NUM_START_UP_CHECKS).astype(np.int64)))
+        has_documents, last = rules.get("reset_attention_mask", False), len(dataset) - 1
+        count = NUM_SAMPLES if has_documents else NUM_START_UP_CHECKS
+        looked_at = self._read(np.unique(np.linspace(0, last, count).astype(np.int64)))
+        self.documents = Documents.of(looked_at, eod, micro_batch_size) if has_documents else None
+        room = self.documents.room if self.documents else 0
+        self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, room=room, **rules)
         self._padding = np.full_like(looked_at[0], PAD)
 
     def whole(self, global_batch_size: int) -> list[tuple[int, int]]:

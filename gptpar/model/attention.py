@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
-from gptpar.model.core_attention import AttentionDropout, core_attention, has_window_kernel
+from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, norm_over_width
 from gptpar.model.rotary import rotate
+from gptpar.model.varlen_attention import has_varlen_kernel
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.matrices import Interleaved
@@ -32,6 +33,17 @@ DISTANCE_CHANNELS = 8
 """Channels that ALiBi adds to a head: kernels take multiples of eight."""
 _DIGITS, _BASE = 3, 256
 """Of a token's position in ALiBi's channels; positions up to 16 million."""
+
+VARLEN_SPEED = 0.55
+"""Of flash attention of variable length, as a fraction of the speed of the kernel for whole samples (cuDNN, H200)."""
+
+
+def document_kernel(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
+    """How :func:`~gptpar.model.core_attention.core_attention` keeps documents apart, in words."""
+    width = model.kv_channels + DISTANCE_CHANNELS * (model.position_embedding_type == "alibi")
+    if has_varlen_kernel(device_type, dtype, width):
+        return "flash attention of variable length"
+    return "masks in memory" if device_type == "cuda" or model.attention_dropout else "a call for each document"
 
 
 def window_of(model: ModelConfig, layer: int) -> int | None:
@@ -144,7 +156,7 @@ class Attention(nn.Module):
         self,
         x_ND: torch.Tensor,
         positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
@@ -154,13 +166,13 @@ class Attention(nn.Module):
             if self.recompute_core and self.training
             else self.core
         )
-        return self.out(core(self.qkv(x_ND), positions_BS, document_ids_BS, seq_length, seeds))
+        return self.out(core(self.qkv(x_ND), positions_BS, cu_seqlens, seq_length, seeds))
 
     def core(
         self,
         qkv: torch.Tensor,
         positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
@@ -178,7 +190,7 @@ class Attention(nn.Module):
             scale = scale or self.head_width**-0.5  # of the head without the channels for distances
             slopes_H = self._slopes(q_BHSK)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout, self.window, scale)
+        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale)
         if self.has_distances:
             y_BHSK = y_BHSK[..., : self.head_width]
         for gate_BHSK in gates:
@@ -211,6 +223,8 @@ class Attention(nn.Module):
         kept += (queries + keys) * over_width  # before the norms' factor
         if self.rotated or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
             kept += heads * (self.head_width + channels) + queries * self.gated
+        if self._calls_by_document(batch) and (self.gated or not (self.rotated or self.has_distances)):
+            kept += queries  # their outputs are put together in a copy
         seen, masked, mask_bytes = self._pairs(batch)
         normed, size = (queries + keys) * has_norms, batch.dtype.itemsize
         return Cost(
@@ -224,16 +238,29 @@ class Attention(nn.Module):
         )
 
     def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
-        """For a token: mean numbers of tokens that it sees, and of those that only a mask hides; the mask's bytes."""
-        length = batch.seq_length
-        window = min(self.window or length, length)
-        seen = window - window * window / (2 * length)
+        """For a token: mean numbers of tokens that it sees, and of those that it would in the lost time; mask's bytes.
+
+        Time is lost where a mask alone hides tokens, and in flash attention of variable length.
+        """
+        length, has_documents = batch.seq_length, batch.document_lengths is not None
+        lengths, window = batch.document_lengths or (length,), self.window or length
+        tokens, size = sum(lengths), batch.dtype.itemsize
+        seen = sum(_pairs_seen(one, window) for one in lengths) / tokens
         width = self.head_width + DISTANCE_CHANNELS * self.has_distances
-        has_kernel = self.dropout == 0 and has_window_kernel(batch.device_type, batch.dtype, width)
-        if not batch.has_documents and (window == length or has_kernel):
+        if not has_documents and window >= length:
             return seen, 0.0, 0.0
-        samples = batch.tokens // length if batch.has_documents else 1
-        return seen, length - seen, samples * length * length / batch.tokens * batch.dtype.itemsize
+        if has_varlen_kernel(batch.device_type, batch.dtype, width):
+            return seen, seen / VARLEN_SPEED - seen, 0.0
+        if self._calls_by_document(batch):  # long ones have a mask for the window
+            masked = [one for one in lengths if one > window]
+            hidden = sum(one * one - _pairs_seen(one, window) for one in masked)
+            return seen, hidden / tokens, sum(one * one for one in masked) / tokens * size
+        samples = batch.tokens // length if has_documents else 1
+        return seen, length - seen, samples * length * length / batch.tokens * size
+
+    def _calls_by_document(self, batch: BatchShape) -> bool:
+        """Whether attention is a call for each document (:func:`gptpar.model.core_attention.one_call_a_document`)."""
+        return batch.document_lengths is not None and batch.device_type == "cpu" and self.dropout == 0
 
     def _slopes(self, q_BHSK: torch.Tensor) -> torch.Tensor:
         """slopes_H of this rank's query heads."""
@@ -268,3 +295,9 @@ def _norms(config: ModelConfig, axis: TensorAxis) -> tuple[Norm | None, Norm | N
         )
     norm = partial(make_norm, config, width, axis.inside_layers)
     return norm(), norm()
+
+
+def _pairs_seen(length: int, window: int) -> float:
+    """Pairs of a document's tokens that see each other: half of the square, less what a window hides."""
+    window = min(window, length)
+    return window * length - window * window / 2

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptpar.model.dropout import PROBABILITIES, LayerSeeds, kept
+from gptpar.model.varlen_attention import varlen_attention
 from gptpar.topology.initial_values import seed_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -36,6 +37,8 @@ def attention_with_dropout(
     num_groups: int,
     *,
     scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Returns y_BHSK.
 
@@ -46,9 +49,12 @@ def attention_with_dropout(
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
+        cu_seqlens, window: documents and window without a mask; one of them asks for flash attention's kernel
+            (:mod:`gptpar.model.varlen_attention`).
     """
     if q_BHSK.is_cuda:
-        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.host, first_group, scale)
+        how = (p, seeds.host, first_group, scale, cu_seqlens, window)
+        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *how)
     return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
 
 
@@ -62,6 +68,8 @@ def _one_call_a_group(
     seeds: torch.Tensor,
     first_group: int,
     scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     seed, device = int(seeds[PROBABILITIES]), q_BHSK.device
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
@@ -70,11 +78,16 @@ def _one_call_a_group(
     state, parts = generator.get_state(), []
     for group in range(num_here):
         generator.manual_seed(seed_of(seed, first_group + group))
+        q_BQSK = q_BHSK[:, group * queries : (group + 1) * queries]
+        k_B1SK, v_B1SK = k_BGSK[:, group : group + 1], v_BGSK[:, group : group + 1]
+        if cu_seqlens is not None or window is not None:
+            parts.append(varlen_attention(q_BQSK, k_B1SK, v_B1SK, cu_seqlens, window, scale, p))
+            continue
         with sdpa_kernel(BACKENDS):
             y_BQSK = F.scaled_dot_product_attention(
-                q_BHSK[:, group * queries : (group + 1) * queries],
-                k_BGSK[:, group : group + 1],
-                v_BGSK[:, group : group + 1],
+                q_BQSK,
+                k_B1SK,
+                v_B1SK,
                 attn_mask=mask_B1SS,
                 is_causal=mask_B1SS is None,
                 dropout_p=p,

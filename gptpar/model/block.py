@@ -167,7 +167,7 @@ class Block(nn.Module):
         self,
         x_ND: torch.Tensor,
         positions_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
         choice_NK: torch.Tensor | None = None,
@@ -176,13 +176,13 @@ class Block(nn.Module):
 
         Args:
             positions_BS: of each token; ``None``: 0, 1, 2, ...
-            document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
+            cu_seqlens: tokens see their own document only; ``None``: a sample is one document.
             seq_length: S.
             seeds: of dropout's masks; needed in training if the model has dropout.
             choice_NK: keeps the experts that are chosen (:mod:`gptpar.model.experts.routing`).
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
-        attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length, seeds)
+        attended_ND = self.attention(normed_ND, positions_BS, cu_seqlens, seq_length, seeds)
         attended_ND = self._norm_output(self.attention_post_norm, attended_ND, self.attention.out)
         attended_ND = self.attention_output_dropout(attended_ND, seeds)
         if self.parallel:

@@ -20,7 +20,7 @@ from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
 LOSS_FIELDS = ("labels", "loss_mask", "scale", "each_token", "loss_divisor")
-BLOCK_FIELDS = ("position_ids", "document_ids", "seq_length")
+BLOCK_FIELDS = ("position_ids", "cu_seqlens", "seq_length")
 NO_SEEDS = "no dropout seeds"
 """A field that no micro-batch has, for the place of seeds among a block's arguments."""
 POSITION_FIELDS = ("position_ids", "seq_length")

@@ -55,7 +55,7 @@ class KeyValueCache:
         q_BHSK: torch.Tensor,
         k_BGSK: torch.Tensor,
         v_BGSK: torch.Tensor,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         dropout: AttentionDropout | None,
         window: int | None,
         scale: float | None,

@@ -72,15 +72,20 @@ class ModelSpec:
         """Every layer's floating-point operations of one token's forward pass; lookups and norms count as 0."""
         return [cost.flops for cost in self._counted]
 
-    def flops_per_token(self, *, causal: bool) -> float:
+    def flops_per_token(self, *, causal: bool, document_lengths: tuple[int, ...] | None = None) -> float:
         """FLOPs of one token's forward and backward pass in all layers; recomputation is not counted.
 
         Two definitions are in use: attention over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT,
         torchtitan) or over its causal half (Megatron-LM since 2025, llm.c). The utilisations that they give differ by
-        2 to 15 %. In a layer with a sliding window, the causal count covers what its tokens see, and the whole square
-        is twice that. The causal count equals that of Megatron-LM's ``num_floating_point_operations``.
+        2 to 15 %. In a layer with a sliding window, and with documents, the causal count covers what tokens see, and
+        the whole square is twice that. The causal count equals that of Megatron-LM's ``num_floating_point_operations``.
+
+        Args:
+            document_lengths: see :class:`~gptpar.tensor_parallel.cost.BatchShape`.
         """
-        return 3 * (sum(self.flops) + (0 if causal else sum(cost.attention for cost in self._counted)))
+        shape = BatchShape(self.seq_length, self.seq_length, document_lengths=document_lengths)
+        costs = self._counted if document_lengths is None else self.costs(shape)
+        return 3 * sum(cost.flops + (0 if causal else cost.attention) for cost in costs)
 
     @cached_property
     def parameters(self) -> list[int]:

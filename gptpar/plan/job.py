@@ -59,11 +59,14 @@ class Job:
         config: resolved, with the padded vocabulary filled.
         mesh: of its processes.
         device_type: ``cuda`` or ``cpu``.
+        document_lengths: of documents whose tokens see their own only, see
+            :class:`~gptpar.tensor_parallel.cost.BatchShape`; ``None``: not known, and counted as whole samples.
     """
 
     config: Config
     mesh: Mesh
     device_type: str = "cuda"
+    document_lengths: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> ModelConfig:
@@ -194,7 +197,7 @@ class Job:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of a token's forward and backward pass, attention counted over its causal half."""
-        return model_of(self.config.model).flops_per_token(causal=True)
+        return model_of(self.config.model).flops_per_token(causal=True, document_lengths=self.document_lengths)
 
     @cached_property
     def layers(self) -> Layers:
@@ -206,8 +209,9 @@ class Job:
     @cached_property
     def costs(self) -> list[Cost]:
         """Every layer's cost on one tensor rank, for each token of a micro-batch."""
-        dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
-        shape = BatchShape(self.tokens, self.shape.seq_length, dtype, self.device_type, documents)
+        dtype, length = DTYPES[self.config.precision.dtype], self.shape.seq_length
+        documents = (self.document_lengths or (length,)) if self.config.data.reset_attention_mask else None
+        shape = BatchShape(self.tokens, length, dtype, self.device_type, documents)
         return costs_of(self.layers, shape)
 
     @property

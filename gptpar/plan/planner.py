@@ -125,10 +125,19 @@ class Planner:
         given: the fields that were typed, as ``section.field``.
         world_size: number of GPUs.
         cluster: the machines.
+        document_lengths: see :class:`~gptpar.plan.job.Job`.
     """
 
-    def __init__(self, typed: Flags, given: set[str], world_size: int, cluster: Cluster):
+    def __init__(
+        self,
+        typed: Flags,
+        given: set[str],
+        world_size: int,
+        cluster: Cluster,
+        document_lengths: tuple[int, ...] | None = None,
+    ):
         self.typed, self.given, self.world_size, self.cluster = typed, given, world_size, cluster
+        self.document_lengths = document_lengths
 
     def plan(self, changes: Changes | None = None) -> Plan:
         """The plan of the command line with some changes.
@@ -137,7 +146,7 @@ class Planner:
             ConfigError: it cannot run, however large the memory.
         """
         config = configured(with_changes(self.typed, changes or {}), self.world_size)
-        job = Job(config, config.parallel.mesh(self.world_size))
+        job = Job(config, config.parallel.mesh(self.world_size), document_lengths=self.document_lengths)
         plan = self._with_gradients(Plan(job, self.cluster, changes or {}))
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 

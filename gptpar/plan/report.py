@@ -82,10 +82,23 @@ def _facts(plan: Plan) -> list[Row]:
             schedule + bubble if job.mesh.pipeline > 1 else "no pipeline",
             "one CUDA graph a step" if job.graph else "launched kernel by kernel",
         ),
+        *_documents(plan),
         *_muon(plan),
         *_offload(plan),
         *_mirror(plan),
     ]
+
+
+def _documents(plan: Plan) -> list[Row]:
+    """What attention inside documents is counted as."""
+    lengths = plan.job.document_lengths
+    if not plan.job.config.data.reset_attention_mask:
+        return []
+    if lengths is None:
+        return [Row("documents", "unknown", "attention is counted over whole samples; --data-path names a corpus")]
+    mean, seen = sum(lengths) / len(lengths), sum(one * one for one in lengths) / sum(lengths)
+    share = f"attention has {100 * seen / plan.job.shape.seq_length:.0f} % of whole samples' pairs"
+    return [Row("documents", f"{mean:,.0f} tokens each within their samples", share)]
 
 
 def _muon(plan: Plan) -> list[Row]:

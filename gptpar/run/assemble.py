@@ -162,7 +162,9 @@ def open_run(
         mirror = open_mirror(copies, trainer, progress.iteration, say)
         note_begun()
         sinks = [*more_sinks, times, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
-        reporter = Reporter(config, plan, mesh.world_size, topology.device, sinks, say)
+        train = loaders["train"]
+        lengths = train.documents.lengths if train and train.documents else None
+        reporter = Reporter(config, plan, mesh.world_size, topology.device, sinks, say, lengths)
         stack.callback(reporter.close)
         saving = stack.enter_context(open_saving(trainer, inputs, say, reporter.flush, permits))
         request.hold()

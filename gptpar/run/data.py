@@ -11,10 +11,13 @@ from gptpar.config import Config, DataConfig, DataFlags, TokenizerConfig
 from gptpar.config.complete import padded_vocab, softmax_vocab
 from gptpar.data.blend import SampleSource
 from gptpar.data.build import SampleSpec, build_train_valid_test
+from gptpar.data.documents import Documents
 from gptpar.data.loader import BatchLoader
 from gptpar.data.order import RepeatingOrder, SampleOrder, WholeOrder, make_order
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.errors import DataError
+from gptpar.model.attention import document_kernel
+from gptpar.model.dtypes import DTYPES
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
@@ -117,7 +120,9 @@ def make_loaders(
     loader = partial(_loader, config, topology, vocabulary)
     loaders: Loaders = {"train": None, "valid": None, "test": None}
     if train is not None:
-        loaders["train"] = loader(train, _training_order(config, topology, plan, len(train)))
+        loaders["train"] = reader = loader(train, _training_order(config, topology, plan, len(train)))
+        if reader.documents is not None:
+            say(documents_line(config, topology.device.type, reader.documents))
     elif not config.logging.skip_train:
         raise DataError(f"--split {data.split} leaves nothing to train on: give training a larger share.")
     if valid is not None:
@@ -130,6 +135,16 @@ def make_loaders(
     if test is not None:
         loaders["test"] = loader(test, _evaluation_order("test", len(test), wanted[2], say))
     return loaders
+
+
+def documents_line(config: Config, device_type: str, documents: Documents) -> str:
+    """How documents are kept apart, and what is known of them."""
+    kernel = document_kernel(config.model, device_type, DTYPES[config.precision.dtype])
+    if not documents.room:
+        where = "no document ends inside the samples that were looked at: attention sees whole samples"
+        return f"documents: {where}; micro-batches with such an end take {kernel}"
+    size = f"{documents.mean_length:,.0f} tokens each within their samples, room for {documents.room} in a micro-batch"
+    return f"documents: attention inside them by {kernel}; {size}"
 
 
 def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: int) -> SampleOrder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -61,6 +62,7 @@ class Reporter:
         world_size: number of processes.
         sinks: where records go besides the console.
         say: prints a line.
+        document_lengths: see :class:`~gptpar.tensor_parallel.cost.BatchShape`; MFU counts what tokens see.
     """
 
     config: Config
@@ -69,12 +71,14 @@ class Reporter:
     device: torch.device
     sinks: Sequence[Sink]
     say: Callable[[str], None]
+    document_lengths: tuple[int, ...] | None = None
     _window: list[IterationRecord] = field(default_factory=list)
     _first: bool = True
 
     def __post_init__(self) -> None:
         self._peak, model = device_peak(self.config.precision.dtype, self.device), gpt_model(self.config.model)
-        self._flops, self._causal_flops = (model.flops_per_token(causal=causal) for causal in (False, True))
+        count = partial(model.flops_per_token, document_lengths=self.document_lengths)
+        self._flops, self._causal_flops = (count(causal=causal) for causal in (False, True))
         self._restarts = Restart.of_worker().number
         self.follow(self.plan)
         self._since = TimingEvent(self.device)

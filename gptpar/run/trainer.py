@@ -289,7 +289,7 @@ def _stage_input(batch: MicroBatch, scale: torch.Tensor | None, loss_divisor: to
         "labels": batch.labels_BS,
         "loss_mask": batch.loss_mask_BS,
         "position_ids": batch.position_ids_BS,
-        "document_ids": batch.document_ids_BS,
+        "cu_seqlens": batch.cu_seqlens,
         "seq_length": batch.tokens_BS.shape[1],
         "scale": scale,
         "loss_divisor": loss_divisor,

@@ -20,14 +20,15 @@ class BatchShape(NamedTuple):
         seq_length: tokens of a sample.
         dtype: of weights and activations.
         device_type: ``cuda`` or ``cpu``.
-        has_documents: whether tokens see their own document only.
+        document_lengths: of documents, whose tokens see their own only, as a sample of them all; ``None``: a sample of
+            the corpus is one document.
     """
 
     tokens: int
     seq_length: int
     dtype: torch.dtype = torch.bfloat16
     device_type: str = "cuda"
-    has_documents: bool = False
+    document_lengths: tuple[int, ...] | None = None
 
     @property
     def statistic_size(self) -> int:
@@ -57,7 +58,8 @@ class Cost:
     Attributes:
         products: of the forward pass.
         attention: FLOPs of the forward pass in attention's kernel, for the pairs of tokens that see each other.
-        masked: further FLOPs of that kernel, for pairs that a mask in memory hides.
+        masked: further FLOPs of that kernel, for pairs that a mask in memory hides, or in the time that a slower kernel
+            takes.
         forward, backward: elements that norms, sums and activation functions read and write.
         forward_kernels, backward_kernels: number of kernels; the backward's with the addition to the gradient sums.
         small_sums: sums of a few numbers a token over the tensor axis, in forward and backward each.

@@ -52,8 +52,8 @@ def test_masks_of_hidden_states_are_the_cpus(compiled: bool) -> None:
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_rank_with_some_heads_has_their_masks(dtype: torch.dtype, queries: int, documents: bool) -> None:
     """Half of the groups and a quarter of them: output and gradients are the whole's, and the same each time."""
-    ids = (torch.arange(LENGTH, device=DEVICE) >= 100).long().expand(BATCH, -1)
-    mask = document_mask(ids) if documents else None
+    cu_seqlens = torch.tensor([0, 100, LENGTH, LENGTH + 100, 2 * LENGTH], device=DEVICE)
+    mask = document_mask(cu_seqlens, BATCH, LENGTH) if documents else None
     parts = inputs(queries, dtype)
     whole, again = attend(parts, 0.3, 0, mask), attend(parts, 0.3, 0, mask)
     assert torch.equal(whole[0], again[0])

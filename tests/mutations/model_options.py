@@ -8,6 +8,8 @@ OPTIONS_TESTS = ("tests/unit/model/test_options.py",)
 FAMILY_TESTS = ("tests/unit/model/test_families.py",)
 TENSOR_TESTS = ("tests/ranks/test_tensor_parallel.py",)
 FUSED_GRADIENT_TESTS = ("tests/unit/kernels/test_fused_gradients.py",)
+DOCUMENT_TESTS = ("tests/unit/model/test_document_attention.py",)
+LOADER_TESTS = ("tests/unit/data/test_loader.py", "tests/unit/data/test_documents.py")
 GROUP_TESTS = ("tests/unit/optim/test_parameter_groups.py",)
 
 MODEL_OPTIONS = [
@@ -66,6 +68,34 @@ MODEL_OPTIONS = [
         "causal_SS.triu(1 - window)",
         "causal_SS.triu(-window)",
         (*OPTIONS_TESTS, *FAMILY_TESTS),
+    ),
+    Mutation(
+        "documents-end-before-their-last-token",
+        "gptpar/data/documents.py",
+        "    follows_end[:, 1:] = ends_BS[:, :-1]\n",
+        "    follows_end[:, :] = ends_BS\n",
+        LOADER_TESTS,
+    ),
+    Mutation(
+        "a-sample-goes-on-with-the-document-before",
+        "gptpar/data/documents.py",
+        "    starts_BS = starts_BS.copy()\n    starts_BS[:, 0] = True\n",
+        "    starts_BS = starts_BS.copy()\n    starts_BS[0, 0] = True\n",
+        LOADER_TESTS,
+    ),
+    Mutation(
+        "window-lost-inside-documents",
+        "gptpar/model/core_attention.py",
+        "core_attention(q, k, v, None, None, window, scale) for",
+        "core_attention(q, k, v, None, None, None, scale) for",
+        DOCUMENT_TESTS,
+    ),
+    Mutation(
+        "kernel-for-documents-sees-one-token-too-many",
+        "gptpar/model/varlen_attention.py",
+        "-1 if window is None else window - 1",
+        "-1 if window is None else window",
+        DOCUMENT_TESTS,
     ),
     Mutation(
         "gate-without-its-sigmoid",

@@ -46,6 +46,8 @@ FEW = [*WORDS, "--global-batch-size", "2"]
 DROPOUT = [*WORDS, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
 BLOOM = [*WORDS, *MODELS["bloom"].split()]
 LLAMA = [*WORDS, *MODELS["llama"].split()]
+DOCUMENTS = [*WORDS, *MODELS["documents"].split()]
+DROPPED_DOCUMENTS = [*DOCUMENTS, "--attention-dropout", "0.3"]
 SINGLE = [
     (UNEVEN, case(Mesh(tensor=4))),  # shares of 24, 25, 24 and 25 rows
     (UNEVEN, case(Mesh(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
@@ -75,6 +77,8 @@ SINGLE = [
             *VARIANTS["all on the CPU"],
         ),
     ),
+    (DOCUMENTS, case(Mesh(tensor=2, pipeline=2), "--sequence-parallel", *VARIANTS["selective"])),
+    (DROPPED_DOCUMENTS, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["full recompute"])),
 ]
 
 ALL = [*((WORDS, this) for this in CASES), *SINGLE]
@@ -133,6 +137,7 @@ def outcomes(
 
 
 NAMES = {id(DROPOUT): " dropout", id(BLOOM): " bloom", id(LLAMA): " llama"}
+NAMES |= {id(DOCUMENTS): " documents", id(DROPPED_DOCUMENTS): " documents and dropout"}
 
 
 def param(number: int) -> Any:

@@ -26,8 +26,8 @@ MODELS = {  # flags, and which fields the micro-batch has beside labels
     "head norms": ("--qk-layernorm", ()),
     "llama with head norms": (f"{LLAMA} {UNTIED} --num-query-groups 2 --qk-layernorm", ("loss_mask",)),
     "masked": ("", ("loss_mask",)),
-    "documents": ("", ("loss_mask", "position_ids", "document_ids")),
-    "rotary documents": ("--position-embedding-type rope", ("position_ids", "document_ids")),
+    "documents": ("", ("loss_mask", "position_ids", "cu_seqlens")),
+    "rotary documents": ("--position-embedding-type rope", ("position_ids", "cu_seqlens")),
 }
 OPTIONS = {  # the same of options that few models have
     "norm of all heads": (f"{LLAMA} {UNTIED} --num-query-groups 4 --qk-layernorm --qk-layernorm-scope width", ()),
@@ -41,7 +41,7 @@ OPTIONS = {  # the same of options that few models have
     "GEGLU": ("--mlp-activation geglu_tanh", ()),
     "gated attention": ("--attention-output-gate --num-query-groups 2 --squared-relu", ()),
     "gated attention with head norms": (f"{LLAMA} --attention-output-gate --qk-layernorm", ()),
-    "windows": ("--window-size 5 --window-pattern SF", ("document_ids",)),
+    "windows": ("--window-size 5 --window-pattern SF", ("cu_seqlens",)),
     "capped logits, z-loss": ("--logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
     "ranks of padding alone": ("--pad-vocab-size-to 128 --logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
     "untied, z-loss": (f"{UNTIED} --z-loss-weight 0.1", ()),
@@ -61,7 +61,7 @@ def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Te
     place = torch.arange(length).expand(SAMPLES, length)
     fields: dict[str, Any] = {
         "loss_mask": (torch.arange(SAMPLES * length).view(SAMPLES, length) % 5 != 0).double(),
-        "document_ids": (place >= cuts).long(),
+        "cu_seqlens": torch.tensor([0, 6, length, length + 11, 2 * length], dtype=torch.int32),
         "position_ids": torch.where(place >= cuts, place - cuts, place),
     }
     kept = {name: fields[name] for name in wanted}
@@ -227,7 +227,7 @@ DROPOUTS = {  # flags, recomputed modules, and which fields the micro-batch has 
     "hidden states": ("--hidden-dropout 0.5", (), ()),
     "attention": ("--attention-dropout 0.5", (), ()),
     "groups": ("--attention-dropout 0.3 --hidden-dropout 0.2 --num-query-groups 2", ("core_attn", "mlp"), ()),
-    "documents": ("--attention-dropout 0.3 --hidden-dropout 0.2", (), ("document_ids",)),
+    "documents": ("--attention-dropout 0.3 --hidden-dropout 0.2", (), ("cu_seqlens",)),
 }
 
 

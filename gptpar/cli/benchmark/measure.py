@@ -8,6 +8,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
     per_gpu = per_s / topology.mesh.world_size
     peak, parallel = device_peak(config.precision.dtype, topology.device), config.parallel
     on_gpu = topology.device.type == "cuda"
+    flops = partial(model.flops_per_token, document_lengths=run.reporter.document_lengths)
     return {
         "model": preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
         "params": model.num_parameters,
@@ -138,8 +140,8 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "ms_per_step": round(median, 3),
         "ms_min": round(ms[0], 3),
         "ms_max": round(ms[-1], 3),
-        "mfu": _rounded(mfu(per_gpu, model.flops_per_token(causal=False), peak)),
-        "mfu_causal": _rounded(mfu(per_gpu, model.flops_per_token(causal=True), peak)),
+        "mfu": _rounded(mfu(per_gpu, flops(causal=False), peak)),
+        "mfu_causal": _rounded(mfu(per_gpu, flops(causal=True), peak)),
         **peak_memory(on_gpu),
         "loss": _rounded(records[-1].lm_loss),
         "layout": topology.mesh.describe(),

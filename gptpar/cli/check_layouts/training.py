@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.config import Config
-from gptpar.data.loader import MicroBatch
+from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE
 from gptpar.run.resume import checkpoint_tensors
@@ -20,6 +20,9 @@ from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts
+
+DOCUMENT_ENDS = 0.3
+"""Probability that a token ends a document, where documents matter."""
 
 
 class CaseRun:
@@ -84,8 +87,12 @@ class CaseRun:
         generator = torch.Generator().manual_seed(step)
         shape = (batch.global_batch_size, model.seq_length + 1)
         tokens = torch.randint(0, self.config.tokenizer.vocab_size or 2, shape, generator=generator)
+        data, eod = self.config.data, int(tokens.max())
+        rules = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+        if any(rules.values()):  # documents down to one token
+            tokens[torch.rand(shape, generator=generator) < DOCUMENT_ENDS] = eod
         mine = tokens.split(batch.micro_batch_size)[self.topology.position(DATA) :: dp]
-        return [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine]
+        return [make_micro_batch(part.numpy(), eod=eod, **rules) for part in mine]
 
     def _whole(self, held: Mapping[str, TensorParts]) -> Tensors:
         """Whole tensors of all processes' boxes, on the main process; empty on the others."""

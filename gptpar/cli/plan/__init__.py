@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 
@@ -13,7 +14,8 @@ from gptpar.config import CheckpointConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
-from gptpar.errors import ConfigError
+from gptpar.data.documents import lengths_in_corpora
+from gptpar.errors import ConfigError, DataError
 from gptpar.exchange import take_shape_of_hf
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
@@ -57,7 +59,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     """
     parsed = parse_flags(argv, prog="gptpar plan", description=description_of("plan"), extra=_extra_flags)
     take_shape_of_hf(parsed)
-    parsed = _with_defaults(with_checkpoint_args(parsed))
+    parsed = with_checkpoint_args(parsed)
+    data = parsed.flags.data
+    parsed = _with_defaults(parsed)
     problems = [*parsed.problems, *range_problems(parsed.flags)]
     batch = parsed.flags.batch
     if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:
@@ -68,7 +72,11 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
     machines = {name: getattr(options, name) for name in sizes}
     cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)
-    return Planner(parsed.flags, parsed.given, options.world_size, cluster), options
+    path, length, lengths = data.train_data_path or data.data_path, parsed.flags.model.seq_length, None
+    if data.reset_attention_mask and path and length:
+        with contextlib.suppress(DataError):  # a plan is often made where the corpus is not
+            lengths = lengths_in_corpora(path, length)
+    return Planner(parsed.flags, parsed.given, options.world_size, cluster, lengths), options
 
 
 def main(argv: list[str]) -> int:

@@ -37,7 +37,9 @@ class DataOptions:
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
     reset_attention_mask: bool = flag(
-        False, "attention does not cross an end of document", names=("--use-packed-seq-params",)
+        False,
+        "attention does not cross an end of document",
+        names=("--use-packed-seq-params", "--dataloader-inter-document-masking"),
     )
     eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
     calculate_per_token_loss: bool = flag(

@@ -162,7 +162,8 @@ def test_older_and_other_names_mean_the_same() -> None:
     assert resolved("--clip_grad=0.5 --no_bias_dropout_fusion") == resolved("--clip-grad 0.5")
     assert problems("--clip_grade 1") == ["unknown flag --clip_grade; did you mean --clip-grad?"]
     assert parse_flags(["--save-total-limit", "2"]).flags == parse_flags(["--keep-checkpoints", "2"]).flags
-    assert parse_flags(["--use-packed-seq-params"]).flags == parse_flags(["--reset-attention-mask"]).flags
+    for name in ("--use-packed-seq-params", "--dataloader-inter-document-masking"):
+        assert parse_flags([name]).flags == parse_flags(["--reset-attention-mask"]).flags
     logged = resolved("--wandb-project-name p --wandb-entity-name e").logging
     assert (logged.wandb_project, logged.wandb_entity) == ("p", "e")
     assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3
@@ -315,7 +316,6 @@ def test_a_constant_scale_of_a_loss_is_neutral_without_fp16() -> None:
         ("--data-file-list", "--data-args-path"),
         ("--yaml-cfg", "--config"),
         ("--window-attn-skip-freq", "--window-pattern"),
-        ("--dataloader-inter-document-masking", "--reset-attention-mask"),
         ("--use-z-los", "--use-z-loss"),
         ("--use-fancy-things", ""),
         ("--tokenizer-prompt-format", ""),

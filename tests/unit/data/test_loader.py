@@ -9,6 +9,7 @@ import torch
 from gptpar.data.loader import BatchLoader, MicroBatch, make_micro_batch
 from gptpar.data.order import WholeOrder, make_order
 from gptpar.errors import DataError
+from gptpar.model.core_attention import document_ids
 
 EOD = 9
 
@@ -46,7 +47,7 @@ def test_tokens_and_labels_without_masks() -> None:
     assert batch.tokens_BS.tolist() == [[1, 9, 3], [5, 6, 7]]
     assert batch.labels_BS.tolist() == [[9, 3, 4], [6, 7, 8]]
     assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
-    assert batch.loss_mask_BS is None and batch.position_ids_BS is None and batch.document_ids_BS is None
+    assert batch.loss_mask_BS is None and batch.position_ids_BS is None and batch.cu_seqlens is None
 
 
 def test_padding_does_not_count() -> None:
@@ -60,23 +61,49 @@ def test_document_ends() -> None:
     samples = np.array([[1, 9, 9, 2, 3, 9, 4], [9, 1, 2, 3, 4, 5, 9]])
     batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     assert batch.position_ids_BS.tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4]]
-    assert batch.document_ids_BS.tolist() == [[0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 7, 12, 12, 12, 12]  # 5 documents, room for 8
     assert batch.loss_mask_BS.tolist() == [[1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1]]
-    assert batch.position_ids_BS.dtype == batch.document_ids_BS.dtype == torch.int64
+    assert batch.position_ids_BS.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_document_ends_as_megatron_loops_over_them(seed: int) -> None:
     samples = np.random.RandomState(seed).randint(7, 10, (4, 30))
     batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
-    for row, (positions, documents) in enumerate(zip(batch.position_ids_BS, batch.document_ids_BS, strict=True)):
+    documents_BS = document_ids(batch.cu_seqlens, 4, 29)
+    for row, (positions, documents) in enumerate(zip(batch.position_ids_BS, documents_BS, strict=True)):
         expected, start = np.arange(29), 0
         ids = np.zeros(29, int)
         for end in np.flatnonzero(samples[row, :-1] == EOD):
             expected[end + 1 :] -= end + 1 - start
             ids[end + 1 :] += 1
             start = end + 1
-        assert positions.tolist() == expected.tolist() and documents.tolist() == ids.tolist()
+        assert positions.tolist() == expected.tolist() and (documents - documents[0]).tolist() == ids.tolist()
+
+
+def test_all_micro_batches_of_a_run_have_the_same_tensors() -> None:
+    """Whether or not a document ends in them; else a recorded step would not fit them."""
+    rules = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+    reader = loader(Counting(40, 20), eod=25, **rules)  # samples 1 and 2 have an end
+    whole, cut = reader.fetch(8, 2)[0], reader.fetch(0, 2)[0]
+    assert reader.documents is not None and reader.documents.room == 4
+    assert whole.cu_seqlens.tolist() == [0, 20, 40, 40, 40] and cut.cu_seqlens.tolist() == [0, 20, 36, 40, 40]
+    assert whole.loss_mask_BS.sum() == 40 and cut.loss_mask_BS.sum() == 39
+    reader.close()
+
+
+def test_more_documents_than_there_is_room_for_are_exact() -> None:
+    ends = np.full((2, 9), EOD)
+    batch = make_micro_batch(ends, eod=EOD, reset_attention_mask=True, room=8)
+    assert batch.cu_seqlens.tolist() == list(range(17))
+    batch = make_micro_batch(np.array([[EOD] * 4 + [1] * 5]), eod=EOD, reset_attention_mask=True, room=3)
+    assert batch.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 8, 8, 8, 8]
+
+
+def test_whole_samples_need_no_documents_where_ends_are_rare() -> None:
+    samples = np.array([[1, 2, 3, 4], [5, 6, 7, EOD]])  # the end is a label alone
+    assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True).cu_seqlens is None
+    assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True, room=8).cu_seqlens.tolist() == [0, 3, *[6] * 7]
 
 
 def test_conversion_keeps_what_is_absent_absent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ def counted(flags: str, axis: TensorAxis = ALONE, modules: tuple[str, ...] = ())
 
 
 SHAPE = BatchShape(TOKENS, LENGTH, torch.float32, "cpu")
+DOCUMENTS = (3, 1, 12, 16)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +167,17 @@ def test_a_token_uses_few_experts() -> None:
 
 def declared(flags: str, **options: Any) -> float:
     """Bytes that a block says it keeps of a token."""
-    documents = options.pop("documents", False)
+    lengths = DOCUMENTS if options.pop("documents", False) else None
     with torch.device("meta"):
         block = Block(tiny_config(flags).model, options.pop("axis", ALONE), **options)
-    return block.cost(SHAPE._replace(has_documents=documents)).kept
+    return block.cost(SHAPE._replace(document_lengths=lengths)).kept
 
 
 def measured(flags: str, *, compiled: bool = False, documents: bool = False, **options: Any) -> float:
     """Bytes that a block really keeps of a token, its parameters aside."""
     block: nn.Module = Block(tiny_config(flags).model, **options)
-    ids = torch.zeros(TOKENS // LENGTH, LENGTH, dtype=torch.long) if documents else None
-    others = [*block.parameters(), *([] if ids is None else [ids])]  # all layers have the same documents
+    cu_seqlens = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32) if documents else None
+    others = [*block.parameters(), *([] if cu_seqlens is None else [cu_seqlens])]  # all layers have the same documents
     weights = {tensor.untyped_storage().data_ptr() for tensor in others}
     for parameter in block.parameters():
         parameter.data.normal_()
@@ -192,7 +194,7 @@ def measured(flags: str, *, compiled: bool = False, documents: bool = False, **o
         block = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)  # type: ignore[assignment]
     x = torch.randn(TOKENS, H, requires_grad=True)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x, None, ids, LENGTH)
+        block(x, None, cu_seqlens, LENGTH)
     return sum(size for size, _ in kept.values()) / TOKENS
 
 
@@ -227,6 +229,10 @@ def modules(*names: str) -> dict[str, Any]:
         (EXPERTS + "--moe-router-topk 4 --moe-router-pre-softmax", {"experts": ALL_EXPERTS}),
         (EXPERTS + SHARED, {"experts": ALL_EXPERTS}),
         (EXPERTS + SHARED + "--moe-shared-expert-gate", {"experts": ALL_EXPERTS}),
+        (NONE + GATE, {"documents": True}),
+        (ROPE, {"documents": True, **modules("core_attn")}),
+        (ALIBI, {"documents": True}),
+        (NONE + "--qk-layernorm", {"documents": True}),
     ],
 )
 def test_a_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None:

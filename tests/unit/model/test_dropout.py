@@ -159,7 +159,8 @@ METHODS = pytest.mark.parametrize("method", ["plain", "one call a group"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_that_drops_next_to_nothing_is_torchs(method: str, documents: bool) -> None:
     q, k, v = queries_keys_values()
-    mask = document_mask((torch.arange(LENGTH) >= 11).long().expand(BATCH, -1)) if documents else None
+    cu_seqlens = torch.tensor([place for start in range(0, BATCH * LENGTH, LENGTH) for place in (start, start + 11)])
+    mask = document_mask(cu_seqlens, BATCH, LENGTH) if documents else None
     got = attended(method, q, k, v, 1e-12, 0, mask)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from gptpar.model.attention import Attention, window_of
 from gptpar.model.block import Block
-from gptpar.model.core_attention import attention_mask, has_window_kernel
+from gptpar.model.core_attention import attention_mask
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
+from gptpar.model.varlen_attention import has_varlen_kernel
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline import Stage
 from gptpar.topology.initial_values import initialise
@@ -138,13 +139,12 @@ def test_gates_by_their_other_names() -> None:
 
 
 def test_a_window_is_a_number_of_tokens() -> None:
-    mask = attention_mask(6, None, 3, torch.device("cpu"))
-    assert mask is not None and mask.shape == (1, 1, 6, 6)
+    mask = attention_mask(1, 6, None, 3, torch.device("cpu"))
+    assert mask.shape == (1, 1, 6, 6)
     assert mask[0, 0].int().tolist() == [[int(0 <= i - j < 3) for j in range(6)] for i in range(6)]
-    documents = torch.tensor([[0, 0, 0, 0, 1, 1]])
-    both = attention_mask(6, documents, 3, torch.device("cpu"))
-    assert both is not None and both[0, 0, 4].tolist() == [False] * 4 + [True, False]
-    assert attention_mask(6, None, 6, torch.device("cpu")) is None is attention_mask(6, None, None, torch.device("cpu"))
+    cu_seqlens = torch.tensor([0, 4, 6, 6, 6])
+    both = attention_mask(1, 6, cu_seqlens, 3, torch.device("cpu"))
+    assert both[0, 0, 4].tolist() == [False] * 4 + [True, False]
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_window_is_a_number_of_tokens() -> None:
         ("cpu", torch.bfloat16, 64, False),
     ],
 )
-def test_windows_with_a_kernel(device_type: str, dtype: torch.dtype, width: int, expected: bool) -> None:
-    assert has_window_kernel(device_type, dtype, width) == expected
+def test_documents_and_windows_with_a_kernel(device_type: str, dtype: torch.dtype, width: int, expected: bool) -> None:
+    assert has_varlen_kernel(device_type, dtype, width) == expected
 
 
 def test_windows_follow_their_pattern_and_count_what_is_seen() -> None:
@@ -172,6 +172,20 @@ def test_windows_follow_their_pattern_and_count_what_is_seen() -> None:
     assert [b - a for a, b in zip(model.flops, full.flops, strict=True)] == [0, 0, *[fewer, fewer, 0] * 2, 0, 0]
     assert full.flops_per_token(causal=True) - model.flops_per_token(causal=True) == 3 * 4 * fewer
     assert all(window_of(tiny_config("--window-size 16").model, layer) is None for layer in range(2))
+
+
+def test_flops_of_documents_are_those_of_what_is_seen() -> None:
+    """Samples of 16 in documents of 8, 4, 3 and 1, with a window of 4 in one of the layers."""
+    model = gpt_model(tiny_config("--window-size 4 --window-pattern SF").model)
+    windowed, full = 2 * (4 * 8 - 8) + (8 + 9 / 2 + 1 / 2) * 2, 64 + 16 + 9 + 1  # twice the pairs
+    whole = 2 * (4 * 16 - 8) + 256
+    for causal in (False, True):
+        fewer = model.flops_per_token(causal=causal) - model.flops_per_token(
+            causal=causal, document_lengths=(8, 4, 3, 1)
+        )
+        assert fewer == (1 if causal else 2) * 3 * 4 * 32 * (whole - windowed - full) / 2 / 16
+    lengths = (16,) * 3
+    assert model.flops_per_token(causal=True, document_lengths=lengths) == model.flops_per_token(causal=True)
 
 
 # --- muP --------------------------------------------------------------------------------------------------------------

@@ -228,8 +228,8 @@ def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     stage = build(flags)
     tokens = random_tokens(1, 15, 60)
     positions = torch.tensor([[*range(6), *range(10)]])
-    documents = torch.tensor([[0] * 6 + [1] * 10])
-    both = stage(tokens, {"position_ids": positions, "document_ids": documents, "seq_length": 16})
+    documents = torch.tensor([0, 6, 16])
+    both = stage(tokens, {"position_ids": positions, "cu_seqlens": documents, "seq_length": 16})
     torch.testing.assert_close(both[:6], stage(tokens[:, :6], {"seq_length": 6}), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(both[6:], stage(tokens[:, 6:], {"seq_length": 10}), rtol=1e-10, atol=1e-12)
 

@@ -8,17 +8,20 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from gptpar.cli import main as cli
 from gptpar.cli.plan import make_planner
+from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.engine.engine import Engine
 from gptpar.errors import ConfigError
 from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
 from gptpar.plan.memory import stage_memory
+from gptpar.plan.report import plan_text
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
@@ -126,14 +129,18 @@ def block_bytes(job: Job, number: int = 0) -> float:
     return job.costs[job.blocks(job.stages[0])[number]].kept
 
 
+DOCUMENTS = "--reset-attention-mask --tokenizer-type NullTokenizer --data-path ids "
+
+
 @pytest.mark.parametrize(
     ("flags", "masks"),
     [
         ("", (0, 0)),
         ("--position-embedding-type alibi ", (0, 0)),
-        ("--attention-dropout 0.1 ", (32, 0)),
-        ("--reset-attention-mask --tokenizer-type NullTokenizer --data-path ids ", (64, 64)),
+        ("--attention-dropout 0.1 ", (0, 0)),
+        (DOCUMENTS, (0, 0)),
         ("--kv-channels 20 ", (32, 0)),
+        (f"--kv-channels 20 {DOCUMENTS}", (64, 64)),
     ],
 )
 def test_attention_without_its_kernel_has_a_mask(flags: str, masks: tuple[int, int]) -> None:
@@ -145,6 +152,27 @@ def test_attention_without_its_kernel_has_a_mask(flags: str, masks: tuple[int, i
         plan(SMALL + "--window-size 8 --micro-batch-size 2").time.compute
         < plan(SMALL + "--micro-batch-size 2").time.compute
     )
+
+
+def test_documents_are_counted_by_their_lengths(tmp_path: Path) -> None:
+    """Equal documents of 8 in samples of 32 have a quarter of the pairs; those of a missing corpus count as whole."""
+    with IndexedDatasetWriter(tmp_path / "ids", "uint16") as writer:
+        writer.add_documents(np.ones(800, np.uint16), np.full(100, 8))
+    flags = SMALL + "--micro-batch-size 2 " + DOCUMENTS
+    there, elsewhere, plain = (
+        plan(flags.replace("ids", str(tmp_path / "ids"))),
+        plan(flags),
+        plan(SMALL + "--micro-batch-size 2"),
+    )
+    assert set(there.job.document_lengths or ()) == {8} and elsewhere.job.document_lengths is None
+    (cost,) = {there.job.costs[number] for number in there.job.blocks(there.job.stages[0])}
+    whole = plain.job.costs[plain.job.blocks(plain.job.stages[0])[0]]
+    assert cost.attention == whole.attention / 4 and cost.masked == pytest.approx(cost.attention * (1 / 0.55 - 1))
+    assert plain.job.flops_per_token - there.job.flops_per_token == 3 * 4 * 0.75 * whole.attention
+    assert elsewhere.job.flops_per_token == plain.job.flops_per_token
+    assert there.time.compute < elsewhere.time.compute
+    (row,) = (line for line in plan_text(there, []).splitlines() if line.startswith("  documents"))
+    assert "8 tokens each" in row and "25 % of whole samples' pairs" in row
 
 
 def test_micro_batches_alive_are_those_of_the_schedule() -> None:

@@ -1,0 +1,118 @@
+"""Documents on a GPU: flash attention of variable length computes what a mask in fp64 says."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+
+from gptpar.data.loader import MicroBatch, make_micro_batch
+from gptpar.model.core_attention import AttentionDropout, core_attention, document_mask
+from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
+from tests.gpu.training import run
+
+pytestmark = pytest.mark.gpu
+
+DEVICE, BATCH, GROUPS, LENGTH, ROOM = "cuda", 2, 4, 200, 512
+DOCUMENTS = {"some": [1, 130, 69, 70, 1, 129], "single tokens": [1] * 400, "whole samples": [200, 200]}
+TOLERANCE = 2e-2
+"""Of numbers of about 1, whose bf16 copies differ from them by up to 2^-8."""
+
+
+def cu_seqlens_of(name: str) -> torch.Tensor:
+    starts = [0, *accumulate(DOCUMENTS[name])]
+    return torch.tensor(starts + starts[-1:] * (ROOM + 1 - len(starts)), dtype=torch.int32, device=DEVICE)
+
+
+def inputs(queries: int, width: int, length: int = LENGTH) -> list[torch.Tensor]:
+    """Views of one projection."""
+    torch.manual_seed(0)
+    shape = (BATCH, length, GROUPS, queries + 2, width)
+    qkv = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).permute(0, 2, 3, 1, 4)
+    views = [qkv[:, :, :queries].flatten(1, 2), qkv[:, :, queries], qkv[:, :, queries + 1]]
+    return [view.detach().requires_grad_() for view in views]
+
+
+def with_gradients(y: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, parts, torch.ones_like(y) / 2)]
+
+
+def by_mask(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    q, k, v = wide
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    mask = document_mask(cu_seqlens, BATCH, LENGTH, window)
+    return with_gradients((q @ k.mT * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ v, wide)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(("queries", "width"), [(1, 64), (2, 128), (2, 20)])
+def test_documents_are_their_mask(queries: int, width: int, documents: str, window: int | None, compiled: bool) -> None:
+    """A width of 20 channels has no kernel and takes the mask."""
+    parts, cu_seqlens = inputs(queries, width), cu_seqlens_of(documents)
+    attention = torch.compile(core_attention) if compiled else core_attention
+    found = with_gradients(attention(parts[0], parts[1], parts[2], cu_seqlens, None, window, 0.2), parts)
+    for got, wanted in zip(found, by_mask(parts, cu_seqlens, window), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def seeds() -> LayerSeeds:
+    return seed_fields(["layers.0"], 1234, 3, 1, torch.device(DEVICE))[seeds_field("layers.0")]
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_dropout_inside_documents_belongs_to_groups(window: int | None) -> None:
+    """Ranks with a part of the groups have their masks; and next to no dropout is none."""
+    parts, cu_seqlens = inputs(2, 64), cu_seqlens_of("some")
+
+    def attend(parts: list[torch.Tensor], p: float, first: int = 0) -> list[torch.Tensor]:
+        dropout = AttentionDropout(p, seeds(), first, GROUPS)
+        return with_gradients(core_attention(parts[0], parts[1], parts[2], cu_seqlens, dropout, window, 0.2), parts)
+
+    whole, again = attend(parts, 0.3), attend(parts, 0.3)
+    assert torch.equal(whole[0], again[0])
+    for size in (2, 4):
+        of_ranks = [
+            attend([part.detach().chunk(size, 1)[rank].requires_grad_() for part in parts], 0.3, rank * GROUPS // size)
+            for rank in range(size)
+        ]
+        for found, wanted in zip(zip(*of_ranks, strict=True), whole, strict=True):
+            error = TOLERANCE * wanted.abs().max().item()
+            torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=0, atol=error)
+    for got, wanted in zip(attend(parts, 1e-9), by_mask(parts, cu_seqlens, window), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not torch.allclose(whole[0], attend(parts, 1e-9)[0], atol=0.1)
+
+
+def test_documents_need_no_mask_in_memory() -> None:
+    """Of 256 tokens in samples of 16,384; a mask of all pairs would take 512 MiB."""
+    parts = inputs(1, 64, 16384)
+    cu_seqlens = torch.arange(0, BATCH * 16384 + 1, 256, dtype=torch.int32, device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with_gradients(core_attention(parts[0], parts[1], parts[2], cu_seqlens), parts)
+    assert torch.cuda.max_memory_allocated() - before < 256 << 20
+
+
+@pytest.mark.parametrize("flags", ["", "--window-size 5 --window-pattern SF", "--recompute-granularity full"])
+def test_training_with_documents_is_that_with_masks(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps with other documents each; Adam with an epsilon of 1 steps by about the gradient."""
+    rules = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+    def micro_batch(tokens_BT: torch.Tensor, room: int = 16) -> MicroBatch:
+        return make_micro_batch(torch.where(tokens_BT < 15, 3, tokens_BT).numpy(), eod=3, room=room, **rules)
+
+    flags = f"--bf16 --num-query-groups 2 --adam-eps 1 --lr 0.1 {flags}"
+    train = partial(run, DEVICE, flags)
+    (losses, kernel), (small_losses, _) = train(micro_batch), train(partial(micro_batch, room=0))
+    assert losses == pytest.approx(small_losses, abs=3e-3), "the room changes no number"
+    monkeypatch.setattr("gptpar.model.core_attention.has_varlen_kernel", lambda *_: False)
+    masked_losses, masked = train(micro_batch)
+    _, whole = run(DEVICE, flags)
+    assert losses != masked_losses, "both took the same kernel"
+    assert (kernel - masked).norm() < 0.1 * (masked - whole).norm()
+    assert losses == pytest.approx(masked_losses, abs=3e-3)

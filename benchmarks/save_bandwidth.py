@@ -34,11 +34,11 @@ import torch
 
 from gptpar.checkpoint import save_checkpoint
 from gptpar.checkpoint.background import SaveUnderWay
-from gptpar.checkpoint.save import snapshot_of
 from gptpar.system.host import peak_process_memory, process_memory
 from gptpar.system.regions import PIECE_BYTES
+from gptpar.system.snapshot import Snapshot
 from gptpar.system.state_guard import StateGuard
-from gptpar.topology.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import TensorParts, as_parts, tensors_of
 
 ELEMENTS = 16 << 20
 """Elements of one parameter; master weights and two moments have as many each."""
@@ -107,7 +107,8 @@ def behind(folder: Path, state: State, room: str) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")
     started = time.perf_counter()
     tensors = state.tensors()
-    snapshot = snapshot_of(tensors, state.num_bytes if room == "host" else 0, clones=lambda part: room == "device")
+    parts, num_bytes = tensors_of(tensors.values()), state.num_bytes if room == "host" else 0
+    snapshot = Snapshot(parts, num_bytes, clones=lambda part: room == "device")
     under_way = SaveUnderWay(
         1,
         snapshot,

@@ -19,12 +19,11 @@ from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifes
 from gptpar.checkpoint.moving import move_files
 from gptpar.checkpoint.ranks import MachineRanks
 from gptpar.checkpoint.ring import Move, Ring
-from gptpar.checkpoint.tiling import overlap
 from gptpar.checkpoint.tokenizer_copy import FOLDER
 from gptpar.checkpoint.verify import Report, sound_files
 from gptpar.errors import CheckpointError
 from gptpar.system.files import read_regular
-from gptpar.topology.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts, overlap
 
 Key = tuple[int, str]
 """Iteration and digest of the manifest. The digest keeps files of two different copies apart."""

@@ -15,8 +15,9 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,7 +25,7 @@ import torch
 
 from gptpar.errors import CheckpointError
 from gptpar.system import pages
-from gptpar.system.crc32 import crc32, read_with_crc32
+from gptpar.system.crc32 import copy_with_crc32, crc32, read_with_crc32
 from gptpar.system.files import open_regular
 from gptpar.system.snapshot import PIECE_BYTES
 
@@ -172,12 +173,15 @@ class SourceFile:
 class DataFile:
     """A new file, which several threads write to at once; all bytes are in it after :meth:`sync`.
 
+    Args:
+        moved: is called after each piece (:meth:`write_piece`).
+
     Raises:
         CheckpointError: by all methods, where the system refuses.
     """
 
-    def __init__(self, path: Path):
-        self._path, self._direct = path, -1
+    def __init__(self, path: Path, moved: Callable[[], None] = lambda: None):
+        self._path, self._direct, self._moved = path, -1, moved
         self._collected: list[tuple[int, bytes]] = []  # (place, bytes) for the cache
         self._num_collected, self._lock = 0, threading.Lock()
         with self._explained():
@@ -191,6 +195,24 @@ class DataFile:
         that the file has already run side by side."""
         with self._explained():
             reserve_disk(self._fd, place, num_bytes)
+
+    def write_piece(
+        self,
+        buffers: AlignedBuffers,
+        read: Callable[[Callable[[torch.Tensor], int]], int],
+        place: int,
+        num_bytes: int,
+    ) -> int:
+        """Write a piece at ``place``; returns its CRC-32.
+
+        Args:
+            read: calls its argument with the piece, and returns its result; the piece may be overwritten from then on.
+        """
+        with buffers.take(place, num_bytes) as buffer:
+            crc = read(partial(copy_with_crc32, buffer))
+            self.write(place, buffer.numpy().data)
+        self._moved()
+        return crc
 
     def write(self, place: int, data: memoryview) -> None:
         """Write all of ``data``, of a buffer of :class:`AlignedBuffers`, at ``place``."""

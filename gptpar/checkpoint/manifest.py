@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -19,10 +20,10 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
 from gptpar.system.files import read_regular
 from gptpar.system.snapshot import PIECE_BYTES
+from gptpar.topology.tensor_parts import first_overlap
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "gptpar-checkpoint"
@@ -136,6 +137,7 @@ def file_of(rank: int) -> str:
     return f"rank{rank:05d}.bin"
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16.
 

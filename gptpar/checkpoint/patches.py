@@ -15,8 +15,7 @@ from math import prod
 
 import torch
 
-from gptpar.checkpoint.tiling import overlap
-from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
+from gptpar.topology.tensor_parts import Box, box_view, flat_boxes, overlap
 
 _Range = tuple[int, int]  # first index, number of indices
 

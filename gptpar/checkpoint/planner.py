@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 
 from gptpar.checkpoint.ranks import Ranks
-from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
-from gptpar.topology.tensor_parts import Box, TensorParts
+from gptpar.topology.tensor_parts import Box, TensorParts, first_overlap
 
 
 class HeldBox(NamedTuple):
@@ -87,7 +86,7 @@ def require_tiling(shapes: Mapping[str, Sequence[int]], shares: Iterable[Iterabl
     problems = []
     for name, shape in shapes.items():
         covered = sum(prod(sizes) for _, sizes in boxes[name])
-        if (pair := first_overlap(shape, boxes[name])) is not None:
+        if boxes[name][1:] and (pair := first_overlap(shape, boxes[name])) is not None:
             one, other = starmap(lambda offsets, sizes: f"{list(sizes)} at {list(offsets)}", pair)
             problems.append(f"of tensor {name!r} {list(shape)} the parts {one} and {other} overlap")
         elif covered != prod(shape):

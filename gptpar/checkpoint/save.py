@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank,
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
 from gptpar.system.snapshot import Snapshot
-from gptpar.system.spare_memory import SpareMemory
 from gptpar.system.switch_interval import SWITCH_INTERVAL
-from gptpar.topology.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import TensorParts, as_parts, tensors_of
 
 _SHARED_DIRECTORY_SECONDS = 10.0
 
@@ -102,15 +101,13 @@ def save_checkpoint(
     root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
-    ranks.lead(permit)
-    ranks.lead(lambda: _prepare_root(root, report))
-    if ranks.lead(final.exists):
+    if ranks.lead(lambda: _prepare(final, permit, report)):
         if _existing_is_whole(ranks, final, report):
             ranks.lead(lambda: _require_same(final, table, meta))
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
     held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held), tokenizer_files)
+    _write(ranks, final, iteration, held, table, meta, permit, snapshot, tokenizer_files)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, retain, report, permit)
@@ -121,20 +118,6 @@ def save_checkpoint(
             ranks.lead(lambda: report(f"kept {', '.join(map(str, old))}: {final} could not be proved whole"))
     ranks.lead(permit)
     return final
-
-
-def snapshot_of(
-    tensors: Mapping[str, TensorParts],
-    room: int = 0,
-    *,
-    clones: Callable[[torch.Tensor], bool] = lambda part: False,
-    spare: SpareMemory | None = None,
-    exchanged: Iterable[torch.Tensor] = (),
-    more: bool = False,
-) -> Snapshot:
-    """What ``save_checkpoint`` will read of tensors as they are now; see :class:`Snapshot`."""
-    parts = (part for tensor in tensors.values() for _, part in tensor.parts)
-    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged, more=more)
 
 
 def _check_input(
@@ -183,10 +166,13 @@ def _union(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     return union
 
 
-def _prepare_root(root: Path, report: Report) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for path in folders.remove_dead_saves(root):
+def _prepare(final: Path, permit: Callable[[], None], report: Report) -> bool:
+    """Make the folder of checkpoints ready, if that is permitted; returns whether this one is there already."""
+    permit()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in folders.remove_dead_saves(final.parent):
         report(f"removed {path}, left by a save that died")
+    return final.exists()
 
 
 def _existing_is_whole(ranks: Ranks, path: Path, report: Report) -> bool:
@@ -221,7 +207,7 @@ def _write(
     table: dict[str, list[Any]],
     meta: dict[str, Any],
     permit: Callable[[], None],
-    snapshot: Snapshot,
+    snapshot: Snapshot | None,
     tokenizer_files: Mapping[str, bytes] | None,
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
@@ -239,7 +225,7 @@ def _write(
     try:
         ranks.each(lambda: _require_shared(temporary))
         writer = ChunkWriter(
-            *(temporary, ranks, iteration, entries, meta, snapshot),
+            *(temporary, ranks, iteration, entries, meta, snapshot or Snapshot(tensors_of(tensors.values()))),
             publish if on_machines is None else written.append,
             together=None if on_machines is None else on_machines.ring.kept_by(0),
         )

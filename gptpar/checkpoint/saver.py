@@ -17,7 +17,6 @@ import torch.distributed as dist
 from gptpar.checkpoint import room
 from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.ranks import Ranks
-from gptpar.checkpoint.save import snapshot_of
 from gptpar.checkpoint.save_request import Save, Saved
 from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.system.regions import sizes_of_copies
@@ -26,7 +25,7 @@ from gptpar.system.spare_memory import SpareMemory
 from gptpar.system.state_guard import StateGuard
 from gptpar.system.switch_interval import SWITCH_INTERVAL
 from gptpar.topology.groups import Topology
-from gptpar.topology.tensor_parts import TensorParts, joined
+from gptpar.topology.tensor_parts import TensorParts, joined, tensors_of
 
 FORGIVEN = 2
 """How many saves in a row into one folder may fail. A disk may be full or gone for a while, and training should not end
@@ -96,7 +95,7 @@ class Saver:
         Args:
             tensors: this process's parts of the tensors that will be saved.
         """
-        on_host = (part for tensor in tensors for _, part in tensor.parts if not part.is_cuda)
+        on_host = (part for part in tensors_of(tensors) if not part.is_cuda)
         sizes = list(sizes_of_copies(on_host, self._guard.exchanged()))
         if sum(sizes) <= room.host_room() // 2:
             self._spare.limit_to(sum(sizes))
@@ -140,7 +139,7 @@ class Saver:
                 state, exchanged = save.late(), list(self._guard.exchanged())
                 snapshot.hold(state.blocks)  # the next step may be requested, and exchange blocks
                 late.update(state.tensors())
-                snapshot.add((part for one in late.values() for _, part in one.parts), exchanged)
+                snapshot.add(tensors_of(late.values()), exchanged)
 
         with SWITCH_INTERVAL.short():
             Ranks(self._group).each(take)
@@ -155,18 +154,17 @@ class Saver:
 
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
         """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""
-        self._cloned, tensors = False, save.tensors
-        take = partial(snapshot_of, tensors, more=save.late is not None)
+        self._cloned, parts = False, tensors_of(save.tensors.values())
+        take = partial(Snapshot, parts, more=save.late is not None)
         if not behind:
             return take(), True
-        parts = [part for tensor in tensors.values() for _, part in tensor.parts]
         unguarded = list(filter(save.unguarded, parts))
         free = self._room_beside(save, parts, unguarded)
         clones = self._may_clone(parts)
         if free < 0 or not (clones or self._may_clone(unguarded)):
             return take(), False
         self._spare.limit_to(free)
-        make = partial(take, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
+        make = partial(take, room=free, spare=self._spare, exchanged=list(self._guard.exchanged()))
         try:
             snapshot = make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part))
         except torch.OutOfMemoryError:  # free memory is fragmented

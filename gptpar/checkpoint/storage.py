@@ -21,12 +21,10 @@ from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry, file_of
 from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, pieces_of, run_parallel
 from gptpar.checkpoint.planner import HeldBox, divide, held_boxes, held_parts, require_tiling
 from gptpar.checkpoint.ranks import Ranks
-from gptpar.checkpoint.tiling import overlap
 from gptpar.errors import CheckpointError
-from gptpar.system.crc32 import copy_with_crc32
-from gptpar.system.snapshot import Piece, Snapshot
+from gptpar.system.snapshot import Snapshot
 from gptpar.system.switch_interval import SWITCH_INTERVAL
-from gptpar.topology.tensor_parts import Box, TensorParts, box_view, flat_boxes
+from gptpar.topology.tensor_parts import Box, TensorParts, box_view, flat_boxes, overlap
 
 _MANIFEST_BYTES_PER_CHUNK = 1024
 
@@ -98,13 +96,15 @@ class ChunkWriter:
             return []
         name = file_of(self._ranks.rank)
         pieces = [self._snapshot.pieces(tensor) for tensor in share.values()]
-        places = list(itertools.accumulate((one.num_bytes for of_box in pieces for one in of_box), initial=0))
+        places = list(itertools.accumulate((one.num_bytes for one in itertools.chain(*pieces)), initial=0))
         buffers = AlignedBuffers(NUM_THREADS, pinned=any(tensor.is_cuda for tensor in share.values()))
-        file = DataFile(self._path / name)
+        file = DataFile(self._path / name, self._ranks.moved)
         try:
             file.reserve(0, places[-1])
-            each = zip((one for of_box in pieces for one in of_box), places, strict=False)
-            calls = [partial(self._write_piece, file, buffers, *one) for one in each]
+            calls = [
+                partial(file.write_piece, buffers, partial(self._snapshot.read, piece), place, piece.num_bytes)
+                for piece, place in zip(itertools.chain(*pieces), places, strict=False)
+            ]
             with SWITCH_INTERVAL.long_again():
                 sums = iter(run_parallel(calls))
                 file.sync()
@@ -116,14 +116,6 @@ class ChunkWriter:
             written.append((box.name, Chunk(box.offsets, box.sizes, name, start, stored)))
             start += box.num_bytes
         return written
-
-    def _write_piece(self, file: DataFile, buffers: AlignedBuffers, piece: Piece, place: int) -> int:
-        """Write a piece; returns its CRC-32. It is read at once, so that training may overwrite it meanwhile."""
-        with buffers.take(place, piece.num_bytes) as buffer:
-            crc = self._snapshot.read(piece, partial(copy_with_crc32, buffer))
-            file.write(place, buffer.numpy().data)
-        self._ranks.moved()
-        return crc
 
     def finish(self, written: list[list[tuple[str, Chunk]]]) -> list[None]:
         """Publish the manifest of what all ranks have written."""

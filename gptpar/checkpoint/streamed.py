@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,47 @@ class StreamedPart:
 
     view: ParameterView
     values: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ViewElements:
+    """Consecutive elements of a view of a new tensor.
+
+    Attributes:
+        tensor: the new tensor.
+        key: the view's name among the tensor's views.
+        start, stop: number of the first element in the view, and of the one after the last.
+        read: gives the elements [stop - start] in a ``with`` statement.
+    """
+
+    tensor: NewTensor
+    key: str
+    view: ParameterView
+    start: int
+    stop: int
+    read: Callable[[], AbstractContextManager[torch.Tensor]]
+
+
+def fill(groups: Iterable[Sequence[ViewElements]], room: Room, look: Callable[[str, int, torch.Tensor], None]) -> None:
+    """Read all sources, and write all new tensors.
+
+    Args:
+        groups: each has all elements of its tensors, each once.
+        look: called with a source's key and start, and its elements.
+    """
+    assembly = Assembly(room)
+
+    def reading(source: ViewElements) -> Reading:
+        boxes = flat_boxes(source.view.shape, source.start, source.stop)
+        blocks = source.tensor.touching(source.view.elements_of_parameter(boxes))
+        return Reading(blocks, partial(give, source))
+
+    def give(source: ViewElements, blocks: Sequence[FileBlock]) -> None:
+        with source.read() as values:
+            look(source.key, source.start, values)
+            assembly.fill(blocks, source.key, source.view.of_elements(source.start, values))
+
+    assembly.run([reading(one) for one in group] for group in groups)
 
 
 class StreamedCheckpoint:
@@ -83,24 +125,14 @@ class StreamedCheckpoint:
             look: called with values as they are copied, the number of the first of them, and which part of the tensor
                 they are from, as ``name, part 0``.
         """
-        views = {str(number): part.view for number, part in enumerate(parts)}
-        tensor = self.add(name, shape, dtype, views)
-        assembly = Assembly(Room.within(torch.Size(shape).numel() * dtype.itemsize))
-
-        def give(key: str, start: int, values: torch.Tensor, blocks: Sequence[FileBlock]) -> None:
-            look(f"{name}, part {key}", start, values)
-            assembly.fill(blocks, key, views[key].of_elements(start, values.contiguous()))
-
-        def readings() -> Iterator[Reading]:
-            for key, part in zip(views, parts, strict=True):
-                start = 0
-                for values in (some for one in part.values for some in one.reshape(-1).split(_ELEMENTS)):
-                    boxes = flat_boxes(part.view.shape, start, start + len(values))
-                    blocks = tensor.touching(part.view.elements_of_parameter(boxes))
-                    yield Reading(blocks, partial(give, key, start, values))
-                    start += len(values)
-
-        assembly.run([list(readings())])
+        views = {f"{name}, part {number}": part.view for number, part in enumerate(parts)}
+        tensor, sources = self.add(name, shape, dtype, views), list[ViewElements]()
+        for (key, view), part in zip(views.items(), parts, strict=True):
+            start = 0
+            for values in (some for one in part.values for some in one.reshape(-1).split(_ELEMENTS)):
+                sources.append(ViewElements(tensor, key, view, start, start + len(values), partial(_in_memory, values)))
+                start += len(values)
+        fill([sources], Room.within(torch.Size(shape).numel() * dtype.itemsize), look)
 
     def finish(self) -> dict[str, TensorEntry]:
         """The manifest's entries, once all is on the disk."""
@@ -113,6 +145,11 @@ class StreamedCheckpoint:
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def _in_memory(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield values.contiguous()
 
 
 def write_checkpoint(

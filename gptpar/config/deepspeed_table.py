@@ -284,7 +284,8 @@ _REST = (
     Key("tensor_parallel",
         Absent("tensor parallelism by this file (see --tensor-model-parallel-size)", asks_for_parallelism),
         Absent("tensor parallelism of any module", asks_for_parallelism)),
-    Key("sequence_parallel_size", Only((1,), "context parallelism is not part of this version yet: leave it out")),
+    Key("sequence_parallel_size", Sets(whole, "parallel.context_parallel_size"),
+        Only((1,), "the sequences of any module are not divided over processes: leave it out")),
 )
 
 _GPTPAR = (

@@ -147,23 +147,47 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     if notes.flags.precision.deterministic_mode and tensor > 1 and p.tp_comm_overlap:
         reason = "--deterministic-mode: products fused with transfers are not proved to add in one order"
         notes.replace("parallel", "tp_comm_overlap", False, reason)
-    if p.model_parallel_size > 1:
-        reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline)"
+    context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    if p.model_parallel_size > 1 or context:
+        reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline{context})"
         notes.add("data parallel size", data_parallel, reason)
+    _derive_context(notes)
     num_layers, per_chunk = notes.flags.model.num_layers, p.num_layers_per_virtual_pipeline_stage
     if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
         reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
         notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
-    _derive_zero_stage(notes, data_parallel)
+    _derive_zero_stage(notes, p.num_copies(world_size))
 
 
-def _derive_zero_stage(notes: _Notes, data_parallel: int) -> None:
+def _derive_context(notes: _Notes) -> None:
+    """How context-parallel processes see each other's tokens: the way that sends less, of those that are possible."""
+    p, m = notes.flags.parallel, notes.flags.model
+    size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
+    if (
+        size <= 1
+        or tensor < 1
+        or p.cp_comm_type != "auto"
+        or not (m.num_attention_heads and m.num_query_groups and m.seq_length)
+    ):
+        return
+    heads, sent = m.num_attention_heads // tensor, p.heads_sent(m.num_attention_heads, m.num_query_groups)
+    if heads % size:
+        kind, reason = "allgather", f"{heads} heads do not divide over {size} processes"
+    elif m.attention_dropout or m.seq_length % (2 * size):
+        kind, reason = "a2a", "dropout of attention" if m.attention_dropout else f"{2 * size} chunks need other lengths"
+    else:
+        kind = min(sent, key=sent.__getitem__)
+        reason = "heads that a layer sends for a token: " + ", ".join(f"{n:g} by {way}" for way, n in sent.items())
+    notes.replace("parallel", "cp_comm_type", kind, reason)
+
+
+def _derive_zero_stage(notes: _Notes, num_copies: int) -> None:
     p = notes.flags.parallel
     strategy = p.data_parallel_sharding_strategy or SHARDED[-1]
     if p.use_megatron_fsdp and strategy in SHARDED:
         notes.fill("parallel", "zero_stage", SHARDED.index(strategy), f"--use-megatron-fsdp, {strategy}")
-    elif p.no_pipeline_parallel and data_parallel > 1:
-        reason = f"--no-pipeline-parallel with {data_parallel} data-parallel processes"
+    elif p.no_pipeline_parallel and num_copies > 1:
+        reason = f"--no-pipeline-parallel with {num_copies} data-parallel processes"
         notes.fill("parallel", "zero_stage", 3, reason)
     elif p.use_distributed_optimizer:
         notes.fill("parallel", "zero_stage", 1, "--use-distributed-optimizer")

@@ -31,6 +31,8 @@ class MicroBatch:
         cu_seqlens: int32, where documents start among the B x S tokens, sample after sample, and then B x S until the
             length is a power of two plus one. Each sample starts a document. Tokens attend to their own document only;
             None: to their whole sample.
+        counted: float64 scalar, where these are a part of a micro-batch's tokens: the number of labels that count in
+            all of it, divided by the number of parts. None: they are the whole, or all of them count.
     """
 
     tokens_BS: torch.Tensor
@@ -38,10 +40,13 @@ class MicroBatch:
     loss_mask_BS: torch.Tensor | None = None
     position_ids_BS: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
 
     @property
     def num_counted(self) -> float:
-        """Number of labels that count in the loss."""
+        """Number of labels that count in the loss, or its mean over the parts."""
+        if self.counted is not None:
+            return self.counted.item()
         return self.labels_BS.numel() if self.loss_mask_BS is None else self.loss_mask_BS.sum().item()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:

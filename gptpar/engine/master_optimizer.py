@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -180,32 +179,27 @@ class MasterOptimizer:
             kind: ``weights`` or one of the states, whose values are views, or ``grad``.
             only: see :meth:`state_tensors`.
         """
-        params, dtype, found = self._table.params, self.master.dtype, defaultdict[str, list[Any]](list)
-        for name, param in params.items():
-            if not param.info.full_shape.numel() and self._has(param.group, kind):
-                found[name] = []  # it has no range, but a checkpoint lists it all the same
-        for one, values in self.ranges_of(kind, only):
-            found[one.param] += self._table.views(one, values.to(dtype))
-        return {name: TensorParts(params[name].info.full_shape, tuple(held), dtype) for name, held in found.items()}
+        params = self._table.params.items()
+        empty = [name for name, one in params if not one.info.full_shape.numel() and self._has(one.group, kind)]
+        return self._table.parts(self.ranges_of(kind, only), self.master.dtype, empty)  # a checkpoint lists empty ones
 
     def ranges_of(self, kind: str, only: Only | None = None) -> Iterator[tuple[Range, torch.Tensor]]:
         """Each range that has this kind of values, with them as in :meth:`parts`.
 
         A range that the host keeps in several buckets comes in parts.
         """
-        if only is None or only is Home.DEVICE:
-            for at, one in self._table.ranges_on_device():
-                if kind == "grad":
-                    yield one, self.grad[at : at + one.length]
-                elif self._has(one.group, kind):
-                    yield one, self._layout.view(kind, self.vectors[kind], at, at + one.length)
+        here = self._ranges_here(kind) if only is None or only is Home.DEVICE else iter(())
         if self.host is None or only is Home.DEVICE:
-            return
-        for unit, at, values in self.host.parts(kind) if only is None else only[kind]:
-            low = self._table.on_device[unit] + at
-            for one in self._table.ranges(unit=unit, home=Home.HOST):
-                if part := one.between(low, low + values.numel()):
-                    yield part, values[part.start - low : part.stop - low]
+            return here
+        held = self.host.parts(kind) if only is None else only[kind]
+        return itertools.chain(here, self._table.ranges_on_host(held))
+
+    def _ranges_here(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
+        for at, one in self._table.ranges_on_device():
+            if kind == "grad":
+                yield one, self.grad[at : at + one.length]
+            elif self._has(one.group, kind):
+                yield one, self._layout.view(kind, self.vectors[kind], at, at + one.length)
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import TypeVar
 
 from gptpar.engine.units import Param, Unit
@@ -76,7 +77,7 @@ class Range:
     group: int
     counted: bool
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Number of elements."""
         return self.stop - self.start

@@ -9,7 +9,7 @@ can make any rank's table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo
 from gptpar.topology.mesh import PIPELINE, TENSOR
 from gptpar.topology.placement import ParameterInfo
-from gptpar.topology.tensor_parts import views_of_flat
+from gptpar.topology.tensor_parts import TensorParts, views_of_flat
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,37 @@ class ParameterTable:
     def _ranges(self) -> dict[str, tuple[Range, ...]]:
         return {unit.name: tuple(self._ranges_of(unit)) for unit in self.units}
 
+    def ranges_on_host(self, held: Iterable[tuple[str, int, torch.Tensor]]) -> Iterator[tuple[Range, torch.Tensor]]:
+        """The host's ranges with their values; one whose values are in several places comes in parts.
+
+        Args:
+            held: (unit, first element within its offloaded range, values).
+        """
+        for unit, at, values in held:
+            low, ranges = self.on_device[unit] + at, list(self.ranges(unit=unit, home=Home.HOST))
+            found = [part for one in ranges if (part := one.between(low, low + values.numel()))]
+            yield from ((one, values[one.start - low : one.stop - low]) for one in found)
+
+    def parts(
+        self, values: Iterable[tuple[Range, torch.Tensor]], dtype: torch.dtype, also: Iterable[str] = ()
+    ) -> dict[str, TensorParts]:
+        """The parts of global parameters that ranges cover.
+
+        Args:
+            values: each range's elements [n]; the parts are views of them, or copies if they have another ``dtype``.
+            also: names that the result has even if there is no range of them.
+        """
+        found: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {name: [] for name in also}
+        for one, elements in list(values):
+            info, ends = self.params[one.param].info, (one.first, one.first + one.length)
+            parts = views_of_flat(info.shape, info.offsets, *ends, elements.to(dtype), info.memory_order)
+            found.setdefault(one.param, []).extend(parts)
+        shapes = {name: self.params[name].info.full_shape for name in found}
+        return {name: TensorParts(shapes[name], tuple(held), dtype) for name, held in found.items()}
+
     def views(self, one: Range, values: torch.Tensor) -> tuple[tuple[tuple[int, ...], torch.Tensor], ...]:
         """The parts (:class:`TensorParts`) of the global parameter that a range covers: views of its values [n]."""
-        info = self.params[one.param].info
-        return views_of_flat(info.shape, info.offsets, one.first, one.first + one.length, values, info.memory_order)
+        return self.parts([(one, values)], values.dtype)[one.param].parts
 
     def group_ranges(self, unit: str) -> list[GroupRange]:
         """Ranges of one optimizer group in this process's shard of a unit, padding between parameters included."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
 
-from gptpar.checkpoint.assembly import Assembly, FileBlock, Reading, Room
+from gptpar.checkpoint.assembly import Room
 from gptpar.checkpoint.data_file import AlignedBuffers
-from gptpar.checkpoint.patches import ParameterView, common_parts
+from gptpar.checkpoint.patches import common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
-from gptpar.checkpoint.streamed import StreamedCheckpoint
+from gptpar.checkpoint.streamed import StreamedCheckpoint, ViewElements, fill
 from gptpar.config import TokenizerConfig
 from gptpar.data.tokenizer import files_of
 from gptpar.errors import CheckpointError
@@ -20,7 +20,7 @@ from gptpar.exchange.foreign_model import Finite, ForeignModel, converted_meta
 from gptpar.exchange.hf_folder import HfModel, SourcePart, open_hf, read_json, shapes_of
 from gptpar.exchange.kept import files_to_keep, keep
 from gptpar.system.strided_copy import copy_elements
-from gptpar.topology.tensor_parts import TensorParts, flat_boxes
+from gptpar.topology.tensor_parts import TensorParts
 
 
 def hf_model(source: Path) -> ForeignModel:
@@ -45,19 +45,13 @@ def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
     views = {name: model.views(name, shapes[name]) for name in model.parameters}
     new = {name: file.add(f"weights/{name}", shapes[name], model.dtype(name), views[name]) for name in views}
     room = Room.within(max(prod(shapes[name]) * model.dtype(name).itemsize for name in new))
-    assembly, buffers, finite = Assembly(room), AlignedBuffers(room.readers), Finite()
+    buffers, finite = AlignedBuffers(room.readers), Finite()
 
-    def reading(part: SourcePart) -> Reading:
-        view = views[part.ours][part.theirs]
-        boxes = flat_boxes(view.shape, part.start, part.stop)
-        return Reading(new[part.ours].touching(view.elements_of_parameter(boxes)), partial(give, part, view))
+    def source(part: SourcePart) -> ViewElements:
+        read = partial(part.read, buffers, past_cache=True)
+        return ViewElements(new[part.ours], part.theirs, views[part.ours][part.theirs], part.start, part.stop, read)
 
-    def give(part: SourcePart, view: ParameterView, blocks: Sequence[FileBlock]) -> None:
-        with part.read(buffers, past_cache=True) as values:
-            finite.look(part.theirs, part.start, values)
-            assembly.fill(blocks, part.theirs, view.of_elements(part.start, values))
-
-    assembly.run([reading(part) for part in model.parts(name)] for name in new)
+    fill((list(map(source, model.parts(name))) for name in new), room, finite.look)
     finite.require(model.folder)
 
 

@@ -22,7 +22,7 @@ from gptpar.topology.initial_values import seed_of
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """cuDNN's attention is left out: on an H200, masks of different calls were related and gradients were not finite."""
 
-_not_compiled = torch.compiler.disable if torch.backends.cuda.is_built() else lambda fn: fn
+not_compiled = torch.compiler.disable if torch.backends.cuda.is_built() else lambda fn: fn
 """``disable`` imports torch's compiler, which takes a second; without CUDA nothing that it is applied to runs."""
 
 
@@ -58,7 +58,7 @@ def attention_with_dropout(
     return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
 
 
-@_not_compiled  # it seeds a generator
+@not_compiled  # it seeds a generator
 def _one_call_a_group(
     q_BHSK: torch.Tensor,
     k_BGSK: torch.Tensor,

@@ -37,10 +37,12 @@ class LayerSeeds(NamedTuple):
     Attributes:
         host: int64 [kinds], on the CPU.
         words: int32 [kinds, 2], the two halves of each of these seeds, on the model's device.
+        rows: int32 [N], the global numbers of the tokens, if this process's are not all of the micro-batch's.
     """
 
     host: torch.Tensor
     words: torch.Tensor
+    rows: torch.Tensor | None = None
 
 
 def seeds_field(layer: str) -> str:
@@ -54,7 +56,12 @@ def layers_with_dropout(specs: Iterable[LayerSpec]) -> list[str]:
 
 
 def seed_fields(
-    layers: Sequence[str], seed: int, iteration: int, place: int, device: torch.device
+    layers: Sequence[str],
+    seed: int,
+    iteration: int,
+    place: int,
+    device: torch.device,
+    rows: torch.Tensor | None = None,
 ) -> dict[str, LayerSeeds]:
     """Name of the field -> seeds of a layer, for one micro-batch.
 
@@ -63,11 +70,12 @@ def seed_fields(
         seed: the run's.
         place: the micro-batch's position in the global batch.
         device: the model's.
+        rows: see :class:`LayerSeeds`.
     """
     seeds = [[seed_of(seed, "dropout", iteration, place, layer, kind) for kind in KINDS] for layer in layers]
     host = torch.tensor(seeds, dtype=torch.int64).view(len(layers), len(KINDS))
     words = host.view(torch.int32).view(*host.shape, 2).to(device, non_blocking=True)
-    return {seeds_field(layer): LayerSeeds(host[i], words[i]) for i, layer in enumerate(layers)}
+    return {seeds_field(layer): LayerSeeds(host[i], words[i], rows) for i, layer in enumerate(layers)}
 
 
 def kept(words: torch.Tensor, rows: torch.Tensor, num_columns: int, p: float) -> torch.Tensor:
@@ -127,6 +135,9 @@ class HiddenDropout(nn.Module):
         assert seeds is not None, NO_SEEDS
         num_tokens, width = x_ND.shape
         first = self.rank * num_tokens  # all ranks hold the same number of tokens
-        rows_N = torch.arange(first, first + num_tokens, dtype=torch.int32, device=x_ND.device)
+        if seeds.rows is None:
+            rows_N = torch.arange(first, first + num_tokens, dtype=torch.int32, device=x_ND.device)
+        else:
+            rows_N = seeds.rows[first : first + num_tokens]
         kept_ND = kept(seeds.words[self.kind], rows_N, width, self.p)
         return torch.where(kept_ND, x_ND * (1 / (1 - self.p)), 0.0)

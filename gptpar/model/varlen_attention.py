@@ -38,6 +38,7 @@ def varlen_attention(
     window: int | None,
     scale: float | None,
     dropout_p: float = 0.0,
+    cu_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention where :func:`has_varlen_kernel`; returns y_BHSK.
 
@@ -46,14 +47,17 @@ def varlen_attention(
     Args:
         cu_seqlens: see :func:`gptpar.model.core_attention.core_attention`, like ``window`` and ``scale``.
         dropout_p: probability that a token is not seen; the kernel draws from torch's default generator of the device.
+        cu_keys: where documents start among the keys, if these are more tokens than the queries: a document's queries
+            are then its last tokens. ``None``: as among the queries.
     """
     batch, _, length, _ = q_BHSK.shape
     q_NHK, k_NGK, v_NGK = (rearrange(x, "b h s k -> (b s) h k") for x in (q_BHSK, k_BGSK, v_BGSK))
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q_BHSK.device)
     left = -1 if window is None else window - 1
+    cu_keys = cu_seqlens if cu_keys is None else cu_keys
     # All lengths are given as S, which each batch has, so that kernels are compiled and recorded once.
-    where = (q_NHK, k_NGK, v_NGK, cu_seqlens, cu_seqlens, length, length)
+    where = (q_NHK, k_NGK, v_NGK, cu_seqlens, cu_keys, length, k_BGSK.shape[2])
     if dropout_p:  # torch's function has none
         sides = {"window_size_left": left, "window_size_right": 0}
         y_NHK, *_ = torch.ops.aten._flash_attention_forward(*where, dropout_p, True, False, scale=scale, **sides)

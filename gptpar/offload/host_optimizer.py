@@ -371,7 +371,7 @@ class HostOptimizer:
             self.shared.wait_for_step()
         else:
             self.finish()
-        yield from parts_of(self._buckets, kind)
+        return parts_of(self._buckets, kind)
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""
@@ -385,7 +385,7 @@ class HostOptimizer:
 
     def bytes_of(self, kind: str) -> int:
         """Bytes of ``weights`` or one of the states."""
-        return sum(values.nbytes for _, _, values in parts_of(self._buckets, kind))
+        return sum(values.nbytes for _, _, values in list(parts_of(self._buckets, kind)))
 
     @property
     def kernel(self) -> str:

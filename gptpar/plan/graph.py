@@ -6,7 +6,7 @@ from gptpar.config import Config
 from gptpar.config.checks.precision import graph_obstacles
 
 
-def wants_graph(config: Config, data_parallel_size: int) -> bool:
+def wants_graph(config: Config, num_copies: int) -> bool:
     """Whether a run on a GPU uses a graph. With ``auto`` it does if there is no obstacle and a graph is not slower.
 
     Under ZeRO-1 alone a graph is slower: a recorded step has to wait until all parameters are gathered, while one whose
@@ -14,7 +14,5 @@ def wants_graph(config: Config, data_parallel_size: int) -> bool:
     """
     if config.precision.cuda_graph != "auto":
         return config.precision.cuda_graph == "on"
-    gathers = config.parallel.zero_stage == 1 and data_parallel_size > 1
-    return not any(graph_obstacles(config, data_parallel_size)) and not (
-        gathers and config.parallel.model_parallel_size == 1
-    )
+    gathers = config.parallel.zero_stage == 1 and num_copies > 1
+    return not any(graph_obstacles(config, num_copies)) and not (gathers and config.parallel.model_parallel_size == 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
@@ -25,7 +25,7 @@ from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
-from gptpar.topology.mesh import EXPERT_DATA, Mesh
+from gptpar.topology.mesh import COPIES, Mesh
 
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
@@ -80,8 +80,8 @@ class Job:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch_size * self.shape.seq_length
+        """Tokens of a micro-batch on one process."""
+        return self.micro_batch_size * self.shape.seq_length // self.mesh.context
 
     @cached_property
     def num_micro_batches(self) -> int:
@@ -95,8 +95,13 @@ class Job:
 
     @cached_property
     def zero_stage(self) -> int:
-        """The ZeRO stage; 0 where a process is alone on the data axis."""
-        return self.config.parallel.zero_stage if self.mesh.data > 1 else 0
+        """The ZeRO stage; 0 where a process has the only copy of its weights."""
+        return self.config.parallel.zero_stage if self.num_copies > 1 else 0
+
+    @property
+    def num_copies(self) -> int:
+        """Of the weights: processes that hold the same ones and read different tokens."""
+        return self.mesh.size(*COPIES)
 
     @property
     def shards(self) -> int:
@@ -105,7 +110,7 @@ class Job:
         Where the expert axis divides the data axis, this is the number of shards of a rank's experts. Other parameters,
         few beside experts, have more shards, and are counted with too much memory.
         """
-        return self.mesh.size(EXPERT_DATA) if self.zero_stage else 1
+        return self.num_copies // self.mesh.expert if self.zero_stage else 1
 
     @cached_property
     def ratio(self) -> float:
@@ -166,7 +171,7 @@ class Job:
     @property
     def offloaded_gradient_size(self) -> int:
         """Bytes of an element of a gradient that is copied to the CPU; sums are copied in their wide format."""
-        return self.element_size if self.num_micro_batches * self.mesh.data == 1 else self.wide_size
+        return self.element_size if self.num_micro_batches * self.num_copies == 1 else self.wide_size
 
     @property
     def masters_are_live(self) -> bool:
@@ -177,7 +182,7 @@ class Job:
     @cached_property
     def graph(self) -> bool:
         """Whether forward and backward are launched as one CUDA graph."""
-        return self.device_type == "cuda" and wants_graph(self.config, self.mesh.data)
+        return self.device_type == "cuda" and wants_graph(self.config, self.num_copies)
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -212,7 +217,18 @@ class Job:
         dtype, length = DTYPES[self.config.precision.dtype], self.shape.seq_length
         documents = (self.document_lengths or (length,)) if self.config.data.reset_attention_mask else None
         shape = BatchShape(self.tokens, length, dtype, self.device_type, documents)
-        return costs_of(self.layers, shape)
+        gathered, costs = self._gathered_bytes, costs_of(self.layers, shape)
+        return [replace(cost, kept=cost.kept + gathered) if cost.attention else cost for cost in costs]
+
+    @property
+    def _gathered_bytes(self) -> float:
+        """Bytes of gathered keys and values that attention keeps, for each token that a process has."""
+        if self.mesh.context == 1 or self.config.parallel.cp_comm_type != "allgather":
+            return 0.0
+        if "core_attn" in self.config.recompute.recompute_modules:
+            return 0.0
+        keys = self.shape.num_query_groups // self.mesh.tensor * self.shape.kv_channels
+        return 2.0 * keys * self.mesh.context * self.element_size
 
     @property
     def updates(self) -> tuple[Update, ...]:

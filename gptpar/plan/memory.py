@@ -261,7 +261,7 @@ def _end_buffers(job: Job, part: StagePart) -> float:
     whole, shard = _elements(job, part)
     travelling = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
     arriving = travelling * shard if job.zero_stage == 1 else 0
-    narrow = 2 * whole if travelling < job.wide_size and job.mesh.data > 1 and job.zero_stage < 2 else 0
+    narrow = 2 * whole if travelling < job.wide_size and job.num_copies > 1 and job.zero_stage < 2 else 0
     return arriving + narrow
 
 

@@ -37,7 +37,7 @@ def mirror_cost(job: Job, cluster: Cluster) -> MirrorCost | None:
     interval, mesh = job.config.recovery.mirror_interval, job.mesh
     if interval is None:
         return None
-    of_stage = [sum(_bytes(job, unit) for unit in job.table(part).units) / mesh.data for part in job.stages]
+    of_stage = [sum(_bytes(job, unit) for unit in job.table(part).units) / job.num_copies for part in job.stages]
     of_rank = [of_stage[mesh.position(rank, PIPELINE)] for rank in range(mesh.world_size)]
     ring = Ring.of([str(rank // cluster.gpus_per_node) for rank in range(mesh.world_size)])
     kept = [sum(of_rank[rank] for rank in ring.kept_by(machine)) for machine in range(len(ring.machines))]

@@ -42,7 +42,7 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
     yield from _offloads(plan)
     if plan.job.micro_batch_size > 1:
         yield {**plan.changes, d.MICRO_BATCH: plan.job.micro_batch_size // 2}
-    if mesh.data > 1:
+    if plan.job.num_copies > 1:
         for stage in range(plan.job.zero_stage + 1, 4):
             yield {**plan.changes, d.ZERO_STAGE: stage}
     if mesh.tensor > 1 and not parallel.sequence_parallel:

@@ -146,7 +146,8 @@ class _Costs:
         self._product_rate = max(self.memory_rate, cluster.peak * self._sustained.on_chip)
         mesh = job.mesh
         self._tensor_rate = cluster.bandwidth(mesh.tensor, 1)
-        self._data_rate = cluster.bandwidth(mesh.data, mesh.tensor)
+        self._data_rate = cluster.bandwidth(job.num_copies, mesh.tensor)
+        self._context_rate = cluster.bandwidth(mesh.context, mesh.tensor)
         self._times: dict[tuple[int, bool], StageTime] = {}
 
     def stage(self, part: StagePart) -> StageTime:
@@ -189,7 +190,7 @@ class _Costs:
         products = sum(self._product(job.tokens, product.inner, product.columns) for product in cost.products)
         attention = job.tokens * (cost.attention + cost.masked) / self._cluster.peak
         element = job.tokens * job.element_size / self.memory_rate
-        forward, backward = self._tensor_transfers(cost)
+        forward, backward = (there + self._context_transfer(cost) for there in self._tensor_transfers(cost))
         forward += products + attention / s.attention_forward + element * cost.forward + cost.forward_kernels * s.kernel
         backward += 2 * products + 2.5 * attention / s.attention_backward
         backward += element * cost.backward + cost.backward_kernels * s.kernel
@@ -210,6 +211,15 @@ class _Costs:
                 backward += splits * moved * alone
         return forward, backward
 
+    def _context_transfer(self, cost: Cost) -> float:
+        """Seconds in which attention sends heads over the context axis, in each pass."""
+        job, size, shape = self._job, self._job.mesh.context, self._job.shape
+        if size == 1 or not cost.attention:
+            return 0.0
+        heads = job.config.parallel.heads_sent(shape.num_attention_heads, shape.num_query_groups)
+        sent = heads[job.config.parallel.cp_comm_type] * shape.kv_channels * job.element_size
+        return sent * job.tokens * (size - 1) / self._context_rate + 2 * self._sustained.transfer
+
     def _transfer(self, width: int) -> tuple[float, float]:
         """(seconds for gathering all tokens' vectors or summing them, the fraction beside a product fused with it)."""
         job, size = self._job, self._job.mesh.tensor
@@ -226,7 +236,7 @@ class _Costs:
         job = self._job
         added = job.element_size + 2 * job.wide_size
         size = added if job.config.batch.adds_gradients(job.mesh.world_size) else 2 * job.element_size
-        alone = job.num_micro_batches == 1 and job.mesh.data == 1
+        alone = job.num_micro_batches == 1 and job.num_copies == 1
         size_on_host = 3 * job.element_size if alone else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
@@ -252,11 +262,11 @@ class _Costs:
             elements: number of a rank's parameters.
             stage: the stage's time for a micro-batch.
         """
-        job, mesh = self._job, self._job.mesh
-        if mesh.data == 1:
+        job, copies = self._job, self._job.num_copies
+        if copies == 1:
             return 0.0
         size = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
-        seconds_a_byte = (mesh.data - 1) / mesh.data / self._data_rate
+        seconds_a_byte = (copies - 1) / copies / self._data_rate
         reduced, gathered = elements * size * seconds_a_byte, elements * job.element_size * seconds_a_byte
         if job.zero_stage >= 2:
             gathers = 2 * gathered if job.zero_stage == 3 else 0.0

@@ -24,6 +24,7 @@ from gptpar.run.data import data_order, other_order
 from gptpar.run.progress import Progress
 from gptpar.run.same_run import Corpora, Rule
 from gptpar.run.stored import StoredRun, stored_run
+from gptpar.topology.tensor_parts import kind_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _begun_anew(c: CheckpointConfig, stored: StoredRun) -> StoredRun:
 def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> Iterator[str]:
     """Why the checkpoint's optimizer state cannot be taken over."""
     name, before = config.optimizer.optimizer, stored.config.optimizer.optimizer
-    kinds = {tensor.partition("/")[0] for tensor in manifest.tensors}
+    kinds = set(map(kind_of, manifest.tensors))
     of_matrices, of_others = updates_of(config.optimizer)
     states = {*of_others.states, *(of_matrices.states if of_matrices else ())}
     if "optimizer.optimizer" in stored.known and name != before and not _takes_over(name, before):

@@ -115,7 +115,7 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
         dtype,
         torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide,
         config.batch.adds_gradients(topology.mesh.world_size),
-        topology.device.type == "cuda" and wants_graph(config, topology.mesh.data),
+        topology.device.type == "cuda" and wants_graph(config, topology.mesh.size(*COPIES)),
         config.logging.log_num_zeros_in_grad,
     )
 

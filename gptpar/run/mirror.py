@@ -25,7 +25,8 @@ from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import GptparError
 from gptpar.reporting.banner import format_bytes
 from gptpar.run.progress import Progress
-from gptpar.run.resume import checkpoint_tensors, goes_on
+from gptpar.run.resume import goes_on
+from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.run.saving import Saving, Target
 from gptpar.run.trainer import Trainer
 from gptpar.system.host import available_memory

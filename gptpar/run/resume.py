@@ -1,14 +1,11 @@
-"""Decides what a GPT's checkpoint holds, from which one a run goes on, and restores the run."""
+"""Decides from which checkpoint a GPT's run goes on, and restores the run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from gptpar.checkpoint import (
     HINT_NAME,
@@ -19,10 +16,8 @@ from gptpar.checkpoint import (
     find_checkpoints,
     load_checkpoint,
     read_manifest,
-    save_checkpoint,
 )
 from gptpar.config import CheckpointConfig, Config, Flags
-from gptpar.engine.master_optimizer import Only
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
 from gptpar.optim.optimizers import updates_of
@@ -30,84 +25,12 @@ from gptpar.optim.schedule import Schedule
 from gptpar.run.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
 from gptpar.run.progress import Progress
 from gptpar.run.run_folder.branches import branch_with
+from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.run.trainer import Trainer
 from gptpar.system.restart import memory_folder
-from gptpar.topology.tensor_parts import TensorParts, joined
+from gptpar.topology.tensor_parts import kind_of
 
-RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, layer, kind, global token or head)"
 _NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
-
-
-def save(
-    trainer: Trainer,
-    progress: Progress,
-    inputs: Inputs,
-    *,
-    keep: int | None,
-    permit: Callable[[], None] | None = None,
-) -> Path:
-    """Write a checkpoint of this moment into the run folder; every process calls it.
-
-    Args:
-        keep, permit: see ``save_checkpoint``.
-    """
-    checkpoint = trainer.config.checkpoint
-    assert checkpoint.save is not None
-    tensors, meta = tensors_to_save(trainer), meta_of(trainer, progress, inputs)
-    how: dict[str, Any] = {"keep": keep, "permit": permit, "tokenizer_files": inputs.tokenizer_files}
-    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, **how)
-
-
-def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, TensorParts]:
-    """What a checkpoint of the run has, in the order in which steps overwrite it: all of one parameter, then the next.
-
-    Args:
-        only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
-    """
-    return joined(checkpoint_tensors(trainer, kinds=kinds_to_save(trainer), only=only), {})
-
-
-def kinds_to_save(trainer: Trainer) -> Collection[str]:
-    """The kinds of tensors in a checkpoint of the run: ``weights``, and the optimizer's states if these are saved."""
-    return _kinds_of(weights_only=trainer.config.checkpoint.no_save_optim) or trainer.engine.optimizer.vectors.keys()
-
-
-def _kinds_of(*, weights_only: bool) -> Collection[str] | None:
-    """Kinds of tensors; ``None``: all."""
-    return ("weights",) if weights_only else None
-
-
-def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
-    """What a checkpoint says of its run beside the tensors; ``stored_run`` reads it."""
-    return {
-        "progress": dataclasses.asdict(progress),
-        "optimizer_steps": trainer.engine.optimizer.steps_taken,
-        "loss_scale": trainer.loss_scale.state(),
-        "schedule": dataclasses.asdict(trainer.schedule),
-        "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
-        "tokenizer": inputs.tokenizer,
-        "corpora": inputs.corpora,
-        "data_order": inputs.data_order,
-        "config": trainer.config.to_dict(),
-        "torch": torch.__version__,
-        **({} if trainer.skip_step is None else {"skip_step": trainer.skip_step.state()}),
-        **({} if (experts := trainer.experts.state()) is None else {"experts": experts}),
-    }
-
-
-def checkpoint_tensors(
-    trainer: Trainer, *, kinds: Collection[str] | None = None, only: Only | None = None
-) -> dict[str, TensorParts]:
-    """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer.
-
-    Args:
-        kinds, only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
-    """
-    return {
-        f"{kind}/{name}": tensor
-        for kind, views in trainer.engine.optimizer.state_tensors(only, kinds).items()
-        for name, tensor in views.items()
-    }
 
 
 def folder_problems(config: CheckpointConfig) -> Iterator[str]:
@@ -229,7 +152,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if folder != Path(c.load):
         say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
     weights_only = c.finetune or c.no_load_optim
-    targets = checkpoint_tensors(trainer, kinds=_kinds_of(weights_only=weights_only))
+    targets = checkpoint_tensors(trainer, weights_only=weights_only)
     if weights_only and (missing := targets.keys() - manifest.tensors.keys()):
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
@@ -282,7 +205,7 @@ def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
 def _is_dropped(config: Config, name: str) -> bool:
     """Whether a tensor of a checkpoint may be a state that matrices have with AdamW and do not have with this run."""
     of_matrices, of_others = updates_of(config.optimizer)
-    kind = name.partition("/")[0]
+    kind = kind_of(name)
     return of_matrices is not None and kind in of_others.states and kind not in of_matrices.states
 
 

@@ -21,9 +21,11 @@ from gptpar.config import CheckpointConfig
 from gptpar.engine.ranges import Home
 from gptpar.exchange import Exports
 from gptpar.reporting.banner import format_bytes
-from gptpar.run import resume
+from gptpar.run.accept import Inputs
 from gptpar.run.progress import Progress
+from gptpar.run.saved_state import kinds_to_save, meta_of, tensors_to_save
 from gptpar.run.trainer import Trainer
+from gptpar.topology.tensor_parts import tensors_of
 
 KEPT_LOCALLY = 2
 """Checkpoints in ``--save-local``: the newest, and the one before it in case that is damaged."""
@@ -114,7 +116,7 @@ class Saving:
     def __init__(
         self,
         trainer: Trainer,
-        inputs: resume.Inputs,
+        inputs: Inputs,
         say: Callable[[str], None],
         flush: Callable[[], None] = lambda: None,
         permits: Sequence[Permit | None] = (),
@@ -135,8 +137,7 @@ class Saving:
         if not self._config.async_save:
             return "saving: training stands still meanwhile (--no-async-save)"
         place = "the GPU or the host" if torch.cuda.is_available() else "the host"
-        tensors = resume.tensors_to_save(self._trainer).values()
-        state = sum(part.nbytes for tensor in tensors for _, part in tensor.parts)
+        state = sum(part.nbytes for part in tensors_of(tensors_to_save(self._trainer).values()))
         return (
             "saving: training goes on while a checkpoint is written; state that a step is about to overwrite is copied "
             f"first if {place} has memory for the copy ({format_bytes(room.host_room())} are free on the host), else "
@@ -147,7 +148,7 @@ class Saving:
     def prepare(self) -> None:
         """Get memory for copies ready while the first steps run."""
         if self._config.async_save:
-            self._saver.prepare(resume.tensors_to_save(self._trainer).values())
+            self._saver.prepare(tensors_to_save(self._trainer).values())
 
     def votes(self) -> list[bool]:
         """For each target, whether its minutes are over by the main process's clock."""
@@ -205,8 +206,8 @@ class Saving:
         trainer.activity.note(f"saving the checkpoint of iteration {iteration}")
         if not target.in_memory:
             self._say(f"saving checkpoint at iteration {iteration:7d} to {target.folder}")
-        tensors = resume.tensors_to_save(trainer, Home.DEVICE)
-        meta = resume.meta_of(trainer, progress, self._inputs)
+        tensors = tensors_to_save(trainer, Home.DEVICE)
+        meta = meta_of(trainer, progress, self._inputs)
         permit = target.permit or (lambda: None)
         keeping: dict[str, Any] = {
             "keep": None if keep_all else target.keep,
@@ -226,14 +227,14 @@ class Saving:
             files_in_memory=target.files_in_memory,
             optional=target.in_memory,
             late=None if host is None else self._late,
-            late_bytes=0 if host is None else sum(host.bytes_of(kind) for kind in resume.kinds_to_save(trainer)),
+            late_bytes=0 if host is None else sum(host.bytes_of(kind) for kind in kinds_to_save(trainer)),
         )
         self._saver.begin(save, behind=self._config.async_save and not last, required=last, since=since)
 
     def _late(self) -> Late:
-        views = self._trainer.engine.optimizer.host_views(resume.kinds_to_save(self._trainer))
+        views = self._trainer.engine.optimizer.host_views(kinds_to_save(self._trainer))
         blocks = [values for of_kind in views.values() for _, _, values in of_kind]
-        return Late(blocks, partial(resume.tensors_to_save, self._trainer, views))
+        return Late(blocks, partial(tensors_to_save, self._trainer, views))
 
     def poll(self) -> None:
         """Tell of a save that is over by now."""
@@ -304,7 +305,7 @@ class Saving:
 @contextmanager
 def open_saving(
     trainer: Trainer,
-    inputs: resume.Inputs,
+    inputs: Inputs,
     say: Callable[[str], None],
     flush: Callable[[], None],
     permits: Sequence[Permit | None],

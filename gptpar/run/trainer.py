@@ -10,6 +10,7 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.roles import Role
+from gptpar.context_parallel import ContextSplit, divide_attention
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
@@ -76,6 +77,8 @@ class Trainer:
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
+        self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
+        divide_attention(self.pipeline.modules(), topology, self._split)
         if config.precision.compile and topology.device.type == "cuda":
             for stage in self.pipeline.stages_here:
                 stage.compile_layers(made.model.names(Role.BLOCK))
@@ -136,6 +139,7 @@ class Trainer:
         Returns:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
+        batches = self._own(batches)
         self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.size(*COPIES)))
         self._iteration = iteration
         self._note("forward and backward")
@@ -171,8 +175,11 @@ class Trainer:
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self.topology.position(DATA)
+        device, rows = self.topology.device, None
+        if self._split.size > 1:
+            rows = self._split.places(len(tokens), self.config.model.seq_length).flatten().to(device, torch.int32)
         words = self.config.data.seed, self._iteration, place
-        return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, self.topology.device)}
+        return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, device, rows)}
 
     def update(
         self,
@@ -258,7 +265,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """The mean loss of one global batch without dropout, over all processes."""
-        losses = self._losses(batches)
+        losses = self._losses(self._own(batches))
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
         return self.topology.sum_over_all(self._addend_of_mean(mean))
 
@@ -268,7 +275,7 @@ class Trainer:
 
         Unlike the mean of :meth:`evaluate`, this is right where micro-batches differ in the tokens that count.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self.topology.device)
+        sums, batches = torch.zeros(2, dtype=torch.float64, device=self.topology.device), self._own(batches)
         for loss, batch in zip(self._losses(batches), batches, strict=False):  # only the last stage has losses
             count = batch.num_counted
             sums += torch.stack([loss.double() * count, torch.full_like(sums[0], count)])
@@ -280,11 +287,17 @@ class Trainer:
         self.pipeline.eval()
         return self.pipeline.evaluate([_stage_input(batch, None) for batch in self._on_device(batches)])
 
+    def _own(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This process's tokens of its micro-batches."""
+        return [self._split.own_batch(batch) for batch in batches]
+
     def _on_device(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         return [batch.to(self.topology.device, non_blocking=True) for batch in batches]
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None, loss_divisor: torch.Tensor | None = None) -> StageInput:
+    if loss_divisor is None and batch.counted is not None:  # where no label counts, each addend is 0 already
+        loss_divisor = batch.counted.clamp(min=torch.finfo(torch.float32).tiny)
     fields = {
         "labels": batch.labels_BS,
         "loss_mask": batch.loss_mask_BS,

@@ -10,7 +10,7 @@ import zlib
 import torch
 
 from gptpar.system import native
-from gptpar.system.blocks import copy_bytes
+from gptpar.system.regions import copy_bytes
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def crc32(data: torch.Tensor, before: int = 0) -> int:
 
 
 def copy_with_crc32(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy a tensor's row-major bytes (:func:`~gptpar.system.blocks.copy_bytes`); returns their CRC-32.
+    """Copy a tensor's row-major bytes (:func:`~gptpar.system.regions.copy_bytes`); returns their CRC-32.
 
     On the host the bytes are read once for both.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+import ctypes
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
-
-from gptpar.system.blocks import row_major_blocks, span
 
 PIECE_BYTES = 8 << 20
 """Bytes that are copied, read and written at a time."""
@@ -46,6 +45,7 @@ class MemoryRegion:
 
     Attributes:
         source: the tensor that has the bytes; ``None``: nobody needs them any more.
+        blocks: views of it of at most ``PIECE_BYTES`` each, in row-major order.
         start, stop: addresses that must not be overwritten; equal if nobody else uses this memory.
         num_bytes: bytes of the region.
         num_unread: pieces that the save has not read yet.
@@ -55,6 +55,7 @@ class MemoryRegion:
     """
 
     source: torch.Tensor | None
+    blocks: tuple[torch.Tensor, ...]
     start: int
     stop: int
     num_bytes: int
@@ -80,7 +81,7 @@ class Piece:
 
     Attributes:
         region: the region that has the piece.
-        index: the piece's place among the pieces of its region.
+        index: the piece's place among the region's blocks.
         num_bytes: the piece's bytes.
     """
 
@@ -89,38 +90,49 @@ class Piece:
     num_bytes: int
 
 
-def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
-    """A tensor's pieces. If it is contiguous, each piece is a region; another tensor, or a clone, is one region."""
-    tensor = tensor.detach()
-    if clone:
-        tensor = tensor.clone()
-    blocks = blocks_of(tensor)
-    if tensor.is_contiguous() and not clone:
-        first = tensor.data_ptr()
-        for block in blocks:
-            last = first + block.nbytes
-            yield Piece(MemoryRegion(block, first, last, last - first, 1), 0, last - first)
-            first = last
-        return
-    first, last = span(tensor)
-    region = MemoryRegion(tensor, first, first if clone else last, last - first, len(blocks))
-    for index, block in enumerate(blocks):
-        yield Piece(region, index, block.nbytes)
+def pieces_of(
+    tensors: Iterable[torch.Tensor], clones: Callable[[torch.Tensor], bool] | None = None
+) -> list[list[Piece]]:
+    """Each tensor's pieces. If it is contiguous, each piece is a region; another tensor, or a clone, is one region.
+
+    Args:
+        clones: whether a tensor is cloned; default: none is.
+    """
+    return [_pieces_of(tensor.detach(), clones is not None and clones(tensor)) for tensor in tensors]
+
+
+def _pieces_of(tensor: torch.Tensor, clone: bool) -> list[Piece]:
+    if not clone and tensor.is_contiguous():
+        return [Piece(_region(block, False), 0, block.nbytes) for block in row_major_blocks(tensor, PIECE_BYTES)]
+    region = _region(tensor.clone() if clone else tensor, clone)
+    return [Piece(region, index, block.nbytes) for index, block in enumerate(region.blocks)]
+
+
+def _region(source: torch.Tensor, clone: bool) -> MemoryRegion:
+    first, last = span(source)
+    blocks = tuple(row_major_blocks(source, PIECE_BYTES))
+    return MemoryRegion(source, blocks, first, first if clone else last, last - first, len(blocks))
+
+
+def regions_of(pieces: Iterable[Sequence[Piece]]) -> list[MemoryRegion]:
+    """The regions that the pieces of tensors are in, each once."""
+    return list(dict.fromkeys(piece.region for of_tensor in pieces for piece in of_tensor))
 
 
 class GuardedRegions:
-    """Regions of memory that training uses, too, by their addresses."""
+    """Those of some regions that training uses, too, by their addresses."""
 
-    def __init__(self, regions: Iterable[MemoryRegion]):
-        self._regions = sorted(regions, key=lambda one: one.start)
+    def __init__(self, regions: Iterable[MemoryRegion] = ()):
+        self._regions = sorted((one for one in regions if one.is_guarded), key=lambda one: one.start)
         self._starts = [one.start for one in self._regions]
         self._longest = max((one.stop - one.start for one in self._regions), default=0)
 
-    def __iter__(self) -> Iterator[MemoryRegion]:
-        return iter(self._regions)
+    def __len__(self) -> int:
+        return len(self._regions)
 
-    def overlapping(self, start: int, stop: int) -> Iterator[MemoryRegion]:
-        """The regions that have any of these addresses."""
+    def overlapping(self, tensor: torch.Tensor) -> Iterator[MemoryRegion]:
+        """The regions that have any of a tensor's addresses."""
+        start, stop = span(tensor)
         place = bisect_left(self._starts, stop) - 1
         while place >= 0 and self._starts[place] > start - self._longest:
             region = self._regions[place]
@@ -128,31 +140,26 @@ class GuardedRegions:
                 yield region
             place -= 1
 
+    def live(self, block: torch.Tensor) -> list[MemoryRegion]:
+        """The regions whose bytes are still needed in a block's memory."""
+        return [region for region in self.overlapping(block) if region.is_live]
+
 
 class GuardedSpans:
     """Blocks of memory that do not overlap, by their addresses."""
 
-    def __init__(self, blocks: Iterable[torch.Tensor]):
+    def __init__(self, blocks: Iterable[torch.Tensor] = ()):
         self._spans = sorted(span(block) for block in blocks if block.numel())
         self._starts = [start for start, _ in self._spans]
 
-    def overlap(self, tensor: torch.Tensor) -> bool:
-        """Whether one of the blocks has any of a tensor's addresses."""
-        start, stop = span(tensor)
+    def overlap(self, start: int, stop: int) -> bool:
+        """Whether one of the blocks has any of these addresses."""
         place = bisect_left(self._starts, stop) - 1
         return place >= 0 and self._spans[place][1] > start
 
-
-def outside(regions: Iterable[MemoryRegion], blocks: Iterable[torch.Tensor]) -> list[MemoryRegion]:
-    """The regions that lie outside all of these blocks of memory."""
-    spans = sorted(map(span, blocks))
-    starts = [start for start, _ in spans]
-
-    def is_outside(region: MemoryRegion) -> bool:
-        place = bisect_right(starts, region.start) - 1
-        return place < 0 or region.start >= spans[place][1]
-
-    return list(filter(is_outside, regions))
+    def outside(self, regions: Iterable[MemoryRegion]) -> list[MemoryRegion]:
+        """Those of some regions that training uses, too, and that lie outside all of the blocks."""
+        return [one for one in regions if one.is_guarded and not self.overlap(one.start, one.stop)]
 
 
 def sizes_of_copies(tensors: Iterable[torch.Tensor], exchanged: Iterable[torch.Tensor] = ()) -> Iterator[int]:
@@ -162,11 +169,47 @@ def sizes_of_copies(tensors: Iterable[torch.Tensor], exchanged: Iterable[torch.T
         exchanged: see :class:`~gptpar.system.snapshot.Snapshot`.
     """
     blocks = list(exchanged)
-    regions = dict.fromkeys(piece.region for tensor in tensors for piece in pieces_of(tensor, clone=False))
-    yield from (region.num_bytes for region in outside(regions, blocks))
+    yield from (region.num_bytes for region in GuardedSpans(blocks).outside(regions_of(pieces_of(tensors))))
     yield from (block.numel() for block in blocks)
 
 
-def blocks_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of at most ``PIECE_BYTES`` in row-major order."""
-    return tuple(row_major_blocks(tensor, PIECE_BYTES))
+def row_major_blocks(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
+    """Consecutive parts of a tensor, each a view of at most ``max_bytes``, in the order of its row-major bytes.
+
+    The parts depend on shape, strides and number format alone. Those of a contiguous tensor are contiguous.
+    """
+    if not tensor.numel():
+        return
+    if tensor.nbytes <= max_bytes:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from tensor.view(-1).split(max_bytes // tensor.itemsize)
+    elif rows := max_bytes // tensor[0].nbytes:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from row_major_blocks(row, max_bytes)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """(first address, address past the last) of the memory of a tensor's elements; (0, 0) if it has none."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+@torch.no_grad()
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor's row-major bytes to ``target`` [bytes], uint8, on the host; complete when this returns.
+
+    A contiguous tensor on the host is copied by this thread alone: torch's copy would wake all of its threads.
+    """
+    source = source.contiguous()
+    if source.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # ctypes releases Python's lock
+        return
+    flat = source.as_strided((source.numel(),), (1,)).view(torch.uint8)
+    target.copy_(flat, non_blocking=target.is_pinned())
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()

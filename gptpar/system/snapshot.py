@@ -15,15 +15,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
 from gptpar.errors import NotSavedError
-from gptpar.system.blocks import copy_bytes, span
 from gptpar.system.regions import (
     PIECE_BYTES,
     Borrowed,
@@ -32,9 +32,11 @@ from gptpar.system.regions import (
     MemoryRegion,
     Piece,
     RegionState,
-    blocks_of,
-    outside,
+    copy_bytes,
     pieces_of,
+    regions_of,
+    row_major_blocks,
+    span,
 )
 from gptpar.system.spare_memory import SpareMemory
 
@@ -55,7 +57,7 @@ class Snapshot:
         tensors: in the order in which the save will read them; who overwrites one calls :meth:`before_write` first.
         room: bytes of host memory that copies may take.
         clones: whether a tensor is cloned at once, on its device: there may be room on a GPU, or whoever overwrites
-            it does not ask.
+            it does not ask; default: none is.
         spare: where copies get their memory from; default: from the system.
         exchanged: blocks of memory whose owner calls :meth:`exchange`: they are not copied ahead.
         more: whether :meth:`hold` and :meth:`add` follow.
@@ -72,7 +74,7 @@ class Snapshot:
         tensors: Iterable[torch.Tensor],
         room: int = 0,
         *,
-        clones: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        clones: Callable[[torch.Tensor], bool] | None = None,
         spare: SpareMemory | None = None,
         exchanged: Iterable[torch.Tensor] = (),
         more: bool = False,
@@ -84,16 +86,19 @@ class Snapshot:
         self._changed = threading.Condition()
         self._pieces: dict[int, list[Piece]] = {}
         self._tensors: list[torch.Tensor] = []  # alive, so that their ids are theirs alone
-        self._guarded = GuardedRegions([])
+        self._regions: list[MemoryRegion] = []
+        self._guarded = GuardedRegions()
         self._ahead: deque[MemoryRegion] = deque()
-        self._held = GuardedSpans([])
+        self._held = GuardedSpans()
         self._exchanged_early: list[Borrowed] = []  # of blocks whose parts were not known
         self._is_held, self._complete = threading.Event(), threading.Event()
-        self._take(tensors, clones, exchanged, completes=not more)
+        self._take(tensors, exchanged, clones, completes=not more)
         device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
-        self._stream = None if device is None else _stream_beside(device)
+        self._on_stream: Callable[[], AbstractContextManager[object]] = (
+            nullcontext if device is None else partial(torch.cuda.stream, _stream_beside(device))
+        )
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(NUM_BUFFERS if device is not None and any(self._guarded) and room else 0):
+        for _ in range(NUM_BUFFERS if device is not None and self._guarded and room else 0):
             self._staging.put(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
 
     def hold(self, blocks: Iterable[torch.Tensor]) -> None:
@@ -112,7 +117,7 @@ class Snapshot:
         Args:
             exchanged: see :class:`Snapshot`; as it was at :meth:`hold`.
         """
-        self._take(tensors, lambda tensor: False, exchanged, completes=True)
+        self._take(tensors, exchanged, completes=True)
 
     def _end_holding(self) -> None:
         """All parts are known; the caller holds the lock."""
@@ -125,46 +130,38 @@ class Snapshot:
 
     def wait_until_held(self) -> None:
         """Return when :meth:`hold` was called, or the save is over."""
+        self._wait(self._is_held)
+
+    def _wait(self, event: threading.Event) -> None:
         started = time.perf_counter()
-        self._is_held.wait()
+        event.wait()
         self.waited_s += time.perf_counter() - started
 
     def _holds(self, tensor: torch.Tensor) -> bool:
-        return not self._complete.is_set() and self._held.overlap(tensor)
-
-    def _wait_if_held(self, tensor: torch.Tensor) -> None:
-        if self._holds(tensor):
-            started = time.perf_counter()
-            self._complete.wait()
-            self.waited_s += time.perf_counter() - started
+        return not self._complete.is_set() and self._held.overlap(*span(tensor))
 
     def _take(
         self,
         tensors: Iterable[torch.Tensor],
-        clones: Callable[[torch.Tensor], bool],
         exchanged: Iterable[torch.Tensor],
+        clones: Callable[[torch.Tensor], bool] | None = None,
         *,
         completes: bool,
     ) -> None:
         more = list(tensors)
-        pieces = {id(tensor): list(pieces_of(tensor, clones(tensor))) for tensor in more}
-        regions = dict.fromkeys(piece.region for of_tensor in pieces.values() for piece in of_tensor)
-        guarded = [region for region in regions if region.is_guarded]
-        ahead, index = outside(guarded, exchanged), GuardedRegions([*self._guarded, *guarded])
+        pieces = pieces_of(more, clones)
+        regions = [*self._regions, *(new := regions_of(pieces))]
+        ahead, guarded = GuardedSpans(exchanged).outside(new), GuardedRegions(regions)
         with self._changed:
             self._tensors += more
-            self._pieces |= pieces
+            self._pieces |= zip(map(id, more), pieces, strict=True)
             self._ahead += ahead
-            self._guarded = index
+            self._regions, self._guarded = regions, guarded
             for borrowed in self._exchanged_early:
-                self._keep_in(borrowed, self._needed(borrowed.block))
+                self._keep_in(borrowed, guarded.live(borrowed.block))
             if completes:
                 self._end_holding()
             self._changed.notify_all()
-
-    def _regions(self) -> Iterator[MemoryRegion]:
-        """All of them; one with several pieces comes several times."""
-        return (piece.region for pieces in self._pieces.values() for piece in pieces)
 
     def pieces(self, tensor: torch.Tensor) -> Sequence[Piece]:
         """One of the snapshot's tensors, in order; none of a tensor without elements.
@@ -178,7 +175,7 @@ class Snapshot:
         """Release all tensors but these: other processes hold the same bytes and write them."""
         read = {piece.region for tensor in tensors for piece in self.pieces(tensor)}
         with self._changed:
-            for region in set(self._regions()) - read:
+            for region in set(self._regions) - read:
                 self._finish(region)
             self._changed.notify_all()
 
@@ -192,12 +189,12 @@ class Snapshot:
         """
         region = piece.region
         with self._changed:
-            source, is_live = region.source, region.state is not RegionState.KEPT
-            assert source is not None, "a piece was read twice, or after the end"
+            assert region.blocks, "a piece was read twice, or after the end"
+            block, is_live = region.blocks[piece.index], region.state is not RegionState.KEPT
             region.readers += is_live
         try:
             with self._on_stream():
-                return take(blocks_of(source)[piece.index])
+                return take(block)
         finally:
             with self._changed:
                 region.readers -= is_live
@@ -235,8 +232,9 @@ class Snapshot:
             NotSavedError: memory has no room, and the save hangs.
         """
         for tensor in tensors:
-            self._wait_if_held(tensor)
-            for region in self._guarded.overlapping(*span(tensor)):
+            if self._holds(tensor):
+                self._wait(self._complete)
+            for region in self._guarded.overlapping(tensor):
                 if region.is_live or region.readers:
                     started = time.perf_counter()
                     self._free(region)
@@ -274,9 +272,9 @@ class Snapshot:
             one is given.
         """
         with self._changed:
-            while any(region.state is RegionState.COPYING for region in self._needed(block)):
+            while any(region.state is RegionState.COPYING for region in self._guarded.live(block)):
                 self._changed.wait()
-            is_held, needed = self._holds(block), self._needed(block)
+            is_held, needed = self._holds(block), self._guarded.live(block)
             if not (needed or is_held) or block.numel() > self._room:
                 return None
             try:
@@ -302,10 +300,7 @@ class Snapshot:
         if self._holds(block):
             return True
         with self._changed:
-            return bool(self._needed(block))
-
-    def _needed(self, block: torch.Tensor) -> list[MemoryRegion]:
-        return [region for region in self._guarded.overlapping(*span(block)) if region.is_live]
+            return bool(self._guarded.live(block))
 
     # Copies. The caller holds the lock, but for `_copy`.
 
@@ -338,6 +333,7 @@ class Snapshot:
             if region.state is RegionState.COPYING and kept is not None:
                 assert memory is not None
                 region.state, region.source, region.borrowed = RegionState.KEPT, kept, Borrowed(memory)
+                region.blocks = tuple(row_major_blocks(kept, PIECE_BYTES))
             else:
                 region.state = RegionState.LIVE if region.state is RegionState.COPYING else region.state
                 self._room += region.num_bytes
@@ -364,24 +360,18 @@ class Snapshot:
         if borrowed is not None:
             borrowed.num_regions -= 1
             self._give_back_if_free(borrowed)
-        region.state, region.source, region.borrowed = RegionState.DONE, None, None
+        region.state, region.source, region.blocks, region.borrowed = RegionState.DONE, None, (), None
 
     def _give_back_if_free(self, borrowed: Borrowed) -> None:
         if not borrowed.num_regions:
             self._room += borrowed.block.numel()
             self._spare.give_back(borrowed.block)
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """A stream of the snapshot, which follows the work that was launched before the snapshot was taken."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            yield
-
     def close(self) -> None:
         """Release everything; the save reads no longer."""
         with self._changed:
             self._end_holding()
-            for region in self._regions():
+            for region in self._regions:
                 self._finish(region)
             self._changed.notify_all()
         self.closed.set()

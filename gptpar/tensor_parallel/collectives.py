@@ -54,7 +54,15 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-class _Collective(torch.autograd.Function):
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row r of each rank goes to rank r; the result has the rows from all ranks, in the order of ranks."""
+    x = x.contiguous()
+    exchanged = torch.empty_like(x)
+    dist.all_to_all_single(exchanged, x, group=group)
+    return exchanged
+
+
+class Collective(torch.autograd.Function):
     """One collective forward, another one backward."""
 
     @staticmethod
@@ -71,22 +79,22 @@ class _Collective(torch.autograd.Function):
 
 def gather_tokens(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """The tokens of all ranks; backward sums the ranks' gradients and keeps this rank's tokens."""
-    return x if axis.size == 1 else _Collective.apply(x, axis.group, gather, reduce_scatter)
+    return x if axis.size == 1 else Collective.apply(x, axis.group, gather, reduce_scatter)
 
 
 def scatter_sum_tokens(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """This rank's tokens of the sum over ranks; backward gathers the gradients of all tokens."""
-    return x if axis.size == 1 else _Collective.apply(x, axis.group, reduce_scatter, gather)
+    return x if axis.size == 1 else Collective.apply(x, axis.group, reduce_scatter, gather)
 
 
 def sum_over(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """The sum over ranks; backward passes the gradient on, since every rank has the same."""
-    return x if axis.size == 1 else _Collective.apply(x, axis.group, all_reduce, None)
+    return x if axis.size == 1 else Collective.apply(x, axis.group, all_reduce, None)
 
 
 def copy_to(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """The tensor itself, which is equal on all ranks; they use it differently, so backward sums the gradients."""
-    return x if axis.size == 1 else _Collective.apply(x, axis.group, None, all_reduce)
+    return x if axis.size == 1 else Collective.apply(x, axis.group, None, all_reduce)
 
 
 def symmetric_memory_works(group: dist.ProcessGroup) -> bool:

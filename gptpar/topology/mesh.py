@@ -13,6 +13,8 @@ from functools import cache, cached_property
 
 TENSOR = "tensor"
 """The axis of ranks that split each layer."""
+CONTEXT = "context"
+"""The axis of ranks that hold the same weights and different tokens of the same samples."""
 DATA = "data"
 """The axis of ranks that hold the same weights and different samples."""
 EXPERT = "expert"
@@ -22,12 +24,12 @@ EXPERT_DATA = "expert_data"
 PIPELINE = "pipeline"
 """The axis of ranks that hold different layers and pass activations to each other."""
 
-ROWS = (TENSOR, EXPERT, EXPERT_DATA, PIPELINE)
+ROWS = (TENSOR, CONTEXT, EXPERT, EXPERT_DATA, PIPELINE)
 """How ranks are numbered, the fastest axis first: a tensor group, whose ranks exchange most, has neighbouring ranks and
 thus one machine."""
 PARTS = {DATA: (EXPERT, EXPERT_DATA)}
 """Axis -> the rows that it consists of, for axes that are no row."""
-COPIES = (EXPERT, EXPERT_DATA)
+COPIES = (CONTEXT, EXPERT, EXPERT_DATA)
 """The rows whose ranks hold copies of a parameter that no axis splits, and read different tokens."""
 
 
@@ -43,6 +45,7 @@ class Mesh:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         if self.data % self.expert:
@@ -88,7 +91,8 @@ class Mesh:
     def describe(self) -> str:
         """For example ``dp2 x tp2 x pp1``."""
         expert = f" x ep{self.expert}" if self.expert > 1 else ""
-        return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}{expert}"
+        context = f" x cp{self.context}" if self.context > 1 else ""
+        return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}{context}{expert}"
 
     def _stride(self, row: str) -> int:
         """The difference of the ranks of neighbours on a row."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -158,13 +159,13 @@ class ParameterInfo:
             expected *= self.shape[dim]
         return True
 
-    @property
+    @cached_property
     def memory_order(self) -> tuple[int, ...]:
         """The dims in the order of their strides, the largest stride first."""
         dims = range(len(self.shape))
         return tuple(dims if self.strides is None else sorted(dims, key=self.strides.__getitem__, reverse=True))
 
-    @property
+    @cached_property
     def full_shape(self) -> torch.Size:
         """Shape of the whole parameter."""
         sizes = list(self.shape)
@@ -180,7 +181,7 @@ class ParameterInfo:
             sizes[split.dim] = split.longest
         return torch.Size(sizes)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Position of this rank's part in the whole parameter, one number for each dim."""
         starts = {split.dim: split.start for split in self.placement.value.values()}

@@ -5,7 +5,7 @@ A box is a rectangular part of a global tensor. Any range of a row-major array c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -63,6 +63,25 @@ def whole(tensor: torch.Tensor) -> TensorParts:
 def as_parts(tensor: torch.Tensor | TensorParts) -> TensorParts:
     """The same as :class:`TensorParts`: a plain tensor is held whole."""
     return whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def tensors_of(held: Iterable[TensorParts]) -> list[torch.Tensor]:
+    """This process's parts of several tensors, in their order."""
+    return [part for one in held for _, part in one.parts]
+
+
+def named(kinds: Mapping[str, Mapping[str, TensorParts]]) -> dict[str, TensorParts]:
+    """The tensors of a checkpoint by name: ``KIND/NAME``, such as ``weights/NAME`` or ``exp_avg/NAME``.
+
+    Args:
+        kinds: kind of tensors -> a parameter's, buffer's or entry's name -> its parts.
+    """
+    return {f"{kind}/{name}": parts for kind, of_kind in kinds.items() for name, parts in of_kind.items()}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a checkpoint's tensor."""
+    return name.partition("/")[0]
 
 
 def joined(tensors: Mapping[str, TensorParts], more: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
@@ -148,3 +167,28 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def box_view(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
     """The part of `tensor` that `box` covers, if the tensor's first element lies at `origin` of the global tensor."""
     return tensor[tuple(slice(o - at, o - at + n) for o, n, at in zip(*box, origin, strict=True))]
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box common to both, or None."""
+    lows = tuple(map(max, a[0], b[0]))
+    highs = [min(ao + an, bo + bn) for ao, an, bo, bn in zip(*a, *b, strict=True)]
+    sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
+    return (lows, sizes) if all(size > 0 for size in sizes) else None
+
+
+def first_overlap(shape: Sequence[int], boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes with an element in common; ``None``: there are none.
+
+    The boxes are taken in order along one dim, and each is compared with those alone that reach past its first index.
+    Along that dim the boxes are shortest, compared with the tensor.
+    """
+    dim = min(range(len(shape)), key=lambda d: sum(sizes[d] for _, sizes in boxes) / max(shape[d], 1), default=0)
+    reaching: list[Box] = []  # boxes that reach past the place where the next one begins
+    for box in sorted(boxes, key=lambda box: box[0][dim:]):
+        reaching = [other for other in reaching if other[0][dim] + other[1][dim] > box[0][dim]] if shape else reaching
+        for other in reaching:
+            if overlap(box, other) is not None:
+                return other, box
+        reaching.append(box)
+    return None

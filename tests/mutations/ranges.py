@@ -86,8 +86,8 @@ RANGES = [
     Mutation(
         "boxes-of-a-convolution-as-if-it-were-row-major",
         TABLE,
-        "one.first + one.length, values, info.memory_order",
-        "one.first + one.length, values, None",
+        "elements.to(dtype), info.memory_order",
+        "elements.to(dtype), None",
         (ROUND_TRIP,),
     ),
     Mutation(
@@ -100,8 +100,8 @@ RANGES = [
     Mutation(
         "empty-parameter-left-out-of-checkpoints",
         "gptpar/engine/master_optimizer.py",
-        "            if not param.info.full_shape.numel() and self._has(param.group, kind):\n",
-        "            if False:\n",
+        "self.master.dtype, empty)",
+        "self.master.dtype)",
         ("tests/unit/engine/test_strides.py::test_a_checkpoint_brings_every_value_back",),
     ),
     Mutation(

@@ -53,7 +53,7 @@ STATE = [
     ),
     Mutation(
         "box-written-by-two-ranks",
-        "gptpar/checkpoint/tiling.py",
+        "gptpar/topology/tensor_parts.py",
         "return (lows, sizes) if all(size > 0 for size in sizes) else None",
         "return None",
         ("tests/ranks/test_checkpoint_ranks.py::test_a_layout_with_holes_or_overlaps_is_never_a_checkpoint",),
@@ -182,8 +182,8 @@ STATE = [
     Mutation(
         "held-state-overwritten-before-its-parts-are-taken",
         "gptpar/system/snapshot.py",
-        "            self._complete.wait()\n",
-        "",
+        "                self._wait(self._complete)\n",
+        "                pass\n",
         (LATE,),
     ),
     Mutation(

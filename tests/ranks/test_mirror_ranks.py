@@ -18,7 +18,7 @@ from gptpar.checkpoint.manifest import MANIFEST_NAME, file_of
 from gptpar.checkpoint.tokenizer_copy import FOLDER, KEY, damaged_copy
 from gptpar.config import Config
 from gptpar.errors import GptparError
-from gptpar.run import mirror, resume
+from gptpar.run import mirror, resume, saved_state
 from gptpar.run.mirror import open_copies, open_mirror, restore
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving
@@ -104,7 +104,7 @@ class Node:
     def files_read(self) -> set[str]:
         """By this process, of the newest copy."""
         manifest = read_manifest(find_checkpoints(self.memory)[0][1])
-        return files_read(manifest, resume.checkpoint_tensors(self.trainer))
+        return files_read(manifest, saved_state.checkpoint_tensors(self.trainer))
 
     def ranks_kept(self, node: int) -> set[int]:
         before = (node - 1) % self.count
@@ -230,7 +230,7 @@ def room_is_looked_for_on_each_machine(rank: int, mesh: Mesh, per_node: int, wor
     node = Node(rank, mesh, per_node, words, root)
     node.start()
     node.trainer.close()
-    kept = sum(part.nbytes for one in resume.tensors_to_save(node.trainer).values() for _, part in one.parts)
+    kept = sum(part.nbytes for one in saved_state.tensors_to_save(node.trainer).values() for _, part in one.parts)
     machine = Copies(node.memory, node.copies.ring, print)
     needed = mirror.Mirror(machine, INTERVAL).prepare(node.trainer, 0)
     sizes = sum(dist_each(kept))

@@ -16,7 +16,6 @@ from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError
-from gptpar.run import resume
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving
 from gptpar.run.trainer import Trainer
@@ -24,6 +23,7 @@ from gptpar.topology.mesh import DATA, Mesh
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 from tests.unit.offload.tiny_runs import OFFLOAD, hash_of
+from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
 CASES = {
@@ -63,7 +63,7 @@ def save_both_ways(rank: int, mesh: Mesh, words: str, root: Path) -> None:
     done = Progress(3, consumed_samples=12, scheduled_samples=12)
     still = config.update("checkpoint", save=str(root / "still"))
     trainer.config = still
-    resume.save(trainer, done, inputs_of(still), keep=None)
+    saved_runs.save(trainer, done, inputs_of(still), keep=None)
     trainer.config = config
 
     behind.begin(behind.targets[0], done, keep_all=False)

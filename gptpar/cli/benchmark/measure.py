@@ -34,6 +34,7 @@ from gptpar.run.assemble import open_run
 from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.run.loop import Run
 from gptpar.run.reporter import device_peak
+from gptpar.topology.mesh import COPIES
 from gptpar.topology.world import world_from_environment
 
 OF_A_RUN = ("checkpoint", "logging", "recovery")
@@ -154,7 +155,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "recompute": config.recompute.recompute_granularity,
         "optimizer": config.optimizer.optimizer,
         **_cpu_optimizer(run.config, records),
-        "cuda_graph": on_gpu and wants_graph(run.config, topology.mesh.data),
+        "cuda_graph": on_gpu and wants_graph(run.config, topology.mesh.size(*COPIES)),
         "precision": config.precision.dtype,
         "steps": len(ms),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

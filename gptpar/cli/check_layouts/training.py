@@ -15,7 +15,7 @@ from gptpar.config import Config
 from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE
-from gptpar.run.resume import checkpoint_tensors
+from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA

@@ -27,6 +27,11 @@ def check_experts(flags: Flags) -> Iterator[str]:
         yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
     if m.mup:
         yield "--mup has no rule for experts: leave it out, or train a model with --num-experts 1."
+    if flags.parallel.context_parallel_size > 1:
+        yield (
+            f"--context-parallel-size {flags.parallel.context_parallel_size} and --num-experts {m.num_experts} are not "
+            "proved together yet: drop one of them."
+        )
     yield from _tensor(flags)
 
 

@@ -18,15 +18,22 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if tensor < 1 or pipeline < 1:
         return  # told as out of range
-    if world_size % p.model_parallel_size:
+    context = p.context_parallel_size
+    unit = p.model_parallel_size * max(1, context)
+    if world_size % unit:
+        sizes, axes = f"{tensor} x {pipeline}", "tensor x pipeline"
+        if context > 1:
+            sizes, axes = f"{sizes} x {context}", f"{axes} x context"
         yield (
-            f"{world_size} processes cannot be cut into groups of {tensor} x {pipeline} = {p.model_parallel_size} "
-            f"(tensor x pipeline): start a multiple of {p.model_parallel_size}, or lower one of the sizes."
+            f"{world_size} processes cannot be cut into groups of {sizes} = {unit} ({axes}): start a multiple of "
+            f"{unit}, or lower one of the sizes."
         )
     if p.data_parallel_sharding_strategy is not None and not p.use_megatron_fsdp:
         yield "--data-parallel-sharding-strategy is for --use-megatron-fsdp: give that flag, too, or --zero-stage N."
     yield from _experts(flags, p.data_parallel_size(world_size))
     yield from _tensor(flags)
+    if context > 1:
+        yield from _context(flags)
     yield from _pipeline(flags)
     yield from _zero(flags)
 
@@ -58,9 +65,45 @@ def _tensor(flags: Flags) -> Iterator[str]:
         yield from _sequence(flags, size)
 
 
+def _context(flags: Flags) -> Iterator[str]:
+    """Each process must have equally many tokens of a sample, and whole samples are nowhere."""
+    m, p = flags.model, flags.parallel
+    size = p.context_parallel_size
+    parts = 2 * size if p.cp_comm_type == "allgather" else size
+    name = f"--context-parallel-size {size} with --cp-comm-type {p.cp_comm_type}"
+    if m.seq_length and m.seq_length % parts:
+        near = max(parts, round(m.seq_length / parts) * parts)
+        yield f"{name}: --seq-length {m.seq_length} is not divisible by {parts}: the nearest length is {near}."
+    yield from _context_heads(flags, name)
+    if flags.logging.eval_tasks:
+        yield f"{name}: --eval-tasks needs whole samples in each process: use gptpar evaluate on a checkpoint."
+
+
+def _context_heads(flags: Flags, name: str) -> Iterator[str]:
+    """By a2a each process must have equally many heads, and dropout is that of one process only there."""
+    m, p = flags.model, flags.parallel
+    size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
+    heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))
+    if p.cp_comm_type == "a2a" and heads % size:
+        fit = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
+        yield (
+            f"{name}: {heads} heads of a tensor rank are not divisible by {size}: give --cp-comm-type allgather; sizes "
+            f"that fit: {fit}."
+        )
+    if m.attention_dropout and (p.cp_comm_type == "allgather" or groups % size):
+        most = max((i for i in range(1, size + 1) if groups % i == 0), default=1)
+        yield (
+            f"{name}: masks of --attention-dropout {m.attention_dropout:g} are those of one process by --cp-comm-type "
+            f"a2a alone, and if the {groups} query group(s) of a tensor rank are divisible by the size: give "
+            f"--attention-dropout 0, or --cp-comm-type a2a with a size such as {most}."
+        )
+
+
 def _sequence(flags: Flags, size: int) -> Iterator[str]:
     """The tokens of a micro-batch must have equal shares."""
     micro, length = flags.batch.micro_batch_size, flags.model.seq_length
+    if length and (context := flags.parallel.context_parallel_size) > 1:
+        length //= context
     if micro and length and micro * length % size:
         yield (
             f"--sequence-parallel: the {micro} x {length} = {micro * length} tokens of a micro-batch are not divisible "

@@ -23,19 +23,23 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
             "learning rate, would follow from the clock; give --train-iters alone."
         )
     if p.cuda_graph == "on":
-        for obstacle in graph_obstacles(flags, flags.parallel.data_parallel_size(world_size)):
+        for obstacle in graph_obstacles(flags, flags.parallel.num_copies(world_size)):
             yield f"--cuda-graph on: {obstacle}."
 
 
-def graph_obstacles(config: Flags | Config, data_parallel_size: int) -> Iterator[str]:
-    """What needs the host in the middle of a step, each as a part of a sentence."""
+def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
+    """What needs the host in the middle of a step, each as a part of a sentence.
+
+    Args:
+        num_copies: of the model's weights, on the data and context axes.
+    """
     if config.model.has_dropout:
         yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"
     if config.model.has_experts:
         yield "tokens are brought to their experts by kernels that are not recorded yet"
-    if data_parallel_size > 1 and config.parallel.zero_stage in (2, 3):
+    if num_copies > 1 and config.parallel.zero_stage in (2, 3):
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
-    if config.offload.cpu_optimizer and (data_parallel_size > 1 or config.parallel.model_parallel_size > 1):
+    if config.offload.cpu_optimizer and (num_copies > 1 or config.parallel.model_parallel_size > 1):
         yield "--cpu-optimizer waits for each layer, amid the messages of several processes"
     if config.offload.gradients_leave_at_once:
         yield "--offload-gradients on gives back the memory of gradients during the step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gptpar.config.fields import flag, on_unless
@@ -22,6 +23,20 @@ class ParallelOptions:
     tp_comm_overlap: bool = on_unless(
         "--no-tp-comm-overlap",
         "do not overlap tensor-parallel communication with matrix products through symmetric memory",
+    )
+    context_parallel_size: int = flag(
+        1,
+        "processes that divide the tokens of each sample",
+        least=1,
+        most=1_000_000,
+        names=("--ds-sequence-parallel-size",),
+    )
+    cp_comm_type: str = flag(
+        "auto",
+        "how context-parallel processes see each other's tokens: a2a exchanges them for heads, allgather gathers keys "
+        "and values; auto sends less",
+        choices=("auto", "a2a", "allgather"),
+        spellings={"p2p": "auto", "a2a+p2p": "auto", "all_gather": "allgather"},
     )
     pipeline_model_parallel_size: int = flag(
         1, "processes that split the stack of layers", least=1, most=1_000_000, names=("--pipe-parallel-size",)
@@ -49,9 +64,26 @@ class ParallelOptions:
         """Processes that together hold the model once."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """The size of the data axis: how often ``world_size`` processes hold the model; at least 1, also if too few."""
+    def heads_sent(self, num_heads: int, num_groups: int) -> dict[str, float]:
+        """``--cp-comm-type`` -> heads that one attention layer sends for each token of a sample, forward.
+
+        By a2a queries, keys, values and outputs; a group is sent to each rank that has some of its queries. By
+        allgather keys and values, to everyone.
+
+        Args:
+            num_heads, num_groups: of query heads, and of key/value heads.
+        """
+        size, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+        heads, groups = num_heads // tensor, num_groups // tensor
+        return {"a2a": 2 * (heads + math.lcm(groups, size)) / size, "allgather": 2.0 * groups}
+
+    def num_copies(self, world_size: int) -> int:
+        """How often ``world_size`` processes hold the model; at least 1, also if they are too few."""
         return max(1, world_size // max(1, self.model_parallel_size))
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """The size of the data axis: how many samples are read at once; at least 1, also if processes are too few."""
+        return max(1, self.num_copies(world_size) // max(1, self.context_parallel_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,4 +142,5 @@ class ParallelConfig(ParallelOptions):
     def mesh(self, world_size: int) -> Mesh:
         """How many of ``world_size`` processes are on each axis."""
         sizes = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        return Mesh(self.data_parallel_size(world_size), *sizes, expert=self.expert_model_parallel_size)
+        axes = {"context": self.context_parallel_size, "expert": self.expert_model_parallel_size}
+        return Mesh(self.data_parallel_size(world_size), *sizes, **axes)

@@ -48,7 +48,7 @@ from gptpar.deepspeed.engines.tags import LATEST, agreed_tag, candidates, link_t
 from gptpar.errors import CheckpointError
 from gptpar.system.files import replace_synced
 from gptpar.topology.mesh import DATA
-from gptpar.topology.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import TensorParts, as_parts, kind_of, named
 
 AMID_A_STEP = (
     "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: gradients are in no "
@@ -267,14 +267,9 @@ def _with_extra_state(engine: EngineState) -> Iterator[tuple[str, nn.Module]]:
 
 def _tensors(engine: EngineState, *, with_moments: bool) -> Tensors:
     """This process's boxes of all parameters and moments: ``weights/NAME``, ``STATE/NAME``; views, not copies."""
-    kinds = {"weights": engine.weights.parts()}
-    kinds |= {kind: engine.engine.optimizer.parts(kind) for kind in _states(engine) if with_moments}
-    return {f"{kind}/{name}": part for kind, parts in kinds.items() for name, part in parts.items()}
-
-
-def _states(engine: EngineState) -> tuple[str, ...]:
-    """Names of the optimizer's state vectors."""
-    return engine.engine.optimizer.states
+    optimizer = engine.engine.optimizer
+    moments = optimizer.state_tensors(kinds=optimizer.states) if with_moments else {}
+    return {**named({"weights": engine.weights.parts(), **moments})}
 
 
 def _buffers(engine: EngineState) -> Tensors:
@@ -340,7 +335,7 @@ def _fill(
         if name.startswith("weights/") and (entry := manifest.tensors.get(name)) and entry.dtype != target.dtype
     }
     kinds = {"weights", "buffers"}
-    asked: Callable[[str], bool] = lambda name: chosen.moments or name.partition("/")[0] in kinds  # noqa: E731
+    asked: Callable[[str], bool] = lambda name: chosen.moments or kind_of(name) in kinds  # noqa: E731
     load_tensors(
         folder,
         targets | rounded,

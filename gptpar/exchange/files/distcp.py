@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
-from gptpar.checkpoint.tiling import first_overlap, overlap
 from gptpar.errors import CheckpointError, printable
 from gptpar.exchange.files.safe_pickle import LeftOut, Record, load_pickle, load_torch_part
-from gptpar.topology.tensor_parts import Box, box_view
+from gptpar.topology.tensor_parts import Box, box_view, first_overlap, overlap
 
 METADATA = ".metadata"
 _DATA_FILE = re.compile(r"[\w.-]+\.distcp")

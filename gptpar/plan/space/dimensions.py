@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.plan.space.candidate import UNCHANGED, Changes, Dimension, Option
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import COPIES, Mesh
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 EXPERT = "parallel.expert_model_parallel_size"
+CONTEXT, CONTEXT_WAY = "parallel.context_parallel_size", "parallel.cp_comm_type"
+WAYS = ("a2a", "allgather")
 VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
 LAYERS_PER_VIRTUAL_STAGE = "parallel.num_layers_per_virtual_pipeline_stage"
 PARTITION = "parallel.pipeline_partition_method"
@@ -29,23 +31,29 @@ RECOMPUTED: Changes = {RECOMPUTE: "full", "recompute.recompute_modules": None}
 
 
 def layouts(
-    num_processes: int, tensor_sizes: Iterable[int] | None = None, stages: Callable[[int], Iterable[int]] | None = None
+    num_processes: int,
+    tensor_sizes: Iterable[int] | None = None,
+    stages: Callable[[int], Iterable[int]] | None = None,
+    contexts: Callable[[int], Iterable[int]] = lambda rest: (1,),
 ) -> Iterator[Mesh]:
-    """Every (data, tensor, pipeline) whose product is the number of processes, by tensor and then pipeline size.
+    """Every (data, tensor, pipeline, context) whose product is the number of processes, by tensor, then pipeline size.
 
     Args:
         tensor_sizes: sizes of the tensor axis, instead of all divisors of the number of processes.
         stages: number of processes that a tensor size leaves -> sizes of the pipeline axis, instead of all divisors.
+        contexts: number of processes that tensor and pipeline leave -> sizes of the context axis.
     """
     for tensor in divisors(num_processes) if tensor_sizes is None else tensor_sizes:
         rest = num_processes // max(1, tensor)
         for pipeline in (divisors if stages is None else stages)(rest):
-            yield sized(num_processes, tensor, pipeline)
+            for context in contexts(rest // max(1, pipeline)):
+                yield sized(num_processes, tensor, pipeline, context)
 
 
-def sized(num_processes: int, tensor: int, pipeline: int) -> Mesh:
+def sized(num_processes: int, tensor: int, pipeline: int, context: int = 1) -> Mesh:
     """The layout with these sizes, whose data axis has the remaining processes."""
-    return Mesh(max(1, num_processes // max(1, tensor * pipeline)), tensor, pipeline)
+    data = max(1, num_processes // max(1, tensor * pipeline * context))
+    return Mesh(data, tensor, pipeline, context=context)
 
 
 def with_expert_axes(meshes: Iterable[Mesh], num_experts: int) -> Iterator[Mesh]:
@@ -61,13 +69,14 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 def sizes(mesh: Mesh) -> list[Option]:
     """The one option that sets the layout's sizes."""
-    experts: Changes = {EXPERT: mesh.expert} if mesh.expert > 1 else {}
-    return [Option({TENSOR: mesh.tensor, PIPELINE: mesh.pipeline, **experts}, mesh.describe())]
+    changes: dict[str, Any] = {TENSOR: mesh.tensor, PIPELINE: mesh.pipeline, CONTEXT: mesh.context}
+    changes |= {EXPERT: mesh.expert} if mesh.expert > 1 else {}
+    return [Option(changes, mesh.describe())]
 
 
 def zero_stages(mesh: Mesh) -> range:
-    """ZeRO stages that differ in a layout; without data parallelism all are the same, and only 0 is tried."""
-    return range(4) if mesh.data > 1 else range(1)
+    """ZeRO stages that differ in a layout; where no weights have copies all are the same, and only 0 is tried."""
+    return range(4) if mesh.size(*COPIES) > 1 else range(1)
 
 
 def virtual_stages(mesh: Mesh, counts: Sequence[int], most: int | None = None) -> list[int]:
@@ -121,10 +130,10 @@ def listed(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choic
 
 
 def layout_sizes(text: str) -> dict[str, int]:
-    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4``; returns the size of each axis that is named."""
-    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*x?)+", text):
+    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4``, ``cp2``; returns the size of each axis that is named."""
+    if not re.fullmatch(r"((dp|tp|pp|cp)[1-9]\d*x?)+", text):
         raise argparse.ArgumentTypeError(f"{text} is not a layout such as dp4, tp2pp2 or dp2xtp2")
-    return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", text)}
+    return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp|cp)(\d+)", text)}
 
 
 def cpu_ratio(text: str) -> float | str:

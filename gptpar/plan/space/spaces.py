@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.config import Flags
@@ -38,6 +38,7 @@ def to_predict(
         num_processes,
         [parallel.tensor_model_parallel_size] if typed_tensor else within_a_node,
         lambda rest: [parallel.pipeline_model_parallel_size] if typed_pipeline else d.divisors(rest, MAX_STAGES),
+        lambda rest: [parallel.context_parallel_size],
     )
 
     searched = [
@@ -82,7 +83,7 @@ class SweepValues:
     """The values that a user lists for a sweep; ``None``: that of the command line.
 
     Attributes:
-        layouts: sizes of axes by ``dp``, ``tp`` and ``pp``; ``None``: all that the command line allows.
+        layouts: sizes of axes by ``dp``, ``tp``, ``pp`` and ``cp``; ``None``: all that the command line allows.
         micro_batches: sizes of a micro-batch, in samples.
         recompute: ``none``, ``selective`` or ``full``.
         zero: ZeRO stages.
@@ -99,7 +100,7 @@ class SweepValues:
 
 
 CHOSEN = {
-    "layouts": (d.TENSOR, d.PIPELINE),
+    "layouts": (d.TENSOR, d.PIPELINE, d.CONTEXT),
     "micro_batches": (d.MICRO_BATCH,),
     "recompute": (d.RECOMPUTE,),
     "zero": (d.ZERO_STAGE,),
@@ -143,12 +144,13 @@ def _layouts_to_measure(
         typed = flags.parallel
         return [
             mesh
-            for mesh in d.layouts(num_processes)
+            for mesh in d.layouts(num_processes, contexts=lambda rest: [typed.context_parallel_size])
             if d.TENSOR not in given or mesh.tensor == typed.tensor_model_parallel_size
             if d.PIPELINE not in given or mesh.pipeline == typed.pipeline_model_parallel_size
         ]
-    rest = [d.sized(num_processes, sizes.get("tp", 1), sizes.get("pp", 1)) for sizes in listed]
-    return [Mesh(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(listed, rest, strict=True)]
+    others = [[sizes.get(axis, 1) for axis in ("tp", "pp", "cp")] for sizes in listed]
+    rest = [d.sized(num_processes, *sizes) for sizes in others]
+    return [replace(at, data=sizes.get("dp", at.data)) for sizes, at in zip(listed, rest, strict=True)]
 
 
 def _cpu_ratio(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
@@ -186,10 +188,13 @@ def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
         for option in GRADIENTS_LEAVE:
             yield Candidate({**option.changes, **whole_batch}, option.name)
     yield from product(
-        d.with_expert_axes(d.layouts(num_processes), flags.model.num_experts),
+        d.with_expert_axes(d.layouts(num_processes, contexts=d.divisors), flags.model.num_experts),
         [
             d.sizes,
-            lambda at: [Option({d.ZERO_STAGE: n}, f"ZeRO-{n}" if at.data > 1 else "") for n in d.zero_stages(at)],
+            lambda at: [Option({d.CONTEXT_WAY: way}, way) for way in d.WAYS] if at.context > 1 else [UNCHANGED],
+            lambda at: [
+                Option({d.ZERO_STAGE: n}, f"ZeRO-{n}" if len(d.zero_stages(at)) > 1 else "") for n in d.zero_stages(at)
+            ],
             lambda at: [UNCHANGED, *[Option({d.SEQUENCE_PARALLEL: True}, "sequence parallel")] * (at.tensor > 1)],
             lambda at: [UNCHANGED, *[Option({d.VIRTUAL_STAGES: 2}, "interleaved")] * (at.pipeline > 1)],
             d.fixed(*VARIANTS),

@@ -16,7 +16,7 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import PIECE_BYTES
 from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.errors import CheckpointError
-from gptpar.system.blocks import copy_bytes
+from gptpar.system.regions import copy_bytes
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.switch_interval import SHORT_SECONDS
 from gptpar.topology.tensor_parts import whole

@@ -75,7 +75,8 @@ def test_every_layout_and_one_batch_for_all() -> None:
     }
     assert {one.typed.batch.global_batch_size for one in accepted} == {24}
     assert " ".join(accepted[0].flags) == (
-        "--global-batch-size 24 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 2"
+        "--global-batch-size 24 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+        "--context-parallel-size 1 --micro-batch-size 2"
     )
 
 

@@ -149,8 +149,30 @@ WORLD = 8
             ],
         ),
         (
-            "--context-parallel-size 2",
-            ["--context-parallel-size: context parallelism is not part of this version yet;"],
+            "--context-parallel-size 3 --seq-length 1023",
+            ["8 processes cannot be cut into groups of 1 x 1 x 3 = 3 (tensor x pipeline x context): start a multiple"],
+        ),
+        (
+            "--context-parallel-size 4 --seq-length 30 --num-attention-heads 6 --attention-dropout 0",
+            [
+                "--context-parallel-size 4 with --cp-comm-type allgather: --seq-length 30 is not divisible by 8: the "
+                "nearest length is 32."
+            ],
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --attention-dropout 0",
+            [
+                "--context-parallel-size 4 with --cp-comm-type a2a: 6 heads of a tensor rank are not divisible by 4: "
+                "give --cp-comm-type allgather; sizes that fit: 1, 2, 3, 6."
+            ],
+        ),
+        (
+            "--context-parallel-size 4 --num-query-groups 2 --attention-dropout 0.1",
+            [
+                "--context-parallel-size 4 with --cp-comm-type a2a: masks of --attention-dropout 0.1 are those of one "
+                "process by --cp-comm-type a2a alone, and if the 2 query group(s) of a tensor rank are divisible by "
+                "the size: give --attention-dropout 0, or --cp-comm-type a2a with a size such as 2."
+            ],
         ),
     ],
 )

@@ -27,8 +27,6 @@ def problems(flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--context-parallel-size 1 --cp-comm-type p2p",
-        "--ds-sequence-parallel-size 1",
         "--no-query-key-layer-scaling",
         "--no-async-tensor-model-parallel-allreduce",
         "--universal-checkpoint --dist-ckpt-strictness log_all",
@@ -56,7 +54,7 @@ def problems(flags: str) -> list[str]:
         "--ddp-num-buckets 4 --suggested-communication-unit-size 400 --ddp-pad-buckets-for-high-nccl-busbw",
         "--no-align-param-gather --create-all-gather-group --torch-fsdp2-no-reshard-after-forward",
         "--disable-symmetric-registration --no-gradient-reduce-div-fusion --tp-comm-overlap-cfg a.yaml",
-        "--overlap-p2p-communication --use-ring-exchange-p2p --standalone-embedding-stage --cp-comm-type p2p a2a",
+        "--overlap-p2p-communication --use-ring-exchange-p2p --standalone-embedding-stage",
         "--dist-ckpt-format torch_dist --dist-ckpt-workers 2 --dataloader-fast-cache-load --return-data-index",
         "--dataloader-defer-npy-index-mmap --adlr-autoresume --adlr-autoresume-interval 1000 --no-one-logger",
         "--one-logger-async --one-logger-project a --one-logger-run-name b --app-tag-run-name c --valid-num-workers 2",
@@ -80,13 +78,10 @@ def test_sequence_parallelism_of_one_process_is_off_as_in_megatron() -> None:
     ]
 
 
-def test_a_parallelism_that_is_not_there_is_refused() -> None:
-    told = "context parallelism is not part of this version yet; leave it out."
-    assert problems("--context-parallel-size 2 --ds-sequence-parallel-size 4") == [
-        f"--context-parallel-size: {told}",
-        f"--ds-sequence-parallel-size: {told}",
-    ]
-    assert problems("--context-parallel-size --bf16") == ["--context-parallel-size takes 1 value(s), 0 given."]
+def test_ways_of_context_parallelism_that_are_not_there_become_those_that_are() -> None:
+    """A ring computes the same, more slowly."""
+    for way, becomes in (("p2p", "auto"), ("a2a+p2p", "auto"), ("all_gather", "allgather"), ("a2a", "a2a")):
+        assert resolved(f"--cp-comm-type {way} --ds-sequence-parallel-size 1").parallel.cp_comm_type == becomes
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition, group_ranges_between
-from gptpar.run.resume import checkpoint_tensors
+from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import ParameterInfo

@@ -18,6 +18,7 @@ from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
 from gptpar.run import resume
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.optim.lion_runs import STEPS, TOLERANCE, alone, plain_loop
+from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import DONE, inputs_of
 
 
@@ -91,7 +92,7 @@ def test_every_choice_has_a_description() -> None:
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     config = tiny_config(f"--save {tmp_path} --load {tmp_path}")
-    resume.save(make_trainer(config), DONE, inputs_of(config), keep=None)
+    saved_runs.save(make_trainer(config), DONE, inputs_of(config), keep=None)
     other = tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion")
     with pytest.raises(CheckpointError, match=r"state is that of --optimizer adam.*--no-load-optim"):
         resume.progress_to_resume(other, inputs_of(other))

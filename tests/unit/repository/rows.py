@@ -19,7 +19,7 @@ ROWS = [
     ["guards"],
     ["adapter"],
     ["any_module"],
-    ["plan"],
+    ["context_parallel", "plan"],
     ["deepspeed"],
     ["run"],
     ["cli"],

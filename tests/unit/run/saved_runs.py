@@ -10,7 +10,7 @@ from typing import Any
 
 from gptpar.checkpoint import save_checkpoint
 from gptpar.config import Config
-from gptpar.run import resume
+from gptpar.run import saved_state
 from gptpar.run.progress import Progress
 from gptpar.run.resume import Inputs
 from gptpar.run.trainer import Trainer
@@ -33,9 +33,29 @@ def initial(flags: str) -> Trainer:
 def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], object] = lambda meta: None) -> Path:
     """A run's checkpoint of iteration 7, its meta edited."""
     trainer = initial(flags)
-    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(trainer.config))))
+    meta = json.loads(json.dumps(saved_state.meta_of(trainer, DONE, inputs_of(trainer.config))))
     change(meta)
-    return save_checkpoint(folder, 7, resume.checkpoint_tensors(trainer), meta)
+    return save_checkpoint(folder, 7, saved_state.checkpoint_tensors(trainer), meta)
+
+
+def save(
+    trainer: Trainer,
+    progress: Progress,
+    inputs: Inputs,
+    *,
+    keep: int | None,
+    permit: Callable[[], None] | None = None,
+) -> Path:
+    """Write a checkpoint of this moment into the run folder; every process calls it.
+
+    Args:
+        keep, permit: see ``save_checkpoint``.
+    """
+    checkpoint = trainer.config.checkpoint
+    assert checkpoint.save is not None
+    tensors, meta = saved_state.tensors_to_save(trainer), saved_state.meta_of(trainer, progress, inputs)
+    how: dict[str, Any] = {"keep": keep, "permit": permit, "tokenizer_files": inputs.tokenizer_files}
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, **how)
 
 
 def with_fields(config: Config, values: dict[str, Any]) -> Config:

@@ -17,7 +17,7 @@ from gptpar.cli.pretrain import remaining
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError, GptparError
-from gptpar.run import mirror, recovery, resume
+from gptpar.run import mirror, recovery, resume, saved_state
 from gptpar.run.accept import Inputs
 from gptpar.run.mirror import COPIES, Mirror, open_copies, open_mirror
 from gptpar.run.progress import Progress
@@ -50,8 +50,8 @@ def flags(words: str) -> ParsedFlags:
 
 
 def save(trainer: Trainer, folder: Path, iteration: int) -> None:
-    meta = resume.meta_of(trainer, Progress(iteration=iteration), INPUTS)
-    save_checkpoint(folder, iteration, resume.tensors_to_save(trainer), meta)
+    meta = saved_state.meta_of(trainer, Progress(iteration=iteration), INPUTS)
+    save_checkpoint(folder, iteration, saved_state.tensors_to_save(trainer), meta)
 
 
 def test_the_first_start_loads_what_it_is_told(launched: Path, trainer: Trainer) -> None:

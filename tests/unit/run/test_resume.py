@@ -15,13 +15,13 @@ from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
-from gptpar.run import resume, same_run
+from gptpar.run import resume, same_run, saved_state
 from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
 from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
 from tests.helpers import OTHER_EXPERTS, make_trainer, tiny_config
-from tests.unit.run.saved_runs import DONE, inputs_of, saved, with_fields
+from tests.unit.run.saved_runs import DONE, inputs_of, save, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
 
@@ -37,7 +37,7 @@ def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
     before.loss_scale.update(True)
     before.loss_scale.update(True)
     before.loss_scale.update(False)
-    resume.save(before, DONE, inputs_of(config), keep=None)
+    save(before, DONE, inputs_of(config), keep=None)
     assert resume.load(after, inputs_of(config), lambda _: None) == DONE
     assert after.engine.optimizer.steps_taken == 5
     scale = before.loss_scale.state()
@@ -61,7 +61,7 @@ def test_a_run_of_fp16_goes_on_after_any_number_of_overflows(tmp_path: Path, ove
     for _ in range(overflows):
         before.loss_scale.update(True)
     assert before.loss_scale.tolerance == 2 - overflows
-    resume.save(before, DONE, inputs_of(config), keep=None)
+    save(before, DONE, inputs_of(config), keep=None)
     assert resume.load(after, inputs_of(config), lambda _: None) == DONE
     assert after.loss_scale.state() == before.loss_scale.state()
     for overflow in (False, True, True):
@@ -92,7 +92,7 @@ def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: P
     for tensor in before.engine.optimizer.vectors.values():
         tensor.uniform_()
     before.engine.optimizer.steps_taken = 5
-    resume.save(before, DONE, inputs_of(before.config), keep=None)
+    save(before, DONE, inputs_of(before.config), keep=None)
     after = make_trainer(config)
     assert progress_to_resume(config, inputs_of(config)) == RESETS[flags]
     assert resume.load(after, inputs_of(config), lambda _: None) == RESETS[flags]
@@ -347,8 +347,8 @@ def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: st
     for number, name in enumerate(norms):
         weights[name].fill(torch.linspace(0.5, 2.0 + number, 8))
     trainer.engine.publish()
-    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
-    save_checkpoint(tmp_path, 7, resume.checkpoint_tensors(trainer), meta)
+    meta = json.loads(json.dumps(saved_state.meta_of(trainer, DONE, inputs_of(config))))
+    save_checkpoint(tmp_path, 7, saved_state.checkpoint_tensors(trainer), meta)
     stage, loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
     assert loaded.model.qk_layernorm
     tokens = torch.arange(16)[None]

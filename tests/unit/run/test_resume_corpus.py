@@ -18,6 +18,7 @@ from gptpar.run.progress import Progress
 from gptpar.run.resume import progress_to_resume
 from gptpar.run.same_run import Rule
 from tests.helpers import make_trainer, tiny_config
+from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import DONE, inputs_of, saved, with_fields
 
 
@@ -65,7 +66,7 @@ def test_a_run_on_another_corpus_is_refused(tmp_path: Path) -> None:
     before = data(a)
     run = tmp_path / "run"
     trainer = make_trainer(with_fields(before, {"checkpoint.save": str(run)}))
-    resume.save(trainer, DONE, inputs_of(before), keep=None)
+    saved_runs.save(trainer, DONE, inputs_of(before), keep=None)
     assert load_meta(run)["corpora"]["data_path"][0]["tokens"] == 2000
 
     def go_on(config: Config, **more: Any) -> Progress:
@@ -131,7 +132,7 @@ def test_a_longer_run_that_reads_a_corpus_again_is_told_of_the_new_order(tmp_pat
         assert same_run.reshuffled(config, same_run.corpora_of(config.data), 40, longer) is told
         assert not same_run.reshuffled(config, same_run.corpora_of(config.data), longer, longer)
     before = with_fields(data(a), {"checkpoint.save": str(tmp_path / "run")})
-    resume.save(make_trainer(before), DONE, inputs_of(before), keep=None)
+    saved_runs.save(make_trainer(before), DONE, inputs_of(before), keep=None)
     fields = {"checkpoint.load": str(tmp_path / "run"), "batch.train_iters": 200}
     config = with_fields(before, fields | {"optimizer.override_opt_param_scheduler": True})
     said: list[str] = []

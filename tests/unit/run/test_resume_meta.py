@@ -16,6 +16,7 @@ from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
 from gptpar.run.resume import progress_to_resume
 from tests.helpers import make_trainer, tiny_config
+from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of, saved
 
 # What is done to the meta -> what is told.
@@ -106,7 +107,7 @@ def test_generate_builds_no_model_but_the_checkpoint_s(tmp_path: Path, values: d
 def test_an_older_checkpoint_in_place_of_a_damaged_one_is_compared_too(tmp_path: Path) -> None:
     saved(tmp_path, change=lambda meta: meta["config"]["data"].update(seed=5))
     config = tiny_config(f"--load {tmp_path} --save {tmp_path}")
-    newest = resume.save(make_trainer(config), Progress(9, consumed_samples=18), inputs_of(config), keep=None)
+    newest = saved_runs.save(make_trainer(config), Progress(9, consumed_samples=18), inputs_of(config), keep=None)
     with open(newest / "rank00000.bin", "r+b") as file:
         file.write(b"damage")
     assert read_manifest(newest).iteration == progress_to_resume(config, inputs_of(config)).iteration == 9

@@ -14,6 +14,7 @@ from gptpar.run.trainer import Trainer
 from gptpar.topology.tensor_parts import TensorParts
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
 MUON = "--optimizer muon --bf16"
@@ -34,7 +35,7 @@ def save(trainer: Trainer, steps: int) -> None:
     trainer.engine.finish()
     samples = 4 * steps
     progress = Progress(iteration=steps, consumed_samples=samples, scheduled_samples=samples)
-    resume.save(trainer, progress, inputs_of(trainer.config), keep=None)
+    saved_runs.save(trainer, progress, inputs_of(trainer.config), keep=None)
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,16 @@ from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
 from gptpar.offload.next_action import BackOff
-from gptpar.run import resume
+from gptpar.run import saved_state
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving, Target
 from gptpar.run.trainer import Trainer
-from gptpar.system.blocks import span
+from gptpar.system.regions import span
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.state_guard import StateGuard
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
 WORDS = {
@@ -64,7 +65,7 @@ def standing_still(words: str) -> tuple[dict[str, str], str]:
     with tempfile.TemporaryDirectory(prefix="gptpar-saving-") as folder:
         trainer, _, _ = make(Path(folder), words)
         train(trainer, 0, 3)
-        resume.save(trainer, done(3), inputs_of(trainer.config), keep=None)
+        saved_runs.save(trainer, done(3), inputs_of(trainer.config), keep=None)
         saved = tensors_of(Path(folder))
         trainer.close()
     other = make_trainer(trainer.config)
@@ -277,7 +278,7 @@ def test_everything_that_a_step_changes_is_announced(words: str, tmp_path: Path)
     """A new state of an optimizer that is written without a question would be saved as it is some steps later."""
     trainer, _, _ = make(tmp_path, words)
     train(trainer, 0, 3)
-    parts = [part for tensor in resume.tensors_to_save(trainer).values() for _, part in tensor.parts]
+    parts = [part for tensor in saved_state.tensors_to_save(trainer).values() for _, part in tensor.parts]
     before = [part.clone() for part in parts]
     guard = Announced()
     for owner in (trainer.engine.optimizer, trainer.engine.optimizer._flat, trainer.host and trainer.host.shared):
@@ -369,7 +370,7 @@ def test_spare_memory_stays_until_the_machine_is_short_of_it(tmp_path: Path, mon
 
 def test_a_mirrors_copies_leave_room_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, behind, _ = make(tmp_path / "run")
-    state = sum(part.nbytes for one in resume.tensors_to_save(trainer).values() for _, part in one.parts)
+    state = sum(part.nbytes for one in saved_state.tensors_to_save(trainer).values() for _, part in one.parts)
     monkeypatch.setattr(memory, "host_room", lambda held=0: state + 100 + held)
     rooms = []
     for in_memory in (True, False):

@@ -12,8 +12,7 @@ import torch
 from gptpar.errors import CheckpointError
 from gptpar.system import pages
 from gptpar.system import snapshot as snapshot_module
-from gptpar.system.blocks import copy_bytes
-from gptpar.system.regions import PIECE_BYTES, sizes_of_copies
+from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.system.state_guard import StateGuard

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gptpar.system import pages
-from gptpar.system.blocks import copy_bytes
 from gptpar.system.host import process_memory
-from gptpar.system.regions import PIECE_BYTES, sizes_of_copies
+from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
 

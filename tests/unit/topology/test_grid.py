@@ -13,7 +13,7 @@ from gptpar.errors import GptparError
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.progress import Progress
 from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Mesh, copies_over, rows_of
+from gptpar.topology.mesh import CONTEXT, DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Mesh, copies_over, rows_of
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
 
 LAYOUTS = [
@@ -73,10 +73,10 @@ def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
     assert mesh.groups(EXPERT_DATA) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert [mesh.position(rank, DATA) for rank in range(0, 8, 2)] == [0, 1, 2, 3]
     assert [copies_over(split) for split in ([], [TENSOR], [EXPERT], [EXPERT, TENSOR])] == [
-        (EXPERT, EXPERT_DATA),
-        (EXPERT, EXPERT_DATA),
-        (EXPERT_DATA,),
-        (EXPERT_DATA,),
+        (CONTEXT, EXPERT, EXPERT_DATA),
+        (CONTEXT, EXPERT, EXPERT_DATA),
+        (CONTEXT, EXPERT_DATA),
+        (CONTEXT, EXPERT_DATA),
     ]
     with pytest.raises(ValueError, match="2 expert-parallel processes do not divide 3 data-parallel ones"):
         Mesh(data=3, expert=2)

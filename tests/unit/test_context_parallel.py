@@ -1,0 +1,135 @@
+"""Which tokens a context-parallel rank has, how ranks see each other's, and what a GPU's kernel is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gptpar.context_parallel as context_parallel
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.context_parallel import ContextSplit, copies_of_groups
+from gptpar.data.loader import MicroBatch
+from gptpar.model.core_attention import core_attention
+from gptpar.plan.hardware import make_cluster
+from gptpar.plan.job import Job
+from gptpar.plan.timing import step_time
+from gptpar.topology.mesh import Mesh
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
+    "--hidden-dropout 0 --eval-iters 0 --context-parallel-size 4"
+)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_divide_a_sample_and_see_equally_many_tokens_where_they_gather(size: int, gathers: bool) -> None:
+    owners = [ContextSplit(size, rank, gathers) for rank in range(size)]
+    places = [one.places(3, 16) for one in owners]
+    assert sorted(torch.cat(places, 1).flatten().tolist()) == list(range(48))
+    seen = {int((mine[0] + 1).sum()) for mine in places}
+    assert len(seen) == (1 if gathers else size)
+    assert all(
+        torch.equal(mine, places[rank][:1] + torch.tensor([[0], [16], [32]])) for rank, mine in enumerate(places)
+    )
+
+
+def test_a_rank_s_tokens_keep_their_positions_and_the_whole_count() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    mask = torch.tensor([[1.0] * 8, [1.0] * 3 + [0.0] * 5])
+    cu_seqlens = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    own = ContextSplit(2, 1, True).own_batch(MicroBatch(tokens, tokens + 1, mask, cu_seqlens=cu_seqlens))
+    assert own.tokens_BS.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert own.labels_BS.tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
+    assert own.position_ids_BS is not None and own.position_ids_BS.tolist() == [[2, 3, 4, 5]] * 2
+    assert own.cu_seqlens is cu_seqlens and own.num_counted == 11 / 2
+    alone = MicroBatch(tokens, tokens + 1, mask)
+    assert ContextSplit().own_batch(alone) is alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "way", "reason"),
+    [
+        ("--num-attention-heads 8 --seq-length 64 --attention-dropout 0", "a2a", "8 by a2a, 16 by allgather"),
+        (
+            "--num-attention-heads 8 --num-query-groups 1 --seq-length 64 --attention-dropout 0",
+            *("allgather", "6 by a2a, 2 by allgather"),
+        ),
+        ("--num-attention-heads 2 --seq-length 64 --attention-dropout 0", "allgather", "2 heads do not divide over 4"),
+        ("--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1", "a2a", "dropout"),
+        ("--num-attention-heads 4 --num-query-groups 1 --seq-length 60 --attention-dropout 0", "a2a", "8 chunks"),
+    ],
+)
+def test_auto_takes_what_is_possible_and_sends_less(flags: str, way: str, reason: str) -> None:
+    config, derived = resolve(parse_flags([*TINY.split(), *flags.split()]), 4)
+    assert config.parallel.cp_comm_type == way
+    assert reason in next(one.reason for one in derived if one.name == "cp comm type")
+
+
+def test_groups_are_copied_as_often_as_ranks_need() -> None:
+    assert [copies_of_groups(groups, 4) for groups in (1, 2, 3, 4, 6, 8)] == [4, 2, 4, 1, 2, 1]
+
+
+def _kernel(
+    q: Any, k: Any, v: Any, cu_q: Any, window: Any, scale: Any, dropout: float = 0.0, cu_keys: Any = None
+) -> Any:
+    """Flash attention of variable length by definition: a document's queries are its last tokens."""
+    (batch, _, length, _), stop = q.shape, k.shape[2]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y = torch.zeros_like(q)
+    for (q0, q1), (k0, k1) in zip(
+        *([*zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)] for cu in (cu_q, cu_keys)), strict=True
+    ):
+        assert 0 <= q1 - q0 <= k1 - k0 <= stop and q1 <= batch * length
+        if q1 > q0:
+            places = torch.arange(k1 - k0)
+            behind = places[k1 - k0 - (q1 - q0) :, None] - places
+            mask = (behind >= 0) & (behind < (window or k1))
+            parts = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+            found = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+            y[q0:q1] = found.transpose(0, 1)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31], [*range(32)]])
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, has_kernel: bool, starts: list[int] | None, window: int | None
+) -> None:
+    monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: has_kernel)
+    monkeypatch.setattr(context_parallel, "varlen_attention", _kernel)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    cu_seqlens = None if starts is None else torch.tensor([*starts, 32, 32, 32], dtype=torch.int32)
+    wanted = core_attention(q, k, v, cu_seqlens, None, window, 0.3)
+    for start, stop in ((0, 4), (4, 8), (12, 16)):
+        seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+        found = context_parallel._of_chunk(*seen, start, 16, cu_seqlens, window, 0.3)
+        torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
+
+
+def test_gathered_keys_and_values_are_in_the_plan() -> None:
+    """They are as large as those of all tokens; heads that are exchanged are as large as before."""
+    shape = "--num-attention-heads 8 --num-query-groups 4 --seq-length 4096 --attention-dropout 0 --bf16"
+    sizes, times = {}, {}
+    for way in ("a2a", "allgather"):
+        config, _ = resolve(parse_flags([*TINY.split(), *shape.split(), "--cp-comm-type", way]), 4)
+        job = Job(config, config.parallel.mesh(4))
+        assert job.tokens == 1024 and job.num_copies == 4
+        block = next(number for number in job.layers.blocks)
+        sizes[way], times[way] = job.kept(block), step_time(job, make_cluster("h100", "bf16")).total
+    assert sizes["allgather"] - sizes["a2a"] == 4096 * 2 * 4 * 8 * 2
+    assert times["a2a"] > 0 and times["allgather"] > 0
+
+
+def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"sequence_parallel_size": 2}')
+    words = TINY.replace("--context-parallel-size 4", f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'}")
+    config, _ = resolve(parse_flags([*words.split(), "--num-attention-heads", "4", "--seq-length", "8"]), 4)
+    assert config.parallel.mesh(4) == Mesh(2, context=2)

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
+from gptpar.model.mlp_tiles import tiled_mlp
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
@@ -84,12 +86,17 @@ class MLP(nn.Module):
     """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020).
 
     Args:
-        linears: makes the linear layers of the block.
+        linears: makes the layers.
         inner: width between them; by default the model's.
+        recompute_activation: whether the activation's output is computed again in the backward pass.
+        tiles: if several, the tokens are taken in this many tiles, and only the input is kept.
     """
 
-    def __init__(self, linears: Linears, inner: int | None = None):
+    def __init__(
+        self, linears: Linears, inner: int | None = None, *, recompute_activation: bool = False, tiles: int = 1
+    ):
         super().__init__()
+        self.recompute_activation, self.tiles = recompute_activation and tiles == 1, tiles
         config = linears.config
         width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
@@ -104,7 +111,22 @@ class MLP(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns y_ND."""
+        if self.tiles > 1:
+            return self._in_tiles(x_ND)
         up = self.up(x_ND)
+        if self.recompute_activation and self.training:
+            # The second product is inside: its input is then no output of the function, and is not kept.
+            return checkpoint(self._activate_and_project, up, use_reentrant=False, preserve_rng_state=False)
+        return self._activate_and_project(up)
+
+    def _in_tiles(self, x_ND: torch.Tensor) -> torch.Tensor:
+        up, down = self.up, self.down
+        weight, bias = up.weight.flatten(0, -2), None if up.bias is None else up.bias.flatten()
+        how = (self.activation, self.gated, self.tiles, *up.transfer, up.format)
+        y_ND: torch.Tensor = tiled_mlp(x_ND, weight, bias, down.weight, *how)
+        return y_ND if down.bias is None else y_ND + (down.bias if down.bias_gradient else down.bias.detach())
+
+    def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
         if self.gated:
             return self.down(gated(self.activation, up))
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
@@ -114,7 +136,20 @@ class MLP(nn.Module):
         up, down = self.up.cost(batch), self.down.cost(batch)
         width = up.products[0].columns
         kept = width * batch.dtype.itemsize
-        return up + Cost(forward=2 * width, backward=3 * width, kept=kept, workspace=down.kept) + down
+        activation = Cost(forward=2 * width, backward=3 * width, kept=kept, workspace=down.kept)
+        if self.recompute_activation:
+            again = Cost(forward=2 * width)
+            activation, down = replace(activation, again=(again,)), replace(down, kept=0.0)
+        cost = up + activation + down
+        if self.tiles > 1:
+            return replace(cost.computed_again(up.kept), workspace=self._tile_bytes(batch))
+        return cost
+
+    def _tile_bytes(self, batch: BatchShape) -> float:
+        """For a token of all: a tile's largest tensors in the backward pass, and the sums of the weights' gradients."""
+        weights = self.up.weight.numel() + self.down.weight.numel()
+        tile = (2 * self.up.weight.flatten(0, -2).shape[0] + self.down.weight.shape[1]) * batch.dtype.itemsize
+        return tile / self.tiles + weights * batch.statistic_size / batch.tokens
 
 
 class Block(nn.Module):
@@ -127,7 +162,8 @@ class Block(nn.Module):
     Args:
         axis: this process's place on the tensor axis.
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
-            without its projections), ``mlp``, ``layernorm``.
+            without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``.
+        mlp_tiles: see :class:`MLP`; several recompute the MLP.
         window: see :class:`Attention`.
         experts: this process's place on the expert axis, if the MLP is a mixture of experts; the block then returns
             their losses, too, if there are any.
@@ -139,12 +175,15 @@ class Block(nn.Module):
         axis: TensorAxis = ALONE,
         *,
         recompute_modules: frozenset[str] = NOTHING,
+        mlp_tiles: int = 1,
         window: int | None = None,
         experts: ExpertAxis | None = None,
     ):
         super().__init__()
-        unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
+        unknown = recompute_modules - {"core_attn", "mlp", "mlp_act", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
+        if mlp_tiles > 1:
+            recompute_modules -= {"mlp", "mlp_act"}
         self.recompute_modules, self.token_splits = recompute_modules, axis.token_splits
         self.width = config.hidden_size
         self.parallel, before, after = config.use_parallel_residual, *PLACEMENTS[config.norm_placement]
@@ -157,7 +196,12 @@ class Block(nn.Module):
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
-        self.mlp: MLP | Experts = MLP(linears) if experts is None else make_experts(linears, experts)
+        act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules
+        self.mlp: MLP | Experts
+        if experts is None:
+            self.mlp = MLP(linears, recompute_activation=act, tiles=mlp_tiles)
+        else:
+            self.mlp = make_experts(linears, experts)
         self.returns_losses = experts is not None and bool(losses_of(config))
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)

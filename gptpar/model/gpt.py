@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role, layer_roles
@@ -31,6 +32,7 @@ def gpt_model(
     axis: TensorAxis = ALONE,
     *,
     recompute_modules: frozenset[str] = NOTHING,
+    mlp_tiles: int = 1,
     experts: ExpertAxis = ALL_EXPERTS,
 ) -> ModelSpec:
     """Describe a GPT.
@@ -38,14 +40,15 @@ def gpt_model(
     Args:
         config: a complete model configuration (nothing the model needs is ``None``).
         axis: this process's place on the tensor axis.
-        recompute_modules: see :class:`Block`.
+        recompute_modules, mlp_tiles: see :class:`Block`.
         experts: this process's place on the expert axis.
     """
-    return ModelSpec(tuple(_layers(config, axis, recompute_modules, experts)), config.seq_length)
+    block = partial(LayerSpec, Block, config, axis, recompute_modules=recompute_modules, mlp_tiles=mlp_tiles)
+    return ModelSpec(tuple(_layers(config, axis, block, experts)), config.seq_length)
 
 
 def _layers(
-    config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str], placed: ExpertAxis
+    config: ModelConfig, axis: TensorAxis, block: Callable[..., LayerSpec], placed: ExpertAxis
 ) -> Iterator[ModelLayer]:
     number, with_experts = 0, config.blocks_with_experts(config.num_layers)
     for role in layer_roles(config.num_layers):
@@ -61,21 +64,11 @@ def _layers(
                 name = f"layers.{number}"
                 experts = with_experts[number]
                 fields = (*BLOCK_FIELDS, *_seeds(config, name))
+                how: dict[str, Any] = {}
                 if experts:
-                    seeds = _seeds(config, name) or (NO_SEEDS,)
-                    fields = (*BLOCK_FIELDS, *seeds, choice_field(name))
-                block = LayerSpec(
-                    Block,
-                    config,
-                    axis,
-                    recompute_modules=recompute_modules,
-                    window=window_of(config, number),
-                    experts=placed if experts else None,
-                    name=name,
-                    batch_fields=fields,
-                    auxiliary_losses=losses_of(config) if experts else (),
-                )
-                yield ModelLayer(role, block)
+                    fields = (*BLOCK_FIELDS, *(_seeds(config, name) or (NO_SEEDS,)), choice_field(name))
+                    how = {"experts": placed, "auxiliary_losses": losses_of(config)}
+                yield ModelLayer(role, block(window=window_of(config, number), name=name, batch_fields=fields, **how))
                 number += 1
             case Role.FINAL_NORM:
                 norm, placement = NORMS[config.normalization], axis.between_layers

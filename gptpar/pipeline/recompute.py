@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import RecomputeConfig
+from gptpar.pipeline.host_inputs import HostInput, HostInputs
 from gptpar.topology.groups import all_gather_single
 
 
@@ -29,26 +30,25 @@ class Keep:
     Attributes:
         partition: (group, rank, size) of processes that hold the same input, each of which keeps one part of its
             elements. The backward pass gathers the parts: all processes must run their backward passes in one order.
-        to_cpu: whether to keep the input in host memory (pinned, if it comes from a GPU).
+        host: keeps inputs that are on a GPU in host memory; ``None``: they stay.
         random: whether the layers may draw random numbers; the recomputation then draws the same numbers again.
     """
 
     partition: tuple[dist.ProcessGroup, int, int] | None = None
-    to_cpu: bool = False
+    host: HostInputs | None = None
     random: bool = True
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the input is kept as it is."""
-        return self.partition is None and not self.to_cpu
+        return self.partition is None and self.host is None
 
 
 class _Kept(NamedTuple):
     """A saved input: ``data`` is the whole input or this process's flat part."""
 
-    data: torch.Tensor
+    data: torch.Tensor | HostInput
     shape: torch.Size
-    device: torch.device
 
 
 def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, keep: Keep = Keep()) -> torch.Tensor:
@@ -105,14 +105,17 @@ def _pack(x: torch.Tensor, keep: Keep) -> _Kept:
         part = x.reshape(-1)[rank * length : (rank + 1) * length]
         data = x.new_zeros(length)
         data[: part.numel()] = part
-    if keep.to_cpu and x.device.type != "cpu":
-        data = torch.empty_like(data, device="cpu", pin_memory=x.is_cuda).copy_(data, non_blocking=True)
-    return _Kept(data, x.shape, x.device)
+    if keep.host is not None and keep.host.concerns(data):
+        return _Kept(keep.host.put(data), x.shape)
+    return _Kept(data, x.shape)
 
 
 @torch.no_grad()
 def _unpack(kept: _Kept, keep: Keep) -> torch.Tensor:
-    data = kept.data.to(kept.device, non_blocking=True)
+    data = kept.data
+    if isinstance(data, HostInput):
+        assert keep.host is not None
+        data = keep.host.take(data)
     if keep.partition is None:
         return data
     group, _, size = keep.partition

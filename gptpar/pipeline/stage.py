@@ -99,6 +99,8 @@ class Stage(nn.Module):
             x: the stage's input: tokens [B, S] on the first stage of a GPT, hidden states [N, D] on others.
             fields: the micro-batch's other values by name; a missing one is passed to layers as ``None``.
         """
+        if self._keep.host is not None:
+            self._keep.host.begin_pass()
         for calls, recompute in self._segments:
             if recompute and torch.is_grad_enabled():
                 x = recomputed(partial(self._run, calls, fields), x, keep=self._keep)

@@ -190,6 +190,12 @@ class Job:
         return self.tokens // self.token_splits * self.shape.hidden_size * self.element_size
 
     @property
+    def recomputed_input_bytes(self) -> float:
+        """Bytes that a process keeps of the input of a group of recomputed blocks, on the device or on the host."""
+        splits = self.config.recompute.distribute_saved_activations and self.token_splits == 1
+        return self.boundary_bytes / (self.mesh.tensor if splits else 1)
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model."""
         return model_of(self.config.model).num_parameters
@@ -208,8 +214,8 @@ class Job:
     def layers(self) -> Layers:
         """The layers on one tensor rank, of whose units the data axis has ``shards``."""
         config, tensor = self.config, TensorAxis(self.mesh.tensor, sequence_parallel=self.token_splits > 1)
-        recomputed = frozenset(config.recompute.recompute_modules)
-        return layers_of(config.model, config.optimizer, tensor, recomputed, ExpertAxis(self.mesh.expert))
+        modules, tiles = frozenset(config.recompute.recompute_modules), config.recompute.mlp_chunks_for_training
+        return layers_of(config.model, config.optimizer, tensor, modules, tiles, ExpertAxis(self.mesh.expert))
 
     @cached_property
     def costs(self) -> list[Cost]:

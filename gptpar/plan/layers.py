@@ -83,6 +83,7 @@ def layers_of(
     optimizer: OptimizerConfig,
     tensor: TensorAxis = ALONE,
     recomputed: frozenset[str] = frozenset(),
+    mlp_tiles: int = 1,
     experts: ExpertAxis = ALL_EXPERTS,
 ) -> Layers:
     """The layers of a run's model.
@@ -91,12 +92,13 @@ def layers_of(
         optimizer: says the parameters' groups.
         tensor: a rank's place, without its group.
         recomputed: parts of layers that the backward pass computes again.
+        mlp_tiles: number of tiles of tokens in which each MLP is computed.
         experts: a rank's place on the expert axis, likewise.
 
     Raises:
         ConfigError: a pattern of the groups matches no parameter.
     """
-    spec = gpt_model(model, tensor, recompute_modules=recomputed, experts=experts)
+    spec = gpt_model(model, tensor, recompute_modules=recomputed, mlp_tiles=mlp_tiles, experts=experts)
     return Layers(spec, ParameterGroups(optimizer, model, spec))
 
 

@@ -100,25 +100,19 @@ class _Part:
         groups = job.recomputed(part)
         kept = _kept(job, part, groups)
         here = tuple(sum(kept[number] for number in chunk if number in kept) for chunk in part.chunks)
-        on_host = _input_bytes(job) if job.config.recompute.checkpoint_in_cpu else 0.0
+        on_host = job.recomputed_input_bytes if job.config.recompute.checkpoint_in_cpu else 0.0
         moments = tuple(_moments(job, part, groups, kept))
         return _Part(*_states(job, part), here, tuple(len(chunk) * on_host for chunk in groups), moments)
 
 
 def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
     """Block -> bytes of a micro-batch on the device; of a recomputed group, the first block keeps the input."""
-    on_device = 0.0 if job.config.recompute.checkpoint_in_cpu else _input_bytes(job)
+    on_device = 0.0 if job.config.recompute.checkpoint_in_cpu else job.recomputed_input_bytes
     tokens, costs = job.tokens, job.costs
     kept = {number: tokens * costs[number].kept for number in job.blocks(part)}
     for group in chain(*groups):
         kept |= dict.fromkeys(group, 0.0) | {group[0]: on_device}
     return kept
-
-
-def _input_bytes(job: Job) -> float:
-    """Bytes that a process keeps of the input of a group of recomputed blocks."""
-    splits = job.config.recompute.distribute_saved_activations and job.token_splits == 1
-    return job.boundary_bytes / (job.mesh.tensor if splits else 1)
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemo
     leaving, activations, buffers = max(moments, key=sum)
     gradients = part.gradients + leaving
     on_gpu = job.device_type == "cuda"
-    buffers += _boundary_buffers(job, stage) + on_gpu * PRODUCT_WORKSPACE
+    buffers += _boundary_buffers(job, stage) + on_gpu * (PRODUCT_WORKSPACE + _moving_inputs(job, part))
     allocated = part.parameters + gradients + part.optimizer + activations + buffers
     return RankMemory(
         parameters=part.parameters,
@@ -276,6 +270,12 @@ def _boundary_buffers(job: Job, stage: int) -> float:
         still = max(map(sum, alive(stage, job.mesh.pipeline, job.num_micro_batches, chunks))) / chunks
         count += max(0.0, job.num_micro_batches - still) * received
     return count * job.boundary_bytes
+
+
+def _moving_inputs(job: Job, part: _Part) -> float:
+    """Inputs on their way to the host or back: without a pipeline, none leaves while another one returns."""
+    at_once = 1 if job.mesh.pipeline == 1 else 2
+    return at_once * job.recomputed_input_bytes * any(part.kept_by_host)
 
 
 def _symmetric_memory(job: Job) -> float:

@@ -24,6 +24,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.parameter_groups import ParameterGroups
+from gptpar.pipeline.host_inputs import HostInputs
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
@@ -68,8 +69,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     """
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
-    recomputed, experts = frozenset(config.recompute.recompute_modules), ExpertAxis.of(topology)
-    model = gpt_model(config.model, tensor, recompute_modules=recomputed, experts=experts)
+    again = config.recompute
+    modules, tiles = frozenset(again.recompute_modules), again.mlp_chunks_for_training
+    experts = ExpertAxis.of(topology)
+    model = gpt_model(config.model, tensor, recompute_modules=modules, mlp_tiles=tiles, experts=experts)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
     if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):
@@ -132,6 +135,7 @@ def make_pipeline(
 ) -> Pipeline:
     """The GPT cut into stages, its layers without storage."""
     recompute = config.recompute
+    host = HostInputs() if recompute.checkpoint_in_cpu else None
     width = config.model.hidden_size
 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
@@ -147,7 +151,7 @@ def make_pipeline(
         split=split_of(config, topology.mesh),
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
-        keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
+        keep=Keep(partition, host, random=False),  # masks are functions of their seeds
         token_splits=tensor.size if tensor.splits_tokens else 1,
         boundary=boundary,
     )

@@ -25,7 +25,7 @@ CASES = [
     case(Mesh(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),
     case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["selective"]),
     case(Mesh(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
-    case(Mesh(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel"),
+    case(Mesh(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel", *VARIANTS["MLP in tiles"]),
     case(Mesh(pipeline=4), *VARIANTS["full recompute"], *VARIANTS["CPU optimizer 0.05"]),
     case(
         Mesh(tensor=2, pipeline=2),
@@ -34,7 +34,7 @@ CASES = [
         *VARIANTS["CPU optimizer 0.05"],
     ),
     case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.95"]),
-    case(Mesh(data=2, pipeline=2), "--zero-stage", "3"),
+    case(Mesh(data=2, pipeline=2), "--zero-stage", "3", *VARIANTS["norms, activation"]),
     case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
     case(Mesh(tensor=2, pipeline=2), *VARIANTS["all on the CPU"]),
     case(Mesh(data=4), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"]),
@@ -67,7 +67,7 @@ SINGLE = [
     (BLOOM, case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
     (BLOOM, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["selective"])),
     (BLOOM, case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["all on the CPU"])),
-    (LLAMA, case(Mesh(tensor=4), *VARIANTS["CPU optimizer 0.6"])),
+    (LLAMA, case(Mesh(tensor=4), *VARIANTS["CPU optimizer 0.6"], *VARIANTS["MLP in tiles"])),
     (LLAMA, case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
     (
         LLAMA,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gptpar.pipeline.host_inputs import HostInputs
 from gptpar.pipeline.recompute import Keep, _Kept, recomputed
 from tests.spawn import spawn
 from tests.unit.pipeline.recomputed import FromArray, gradients, layer
@@ -17,7 +18,7 @@ from tests.unit.pipeline.recomputed import FromArray, gradients, layer
 
 def partitioned(rank: int, size: int, to_cpu: bool) -> tuple[list[bool], list[int], list[bool]]:
     """Whether the whole input is held without and with partitioning, what is held instead, which numbers agree."""
-    keep = Keep(partition=(dist.group.WORLD, rank, size), to_cpu=to_cpu)
+    keep = Keep(partition=(dist.group.WORLD, rank, size), host=HostInputs() if to_cpu else None)
     whole_is_held, outputs = [], []
     for how in (Keep(), keep):
         array = np.arange(35.0).reshape(7, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,9 +69,10 @@ def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Te
     return tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": length, **kept}
 
 
-def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stage:
+def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = (), mlp_tiles: int = 1) -> Stage:
     """The model with initial values that depend on names alone, each rank with its share; biases and norms too."""
-    stage = Stage(gpt_model(tiny_config(flags).model, axis, recompute_modules=frozenset(recompute)).specs)
+    again: dict[str, Any] = {"recompute_modules": frozenset(recompute), "mlp_tiles": mlp_tiles}
+    stage = Stage(gpt_model(tiny_config(flags).model, axis, **again).specs)
     inits, splits, storage = inits_of_stage(stage), global_splits(stage), {}
     for name, parameter in stage.global_parameters().items():
         shape = list(parameter.shape)
@@ -213,7 +215,7 @@ def recomputed(rank: int) -> list[Result]:
     axis = axis_of(rank, 2, True)
     return [
         loss_and_whole_gradients(build(LLAMA, axis, modules).train(), axis, ())
-        for modules in ((), ("core_attn",), ("mlp",), ("core_attn", "mlp", "layernorm"))
+        for modules in ((), ("core_attn",), ("mlp",), ("layernorm", "mlp_act"), ("core_attn", "mlp", "layernorm"))
     ]
 
 
@@ -221,6 +223,27 @@ def test_recomputed_modules_give_the_same_bits() -> None:
     for plain, *others in spawn(recomputed, 2):
         for other in others:
             torch.testing.assert_close(other, plain, rtol=0, atol=0)
+
+
+TILED = ("", LLAMA, "--mlp-activation geglu", "--mlp-activation squared_relu --hidden-dropout 0.3")
+
+
+def tiled(rank: int) -> dict[tuple[str, bool, int], Result]:
+    found = {}
+    for flags, sequence_parallel, tiles in itertools.product(TILED, (False, True), (2, 5)):
+        axis = axis_of(rank, 2, sequence_parallel)
+        stage = build(flags, axis, ("layernorm", "mlp"), tiles).train()
+        found[flags, sequence_parallel, tiles] = loss_and_whole_gradients(stage, axis, ())
+    return found
+
+
+def test_tiles_of_the_mlp_give_the_same() -> None:
+    expected = {
+        flags: loss_and_whole_gradients(build(flags, TensorAxis()).train(), TensorAxis(), ()) for flags in TILED
+    }
+    for rank, results in enumerate(spawn(tiled, 2)):
+        for (flags, *how), got in results.items():
+            assert_equal(got, expected[flags], (flags, *how, rank))
 
 
 DROPOUTS = {  # flags, recomputed modules, and which fields the micro-batch has beside labels

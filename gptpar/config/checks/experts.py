@@ -32,6 +32,12 @@ def check_experts(flags: Flags) -> Iterator[str]:
             f"--context-parallel-size {flags.parallel.context_parallel_size} and --num-experts {m.num_experts} are not "
             "proved together yet: drop one of them."
         )
+    again = flags.recompute
+    if again.mlp_chunks_for_training > 1 or "mlp_act" in (again.recompute_modules or ()):
+        yield (
+            "--mlp-chunks-for-training and mlp_act of --recompute-modules are for MLPs, and not for experts yet: leave "
+            "them out; --recompute-modules mlp is for both."
+        )
     yield from _tensor(flags)
 
 

@@ -32,6 +32,9 @@ class RecomputeOptions:
         names=("--partition-activations", "--distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
+    mlp_chunks_for_training: int = flag(
+        1, "compute each MLP for N parts of the tokens, one after the other, and keep its input alone", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,9 @@ class RecomputeFlags(RecomputeOptions):
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "parts recomputed by --recompute-granularity selective (default: core_attn)",
-        choices=("core_attn", "mlp", "layernorm"),
+        "parts recomputed by --recompute-granularity selective (default: core_attn); layernorm mlp_act: the outputs of "
+        "norms and of the MLP's activation function",
+        choices=("core_attn", "mlp", "mlp_act", "layernorm"),
     )
     checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")
     activations_checkpoint_method: str | None = flag(

@@ -166,6 +166,8 @@ VARIANTS = (
         {d.RECOMPUTE: "full", "recompute.recompute_method": "uniform", "recompute.recompute_num_layers": 2}, "every 2"
     ),
     Option({d.RECOMPUTE: "selective", "recompute.recompute_modules": ("core_attn", "mlp", "layernorm")}, "selective"),
+    Option({d.RECOMPUTE: "selective", "recompute.recompute_modules": ("mlp_act", "layernorm")}, "norms, activation"),
+    Option({"recompute.mlp_chunks_for_training": 3}, "MLP in tiles"),
     *(Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: r}, f"CPU optimizer {r}") for r in (0.05, 0.6, 0.95)),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
 )

@@ -132,7 +132,7 @@ WORLD = 8
         ("--recompute-modules mlp", ["--recompute-modules needs --recompute-granularity selective."]),
         (
             "--recompute-activations --recompute-modules mlp gelu",
-            ["--recompute-modules gelu: unknown; it takes one of core_attn, mlp, layernorm."],
+            ["--recompute-modules gelu: unknown; it takes one of core_attn, mlp, mlp_act, layernorm."],
         ),
         (
             "--checkpoint-activations --checkpoint-num-layers 2 --recompute-num-layers 3",

@@ -44,11 +44,18 @@ def two_products(grad: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 4 * tokens * math.prod(weight)
 
 
+def tiled_backward(grad: Any, x: Any, up: Any, bias: Any, down: Any, *_: Any, **__: Any) -> int:
+    """The first product again, and four for gradients."""
+    return 2 * x[0] * (3 * math.prod(up) + 2 * math.prod(down))
+
+
 COUNTED = {
     OPS.column_forward: lambda x, weight, *_, out_shape, **__: 2 * out_shape[0] * math.prod(weight),
     OPS.row_forward: lambda x, weight, *_, **__: 2 * x[0] * math.prod(weight),
     OPS.column_backward: two_products,
     OPS.row_backward: two_products,
+    OPS.tiled_mlp: lambda x, up, bias, down, *_, **__: 2 * x[0] * (math.prod(up) + math.prod(down)),
+    OPS.tiled_mlp_backward: tiled_backward,
 }
 
 
@@ -58,9 +65,11 @@ def _some_chunks_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_BYTES, "meta", CHUNK_BYTES["cpu"])
 
 
-def counted(flags: str, axis: TensorAxis = ALONE, modules: tuple[str, ...] = ()) -> tuple[float, float, float]:
+def counted(
+    flags: str, axis: TensorAxis = ALONE, modules: tuple[str, ...] = (), mlp_tiles: int = 1
+) -> tuple[float, float, float]:
     """Of a micro-batch on a rank, by torch: FLOPs of products with weights, FLOPs of attention; and what layers say."""
-    model = gpt_model(tiny_config(flags).model, axis, recompute_modules=frozenset(modules))
+    model = gpt_model(tiny_config(flags).model, axis, recompute_modules=frozenset(modules), mlp_tiles=mlp_tiles)
     stage, tokens = Stage(model.specs), torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
     counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
     with counter, sdpa_kernel(SDPBackend.MATH):
@@ -122,7 +131,9 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
     assert products == whole / size and attention == whole_attention / size
 
 
-@pytest.mark.parametrize("modules", [("mlp",), ("core_attn",), ("layernorm",), ("core_attn", "mlp", "layernorm")])
+@pytest.mark.parametrize(
+    "modules", [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("core_attn", "mlp", "layernorm")]
+)
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)
     assert products == declared
@@ -160,6 +171,12 @@ def test_a_token_uses_few_experts() -> None:
     assert model.num_parameters - dense.num_parameters == tiny_config("").model.num_layers * (3 * expert + 4 * H)
     assert model.num_parameters - model.num_active_parameters == tiny_config("").model.num_layers * 2 * expert
     assert dense.num_active_parameters == dense.num_parameters
+
+
+@pytest.mark.parametrize("flags", ["", LLAMA])
+def test_flops_of_tiles(flags: str) -> None:
+    products, _, declared = counted(flags, mlp_tiles=3)
+    assert products == declared > counted(flags)[0]
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -209,6 +226,11 @@ def modules(*names: str) -> dict[str, Any]:
         (NONE, modules("mlp")),
         (NONE, modules("core_attn")),
         (NONE, modules("core_attn", "mlp")),
+        (NONE, modules("mlp_act")),
+        (NONE, modules("mlp_act", "mlp")),
+        (NONE + "--swiglu --disable-bias-linear", modules("mlp_act")),
+        (NONE, {"mlp_tiles": 4}),
+        (NONE + "--swiglu", {"mlp_tiles": 4, **modules("mlp", "mlp_act")}),
         (NONE + "--mlp-activation squared_relu", {}),
         (NONE + "--qk-layernorm", {}),
         (NONE + GATE, {}),
@@ -249,11 +271,24 @@ def test_a_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None
         (ROPE + WIDTH_NORM, {}),
         (NONE, modules("layernorm")),
         (NONE, modules("layernorm", "mlp")),
+        (NONE, modules("layernorm", "mlp_act")),
+        (LLAMA, modules("layernorm", "mlp_act")),
+        (NONE, {"mlp_tiles": 2, **modules("layernorm")}),
     ],
 )
 def test_a_compiled_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None:
     """A compiler may compute one of the four statistics of norms again."""
     assert measured(flags, compiled=True, **options) == pytest.approx(declared(flags, **options), rel=3e-3)
+
+
+def test_norms_and_the_activation_leave_twenty_of_thirty_two_bytes() -> None:
+    """In 16 bits: inputs of two norms, of attention and of its projection, and what the MLP's activation reads."""
+    for names, per_hidden in (((), 32), (("layernorm", "mlp_act"), 20)):
+        with torch.device("meta"):
+            block = Block(tiny_config(NONE).model, **modules(*names))
+        kept = block.cost(SHAPE._replace(dtype=torch.bfloat16)).kept
+        statistics = 4 * HEADS + (0 if names else 2 * 2 * 4)
+        assert kept - statistics == per_hidden * H
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_recomputation_and_offload_of_inputs() -> None:
     offloaded = plan(flags + " --checkpoint-in-cpu").memory[0]
     assert offloaded.activations == 0
     assert offloaded.host - plan(flags).memory[0].host == 4 * tokens * h * 2
+    assert offloaded.buffers - plan(flags).memory[0].buffers == tokens * h * 2  # it leaves, or has returned early
     selective = plan(SMALL + "--micro-batch-size 2 --recompute-granularity selective --recompute-modules mlp layernorm")
     # MLP's input is kept to compute it again; the output of attention's norm and both norms' statistics are not kept.
     assert block_bytes(selective.job) == 32 * h + 32 - 16 * h - 2 * h - 16

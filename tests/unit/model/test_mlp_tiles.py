@@ -1,0 +1,81 @@
+"""The MLP in tiles of tokens, against the MLP as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.model.block import MLP
+from gptpar.model.linear import Linears
+from gptpar.model.mlp_tiles import FUNCTIONS, tiled_mlp
+from tests.helpers import tiny_config
+
+TOKENS, WIDTH = 11, 32
+
+
+def flags_of(name: str) -> str:
+    return "--swiglu " if name == "swiglu" else f"--mlp-activation {name} "
+
+
+def trained(mlp: MLP, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output and the gradients of the input and of every parameter; those of biases that another function sums."""
+    x = x.clone().requires_grad_()
+    y = mlp.train()(x)
+    wanted = [x, *(parameter for parameter in mlp.parameters() if parameter is not mlp.unsummed_bias)]
+    return [y.detach(), *torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), wanted)]
+
+
+def pair(flags: str, tiles: int, dtype: torch.dtype) -> tuple[MLP, MLP, torch.Tensor]:
+    """An MLP, an MLP with the same weights in tiles, and an input."""
+    torch.manual_seed(0)
+    linears = Linears(tiny_config(flags).model)
+    whole, tiled = MLP(linears).to(dtype), MLP(linears, tiles=tiles).to(dtype)
+    for parameter in whole.parameters():
+        parameter.data.normal_(std=0.2)
+    tiled.load_state_dict(whole.state_dict())
+    return whole, tiled, torch.randn(TOKENS, WIDTH, dtype=dtype)
+
+
+@pytest.mark.parametrize("tiles", [2, 4, 11, 100])
+@pytest.mark.parametrize("bias", ["", "--disable-bias-linear "])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_output_and_gradients_are_those_of_the_whole(name: str, bias: str, tiles: int) -> None:
+    whole, tiled, x = pair(flags_of(name) + bias, tiles, torch.float64)
+    for got, wanted in zip(trained(tiled, x), trained(whole, x), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_sums_over_tiles_are_wide() -> None:
+    """In 16 bits, sums of many tiles would lose what each adds."""
+    whole, tiled, _ = pair("", 64, torch.bfloat16)
+    x = torch.randn(64, WIDTH, dtype=torch.bfloat16)
+    narrow = trained(whole, x)
+    exact = trained(whole.double(), x.double())
+    for got, other, wanted in zip(trained(tiled, x), narrow, exact, strict=True):
+        assert (got.double() - wanted).norm() < 1.5 * (other.double() - wanted).norm()
+
+
+@pytest.mark.parametrize("flags", ["", "--swiglu --disable-bias-linear "])
+def test_the_operator_keeps_a_compilers_rules(flags: str) -> None:
+    _, tiled, x = pair(flags, 3, torch.float64)
+    up, down = tiled.up, tiled.down
+    bias = None if up.bias is None else up.bias.flatten()
+    how = (tiled.activation, tiled.gated, 3, *up.transfer, up.format)
+    torch.library.opcheck(tiled_mlp, (x.requires_grad_(), up.weight.flatten(0, -2), bias, down.weight, *how))
+
+
+def test_only_the_input_is_kept() -> None:
+    _, tiled, x = pair("--swiglu ", 4, torch.float64)
+    own = {parameter.data_ptr() for parameter in tiled.parameters()}
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        tiled(x.requires_grad_())
+    assert [tensor.shape for tensor in kept if tensor.data_ptr() not in own] == [x.shape]
+
+
+def test_a_compiled_mlp_is_the_same() -> None:
+    _, tiled, x = pair("", 3, torch.float64)
+    wanted = trained(tiled, x)
+    tiled.compile(backend="aot_eager", fullgraph=True)
+    for got, expected in zip(trained(tiled, x), wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)

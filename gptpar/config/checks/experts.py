@@ -27,9 +27,15 @@ def check_experts(flags: Flags) -> Iterator[str]:
         yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
     if m.mup:
         yield "--mup has no rule for experts: leave it out, or train a model with --num-experts 1."
+    yield from _not_together(flags)
+    yield from _tensor(flags)
+
+
+def _not_together(flags: Flags) -> Iterator[str]:
+    """What experts do not go with yet."""
     if flags.parallel.context_parallel_size > 1:
         yield (
-            f"--context-parallel-size {flags.parallel.context_parallel_size} and --num-experts {m.num_experts} are not "
+            f"--context-parallel-size {flags.parallel.context_parallel_size} and --num-experts {flags.model.num_experts} are not "
             "proved together yet: drop one of them."
         )
     again = flags.recompute
@@ -38,7 +44,6 @@ def check_experts(flags: Flags) -> Iterator[str]:
             "--mlp-chunks-for-training and mlp_act of --recompute-modules are for MLPs, and not for experts yet: leave "
             "them out; --recompute-modules mlp is for both."
         )
-    yield from _tensor(flags)
 
 
 def _blocks(m: ModelFlags) -> Iterator[str]:

@@ -152,6 +152,16 @@ class MLP(nn.Module):
         return tile / self.tiles + weights * batch.statistic_size / batch.tokens
 
 
+def make_mlp(
+    linears: Linears, experts: ExpertAxis | None, recompute_modules: frozenset[str], tiles: int
+) -> MLP | Experts:
+    """A block's MLP, or the mixture of experts in its place; the arguments are those of :class:`Block`."""
+    if experts is not None:
+        return make_experts(linears, experts)
+    act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules
+    return MLP(linears, recompute_activation=act, tiles=tiles)
+
+
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
 
@@ -196,13 +206,8 @@ class Block(nn.Module):
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
-        act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules
-        self.mlp: MLP | Experts
-        if experts is None:
-            self.mlp = MLP(linears, recompute_activation=act, tiles=mlp_tiles)
-        else:
-            self.mlp = make_experts(linears, experts)
-        self.returns_losses = experts is not None and bool(losses_of(config))
+        self.mlp = make_mlp(linears, experts, recompute_modules, mlp_tiles)
+        self.returns_losses = bool(experts and losses_of(config))
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)

@@ -33,9 +33,9 @@ def check_experts(flags: Flags) -> Iterator[str]:
 
 def _not_together(flags: Flags) -> Iterator[str]:
     """What experts do not go with yet."""
-    if flags.parallel.context_parallel_size > 1:
+    if (size := flags.parallel.context_parallel_size) > 1:
         yield (
-            f"--context-parallel-size {flags.parallel.context_parallel_size} and --num-experts {flags.model.num_experts} are "
+            f"--context-parallel-size {size} and --num-experts {flags.model.num_experts} are "
             "not proved together yet: drop one of them."
         )
     again = flags.recompute

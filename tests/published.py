@@ -134,7 +134,14 @@ STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORD
 
 
 ON_PURPOSE = (
-    *("mixture-of-experts is", "training in FP8", "context parallelism is", "a vision model is", "retrieval is"),
+    *(
+        "this option of experts is",
+        "processes with experts",
+        "training in FP8",
+        "context parallelism is",
+        "a vision model is",
+        "retrieval is",
+    ),
     *("an inference server", "a model with an encoder is", "the Mamba architecture is"),
 )
 """What gptpar lacks on purpose, as its sentences begin to say it."""

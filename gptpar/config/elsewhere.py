@@ -20,6 +20,8 @@ from typing import Any
 from gptpar.config.fields import MAX_ECHOED
 
 FILE = Path(__file__).with_suffix(".toml")
+OTHER_EXPERTS = "DeepSpeed's mixture-of-experts is not part of gptpar"
+"""Why flags have no effect on a dense model."""
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
 ANY_NUMBER = -1

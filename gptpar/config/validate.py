@@ -17,7 +17,7 @@ from gptpar.config.checks.recovery import check_recovery
 from gptpar.config.checks.schedule import check_schedule, check_schedule_lengths
 from gptpar.config.complete import complete
 from gptpar.config.derive import Derived, derive
-from gptpar.config.elsewhere import OF_THE_LAUNCH
+from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.ranges import out_of_range, range_problems, with_defaults
@@ -42,7 +42,7 @@ def resolve(
     problems = [*(range_problems(parsed.flags) if wrong else ()), *_derived_out_of_range(flags, typed, derived)]
     found = [*find_problems(flags, world_size), *(more(flags) if more else ())]
     problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
-    problems += _launch_problems(parsed, world_size)
+    problems += [*_launch_problems(parsed, world_size), *_ignored_experts(parsed)]
     if problems or parsed.problems:
         raise ConfigError([*parsed.problems, *map(parsed.as_written, problems)])
     return complete(flags), [*parsed.derived, *derived]
@@ -66,6 +66,16 @@ def _launch_problems(parsed: ParsedFlags, world_size: int) -> Iterator[str]:
         yield (
             f"{' and '.join(wrong)}, but {world_size} process(es) take part; torchrun starts more, and sets RANK and "
             "WORLD_SIZE in the environment, which places them."
+        )
+
+
+def _ignored_experts(parsed: ParsedFlags) -> Iterator[str]:
+    """Flags of another program's experts have no effect on a dense model, and would have had one on this."""
+    ignored = [note.split(":")[0] for note in parsed.without_effect if note.endswith(OTHER_EXPERTS)]
+    if ignored and parsed.flags.model.has_experts:
+        yield (
+            f"{', '.join(ignored)}: {OTHER_EXPERTS}, and --num-experts is {parsed.flags.model.num_experts}: leave "
+            "these out; gptpar pretrain --help lists the flags of its own experts."
         )
 
 

@@ -70,7 +70,12 @@ class StepUpdate:
         skip_step: the rule for outliers; ``None``: no step is one.
         sum_over_all: sums a tensor over all processes, in place.
         readings: has the device copy numbers to the host.
+
+    Attributes:
+        skipped: [] of the step taken last, on the device; see :func:`~gptpar.optim.skip_step.step_unless_outlier`.
     """
+
+    skipped: torch.Tensor
 
     def __init__(self, engine: Engine, skip_step: SkipStep | None, sum_over_all: Sum, readings: MakeReadings):
         self._engine, self._skip_step = engine, skip_step
@@ -102,7 +107,7 @@ class StepUpdate:
         square, mean_loss, *summed = self._sum_over_all(torch.stack([square, loss, *others]))
         norm = square.sqrt() / torch.full_like(square, divisor)  # a number would be inverted and multiplied on GPUs
         norm, numbers = judge(norm, summed)
-        skipped = step_unless_outlier(
+        self.skipped = step_unless_outlier(
             self._skip_step, mean_loss, norm, lambda judged: self._engine.step(judged, hyperparameters, divisor)
         )
-        return mean_loss, self._readings([mean_loss, norm, skipped, *numbers])
+        return mean_loss, self._readings([mean_loss, norm, self.skipped, *numbers])

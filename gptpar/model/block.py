@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import gelu, squared_relu
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
+from gptpar.model.experts.dispatch import ExpertAxis
+from gptpar.model.experts.layer import Experts
+from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.mlp_tiles import tiled_mlp
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
@@ -64,20 +68,37 @@ def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
             return x_NF
 
 
+def gated(name: str, up: torch.Tensor) -> torch.Tensor:
+    """One half of an MLP's first product, multiplied by a gate's function of the other half."""
+    gate_NF, value_NF = up.chunk(2, dim=-1)
+    return gate(name, gate_NF) * value_NF
+
+
+def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
+    """A mixture of experts in place of an MLP."""
+    config = linears.config
+    name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
+    activate = partial(gated, name) if config.gated else partial(activation, name, bias_F=None)
+    return Experts(linears, activate, None if shared is None else MLP(linears, shared), placed)
+
+
 class MLP(nn.Module):
     """Two linear layers with an activation function between them, or a gate such as SwiGLU (Shazeer 2020).
 
     Args:
         linears: makes the layers.
+        inner: width between them; by default the model's.
         recompute_activation: whether the activation's output is computed again in the backward pass.
         tiles: if several, the tokens are taken in this many tiles, and only the input is kept.
     """
 
-    def __init__(self, linears: Linears, *, recompute_activation: bool = False, tiles: int = 1):
+    def __init__(
+        self, linears: Linears, inner: int | None = None, *, recompute_activation: bool = False, tiles: int = 1
+    ):
         super().__init__()
         self.recompute_activation, self.tiles = recompute_activation and tiles == 1, tiles
         config = linears.config
-        width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
         parts = 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
@@ -107,8 +128,7 @@ class MLP(nn.Module):
 
     def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
         if self.gated:
-            gate_NF, value_NF = up.chunk(2, dim=-1)
-            return self.down(gate(self.activation, gate_NF) * value_NF)
+            return self.down(gated(self.activation, up))
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
     def cost(self, batch: BatchShape) -> Cost:
@@ -132,6 +152,16 @@ class MLP(nn.Module):
         return tile / self.tiles + weights * batch.statistic_size / batch.tokens
 
 
+def make_mlp(
+    linears: Linears, experts: ExpertAxis | None, recompute_modules: frozenset[str], tiles: int
+) -> MLP | Experts:
+    """A block's MLP, or the mixture of experts in its place; the arguments are those of :class:`Block`."""
+    if experts is not None:
+        return make_experts(linears, experts)
+    act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules
+    return MLP(linears, recompute_activation=act, tiles=tiles)
+
+
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
 
@@ -145,6 +175,8 @@ class Block(nn.Module):
             without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``.
         mlp_tiles: see :class:`MLP`; several recompute the MLP.
         window, rotary: see :class:`Attention`.
+        experts: this process's place on the expert axis, if the MLP is a mixture of experts; the block then returns
+            their losses, too, if there are any.
     """
 
     def __init__(
@@ -156,6 +188,7 @@ class Block(nn.Module):
         mlp_tiles: int = 1,
         window: int | None = None,
         rotary: bool = True,
+        experts: ExpertAxis | None = None,
     ):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "mlp_act", "layernorm"}
@@ -175,8 +208,8 @@ class Block(nn.Module):
         self.attention = Attention(linears, window=window, rotary=rotary, recompute_core=recompute_core)
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
-        act = "mlp_act" in recompute_modules and "mlp" not in recompute_modules
-        self.mlp = MLP(linears, recompute_activation=act, tiles=mlp_tiles)
+        self.mlp = make_mlp(linears, experts, recompute_modules, mlp_tiles)
+        self.returns_losses = bool(experts and losses_of(config))
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
@@ -188,14 +221,16 @@ class Block(nn.Module):
         cu_seqlens: torch.Tensor | None,
         seq_length: int,
         seeds: LayerSeeds | None = None,
-    ) -> torch.Tensor:
-        """Returns y_ND; under sequence parallelism x and y hold this rank's tokens.
+        choice_NK: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns y_ND, or (y_ND, losses of experts); under sequence parallelism x and y hold this rank's tokens.
 
         Args:
             positions_BS: of each token; ``None``: 0, 1, 2, ...
             cu_seqlens: tokens see their own document only; ``None``: a sample is one document.
             seq_length: S.
             seeds: of dropout's masks; needed in training if the model has dropout.
+            choice_NK: keeps the experts that are chosen (:mod:`gptpar.model.experts.routing`).
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
         attended_ND = self.attention(normed_ND, positions_BS, cu_seqlens, seq_length, seeds)
@@ -206,14 +241,20 @@ class Block(nn.Module):
             x_ND = x_ND + attended_ND
         else:
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
-        y_ND = self._norm_output(self.mlp_post_norm, self._run("mlp", self.mlp, normed_ND), self.mlp)
-        return x_ND + self.mlp_output_dropout(y_ND, seeds)
+        losses: dict[str, torch.Tensor] = {}
+        if isinstance(self.mlp, Experts):
+            y_ND, losses = self._run("mlp", self.mlp, normed_ND, seq_length, choice_NK)
+        else:
+            y_ND = self._run("mlp", self.mlp, normed_ND)
+        y_ND = x_ND + self.mlp_output_dropout(self._norm_output(self.mlp_post_norm, y_ND, self.mlp), seeds)
+        return (y_ND, losses) if self.returns_losses else y_ND
 
     def cost(self, batch: BatchShape) -> Cost:
         """Attention, MLP, and the norms and sums of the residual stream, which are those of this rank's tokens."""
         mlp = self.mlp.cost(batch)
         if "mlp" in self.recompute_modules:
-            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits)
+            last = isinstance(self.mlp, Experts) and self.mlp.reads_last_product
+            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits, last=last)
         kernels = Cost(forward_kernels=KERNELS[0], backward_kernels=KERNELS[1])
         return self.attention.cost(batch) + mlp + self._stream_cost(batch) + kernels
 
@@ -245,15 +286,18 @@ class Block(nn.Module):
         x_ND = x_ND if added_ND is None else x_ND + added_ND
         return x_ND, self._run("layernorm", norm, x_ND)
 
-    def _norm_output(self, norm: nn.Module | None, x_ND: torch.Tensor, layer: RowParallelLinear | MLP) -> torch.Tensor:
+    def _norm_output(
+        self, norm: nn.Module | None, x_ND: torch.Tensor, layer: RowParallelLinear | MLP | Experts
+    ) -> torch.Tensor:
         """A layer's output, normalised if a norm follows it."""
         if isinstance(norm, OutputLayerNorm):
             return norm(x_ND, layer.unsummed_bias)
         return self._run("layernorm", norm, x_ND)
 
-    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor) -> torch.Tensor:
+    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor, *args: Any) -> Any:
         if part is None:
             return x_ND
         if name in self.recompute_modules and self.training:
-            return checkpoint(part, x_ND, use_reentrant=False, preserve_rng_state=False)
-        return part(x_ND)
+            # The part writes to some of the arguments, which a checkpoint would forbid of its own.
+            return checkpoint(lambda x: part(x, *args), x_ND, use_reentrant=False, preserve_rng_state=False)
+        return part(x_ND, *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role, layer_roles
@@ -11,6 +12,9 @@ from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
+from gptpar.model.experts.balance import choice_field
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
+from gptpar.model.experts.routing import losses_of
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.norm import NORMS, norm_arguments
 from gptpar.model.spec import ModelLayer, ModelSpec
@@ -18,11 +22,18 @@ from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
 LOSS_FIELDS = ("labels", "loss_mask", "scale", "each_token", "loss_divisor")
 BLOCK_FIELDS = ("position_ids", "cu_seqlens", "seq_length")
+NO_SEEDS = "no dropout seeds"
+"""A field that no micro-batch has, for the place of seeds among a block's arguments."""
 POSITION_FIELDS = ("position_ids", "seq_length")
 
 
 def gpt_model(
-    config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING, mlp_tiles: int = 1
+    config: ModelConfig,
+    axis: TensorAxis = ALONE,
+    *,
+    recompute_modules: frozenset[str] = NOTHING,
+    mlp_tiles: int = 1,
+    experts: ExpertAxis = ALL_EXPERTS,
 ) -> ModelSpec:
     """Describe a GPT.
 
@@ -30,13 +41,16 @@ def gpt_model(
         config: a complete model configuration (nothing the model needs is ``None``).
         axis: this process's place on the tensor axis.
         recompute_modules, mlp_tiles: see :class:`Block`.
+        experts: this process's place on the expert axis.
     """
     block = partial(LayerSpec, Block, config, axis, recompute_modules=recompute_modules, mlp_tiles=mlp_tiles)
-    return ModelSpec(tuple(_layers(config, axis, block)), config.seq_length)
+    return ModelSpec(tuple(_layers(config, axis, block, experts)), config.seq_length)
 
 
-def _layers(config: ModelConfig, axis: TensorAxis, block: Callable[..., LayerSpec]) -> Iterator[ModelLayer]:
-    number = 0
+def _layers(
+    config: ModelConfig, axis: TensorAxis, block: Callable[..., LayerSpec], placed: ExpertAxis
+) -> Iterator[ModelLayer]:
+    number, with_experts = 0, config.blocks_with_experts(config.num_layers)
     for role in layer_roles(config.num_layers):
         match role:
             case Role.EMBEDDING:
@@ -48,8 +62,12 @@ def _layers(config: ModelConfig, axis: TensorAxis, block: Callable[..., LayerSpe
                 )
             case Role.BLOCK:
                 name = f"layers.{number}"
+                experts = with_experts[number]
                 fields = (*BLOCK_FIELDS, *_seeds(config, name))
-                of_layer = {"window": window_of(config, number), "rotary": is_rotary(config, number)}
+                of_layer: dict[str, Any] = {"window": window_of(config, number), "rotary": is_rotary(config, number)}
+                if experts:
+                    fields = (*BLOCK_FIELDS, *(_seeds(config, name) or (NO_SEEDS,)), choice_field(name))
+                    of_layer |= {"experts": placed, "auxiliary_losses": losses_of(config)}
                 yield ModelLayer(role, block(**of_layer, name=name, batch_fields=fields))
                 number += 1
             case Role.FINAL_NORM:

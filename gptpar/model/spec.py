@@ -98,6 +98,14 @@ class ModelSpec:
         """Number of parameters on this tensor rank; those that several layers share count once."""
         return sum({spec.name: count for spec, count in zip(self.specs, self.parameters, strict=True)}.values())
 
+    @property
+    def num_active_parameters(self) -> int:
+        """As many of these as a token is computed with; experts that it does not go to are left out."""
+        idle = {
+            kind: sum(getattr(m, "idle_parameters", 0) for m in layer.modules()) for kind, layer in self.built.items()
+        }
+        return self.num_parameters - sum(idle[kind] for kind in self.kinds)
+
     @cached_property
     def shared(self) -> str | None:
         """Name of the layer that is both embedding and LM head; ``None`` if they are not tied."""

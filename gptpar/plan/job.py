@@ -14,6 +14,7 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
+from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.offload.buckets import StateSize
 from gptpar.optim.update import Update
 from gptpar.pipeline import schedules
@@ -104,8 +105,12 @@ class Job:
 
     @property
     def shards(self) -> int:
-        """Number of shards of the optimizer's state."""
-        return self.num_copies if self.zero_stage else 1
+        """Number of shards of the optimizer's state.
+
+        Where the expert axis divides the data axis, this is the number of shards of a rank's experts. Other parameters,
+        few beside experts, have more shards, and are counted with too much memory.
+        """
+        return self.num_copies // self.mesh.expert if self.zero_stage else 1
 
     @cached_property
     def ratio(self) -> float:
@@ -196,6 +201,11 @@ class Job:
         return model_of(self.config.model).num_parameters
 
     @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that a token is computed with."""
+        return model_of(self.config.model).num_active_parameters
+
+    @property
     def flops_per_token(self) -> float:
         """FLOPs of a token's forward and backward pass, attention counted over its causal half."""
         return model_of(self.config.model).flops_per_token(causal=True, document_lengths=self.document_lengths)
@@ -205,7 +215,7 @@ class Job:
         """The layers on one tensor rank, of whose units the data axis has ``shards``."""
         config, tensor = self.config, TensorAxis(self.mesh.tensor, sequence_parallel=self.token_splits > 1)
         modules, tiles = frozenset(config.recompute.recompute_modules), config.recompute.mlp_chunks_for_training
-        return layers_of(config.model, config.optimizer, tensor, modules, tiles)
+        return layers_of(config.model, config.optimizer, tensor, modules, tiles, ExpertAxis(self.mesh.expert))
 
     @cached_property
     def costs(self) -> list[Cost]:

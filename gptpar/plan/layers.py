@@ -5,6 +5,7 @@ Nothing is allocated: of equal layers, one is built on the meta device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from gptpar.config import ModelConfig, OptimizerConfig
@@ -12,13 +13,15 @@ from gptpar.config.roles import Role
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.model.spec import ModelSpec
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import EXPERT, Mesh
+from gptpar.topology.placement import ParameterInfo, Placement
 
 
 class Layers:
@@ -37,7 +40,10 @@ class Layers:
 
     def __init__(self, spec: ModelSpec, groups: ParameterGroups):
         self.spec, self.groups = spec, groups
-        self._infos = {kind: Stage([spec.specs[kind]]).infos() for kind in dict.fromkeys(spec.kinds)}
+        self._infos = {
+            kind: {name: _with_own_experts(info) for name, info in Stage([spec.specs[kind]]).infos().items()}
+            for kind in dict.fromkeys(spec.kinds)
+        }
         self.blocks = frozenset(n for n, layer in enumerate(spec.layers) if layer.role is Role.BLOCK)
         self._units: dict[tuple[int, int], Unit] = {}
         firsts: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -59,6 +65,12 @@ class Layers:
         return self._units[number, shards]
 
 
+def _with_own_experts(info: ParameterInfo) -> ParameterInfo:
+    """A parameter as if a rank's experts were all: a plan counts their elements in its layer's one unit."""
+    value = {axis: split for axis, split in info.placement.value.items() if axis != EXPERT}
+    return replace(info, placement=Placement(value, info.placement.gradient_sum))
+
+
 @lru_cache(maxsize=64)
 def model_of(model: ModelConfig) -> ModelSpec:
     """The whole model's description; it is cached, and so are its counts."""
@@ -72,6 +84,7 @@ def layers_of(
     tensor: TensorAxis = ALONE,
     recomputed: frozenset[str] = frozenset(),
     mlp_tiles: int = 1,
+    experts: ExpertAxis = ALL_EXPERTS,
 ) -> Layers:
     """The layers of a run's model.
 
@@ -80,11 +93,12 @@ def layers_of(
         tensor: a rank's place, without its group.
         recomputed: parts of layers that the backward pass computes again.
         mlp_tiles: number of tiles of tokens in which each MLP is computed.
+        experts: a rank's place on the expert axis, likewise.
 
     Raises:
         ConfigError: a pattern of the groups matches no parameter.
     """
-    spec = gpt_model(model, tensor, recompute_modules=recomputed, mlp_tiles=mlp_tiles)
+    spec = gpt_model(model, tensor, recompute_modules=recomputed, mlp_tiles=mlp_tiles, experts=experts)
     return Layers(spec, ParameterGroups(optimizer, model, spec))
 
 

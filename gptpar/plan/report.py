@@ -51,14 +51,19 @@ def _title(text: str) -> str:
 def _facts(plan: Plan) -> list[Row]:
     job, cluster = plan.job, plan.cluster
     m, recompute = job.config.model, job.config.recompute
-    count = format_count(job.num_parameters)
+    count, sizes = (
+        format_count(job.num_parameters),
+        f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads",
+    )
+    if m.has_experts:
+        sizes += f"; {m.num_experts} experts, a token uses {format_count(job.num_active_parameters)} parameters"
     rounds = rounds_idle(job.mesh.pipeline, job.num_micro_batches, job.num_virtual_stages)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
     virtual = job.num_virtual_stages
     schedule = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} virtual stages each"
     again = recompute.recompute_granularity or "nothing is computed again"
     return [
-        Row("model", f"{count} parameters", f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads"),
+        Row("model", f"{count} parameters", sizes),
         Row(
             "cluster",
             f"{job.mesh.world_size:,} x {cluster.name.upper()}",

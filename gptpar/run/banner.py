@@ -91,6 +91,7 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
         *([Row("options", ", ".join(options))] if (options := list(_options(m))) else []),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
         Row("parameters", format_count(model.num_parameters)),
+        *([Row("of these, a token uses", format_count(model.num_active_parameters))] if m.has_experts else []),
         Row(
             "FLOPs a token",
             f"{model.flops_per_token(causal=False):.3e}",
@@ -117,6 +118,9 @@ def _options(m: ModelConfig) -> Iterator[str]:
         yield f"layers with and without positions ({m.rope_pattern})"
     if m.window_size is not None:
         yield f"windows of {m.window_size} tokens ({m.window_pattern or 'S'})"
+    if m.has_experts:
+        of_token = f"{m.moe_router_topk} of {m.num_experts} experts of width {m.width_of_experts(m.ffn_hidden_size)}"
+        yield f"{of_token} in {sum(m.blocks_with_experts(m.num_layers))} blocks ({m.moe_router_score_function} scores)"
     if m.logit_softcap:
         yield f"logits capped at {m.logit_softcap:g}"
     if m.z_loss_weight:

@@ -14,6 +14,7 @@ from gptpar.config import ModelConfig
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError
 from gptpar.exchange import why_not_to_load
+from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.run.resume import instead_of
@@ -72,7 +73,7 @@ def load_stages(
             stored = stored_model(path, manifest.meta)
             _require_its_tensors(path, manifest, stored.model)
             stages = build(stored)
-            _fill(stages, path, manifest, device, dtype)
+            _fill(stages, path, manifest, stored.model, device, dtype)
         except CheckpointError as error:
             problems.append(str(error))
             print(f"skipped a checkpoint: {error}", file=sys.stderr)
@@ -117,7 +118,14 @@ def _none_of(folder: Path, problems: Sequence[str]) -> str:
     return f"no checkpoint in {folder} can be read:\n" + "\n".join(problems)
 
 
-def _fill(stages: Sequence[Stage], path: Path, manifest: Manifest, device: torch.device, dtype: torch.dtype) -> None:
+def _fill(
+    stages: Sequence[Stage],
+    path: Path,
+    manifest: Manifest,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
     """Give stages the weights of a checkpoint: of each parameter the split that they have."""
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
     _require_shapes(path, manifest, {name: tuple(info.full_shape) for name, info in infos.items()})
@@ -130,6 +138,10 @@ def _fill(stages: Sequence[Stage], path: Path, manifest: Manifest, device: torch
     for stage in stages:
         stage.place(values | memory_for(stage.buffer_infos(), device))
         stage.eval().requires_grad_(False)
+    experts = ExpertBalance(model, gpt_model(model).specs, torch.promote_types(dtype, torch.float32), device)
+    experts.load(manifest.meta.get("experts"))
+    for stage in stages:
+        experts.attach(stage.layers_by_name())
 
 
 def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> None:

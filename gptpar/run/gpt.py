@@ -14,6 +14,8 @@ from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.model.dtypes import DTYPES
+from gptpar.model.experts.balance import ExpertBalance
+from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.model.spec import ModelSpec
@@ -42,6 +44,7 @@ class GptEngine:
         pipeline: the model, cut into stages.
         host: the CPU optimizer; ``None`` where it has nothing to do.
         groups: the parameters' groups.
+        experts: balances the model's experts.
         partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
@@ -50,6 +53,7 @@ class GptEngine:
     engine: Engine
     host: HostOptimizer | None
     groups: ParameterGroups
+    experts: ExpertBalance
     partial_gradient: PartialGradient | None
 
 
@@ -67,7 +71,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
     again = config.recompute
     modules, tiles = frozenset(again.recompute_modules), again.mlp_chunks_for_training
-    model = gpt_model(config.model, tensor, recompute_modules=modules, mlp_tiles=tiles)
+    experts = ExpertAxis.of(topology)
+    model = gpt_model(config.model, tensor, recompute_modules=modules, mlp_tiles=tiles, experts=experts)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
     if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):
@@ -99,7 +104,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         families=groups.families,
     )
     partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)
-    return GptEngine(model, pipeline, engine, host, groups, partial_gradient)
+    balance = ExpertBalance(config.model, model.specs, settings.wide, device)
+    for stage in pipeline.stages_here:
+        balance.attach(stage.layers_by_name())
+    return GptEngine(model, pipeline, engine, host, groups, balance, partial_gradient)
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

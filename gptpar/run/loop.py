@@ -156,7 +156,7 @@ class Run:
             skipped == NOT_FINITE,
             *self.optional_numbers(),
             cpu_optimizer=self._cpu_optimizer_times(),
-            auxiliary_losses=dict(zip(self.trainer.pipeline.auxiliary.names, auxiliary, strict=True)),
+            auxiliary_losses=dict(zip(self.trainer.names_of_numbers, auxiliary, strict=True)),
             is_outlier=skipped == OUTLIER,
         )
         if numbers.is_outlier:

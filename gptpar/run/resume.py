@@ -175,6 +175,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         report=_only_missing(say),
     )
     trainer.engine.publish()
+    trainer.experts.load(loaded.meta.get("experts"))
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
         say(

@@ -48,6 +48,9 @@ _BY_RULE = {
         "model.window_size model.window_pattern model.mlp_activation model.logit_softcap "
         "model.mup model.mup_base_hidden_size model.mup_base_kv_channels "
         "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
+        "model.num_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_layer_freq "
+        "model.moe_router_score_function model.moe_router_pre_softmax model.moe_router_topk_scaling_factor "
+        "model.moe_shared_expert_intermediate_size model.moe_shared_expert_gate model.moe_router_enable_expert_bias "
         "model.softmax_vocab_size data.reset_position_ids data.reset_attention_mask"
     ),
     Rule.DATA: (
@@ -55,7 +58,8 @@ _BY_RULE = {
         "data.calculate_per_token_loss"
     ),
     Rule.TOLD: (
-        "model.attention_dropout model.hidden_dropout model.z_loss_weight "
+        "model.attention_dropout model.hidden_dropout model.z_loss_weight model.moe_router_bias_update_rate "
+        "model.moe_router_load_balancing_type model.moe_aux_loss_coeff model.moe_z_loss_coeff "
         "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
         "optimizer.optimizer optimizer.clip_grad optimizer.weight_decay_override optimizer.lr_override "
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"

@@ -57,4 +57,5 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
         "config": trainer.config.to_dict(),
         "torch": torch.__version__,
         **({} if trainer.skip_step is None else {"skip_step": trainer.skip_step.state()}),
+        **({} if (experts := trainer.experts.state()) is None else {"experts": experts}),
     }

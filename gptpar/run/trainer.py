@@ -36,8 +36,8 @@ class Step:
     """A step that was launched.
 
     Attributes:
-        readings: loss, gradient norm, skipped (0, 1 or ``skip_step.OUTLIER``), all processes' votes, and the model's
-            auxiliary losses.
+        readings: loss, gradient norm, skipped (0, 1 or ``skip_step.OUTLIER``), all processes' votes, and what
+            :attr:`Trainer.names_of_numbers` names: the model's auxiliary losses and the loads of its experts.
         squares: of this process's gradient, by unit, for the bundle of an outlier; ``None``: none is kept.
         layer_norms: kind of norm -> layer -> norm, at their interval.
     """
@@ -76,7 +76,7 @@ class Trainer:
         self.loss_scale: LossScale = make_loss_scale(config.precision)
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
-        self.pipeline, self._groups = made.pipeline, made.groups
+        self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_attention(self.pipeline.modules(), topology, self._split)
         if config.precision.compile and topology.device.type == "cuda":
@@ -155,6 +155,7 @@ class Trainer:
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
         self.engine.begin_gradients(len(batches))
+        self.experts.begin()
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
         losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])
@@ -170,6 +171,7 @@ class Trainer:
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
+        fields = {**fields, **self.experts.fields(tokens.numel())}
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self.topology.position(DATA)
@@ -204,8 +206,13 @@ class Trainer:
         measures = self._measures_layers(iteration)
         squares = self._readings(self.engine.squares_of_grad()) if measures or self.keeps_spikes else None
         old = self.layer_norms.old_weights() if measures else None
-        others = [torch.full_like(square, Votes.number(stop, saves)), *self._auxiliary_addends()]
+        others = [
+            torch.full_like(square, Votes.number(stop, saves)),
+            *self._auxiliary_addends(),
+            *self._expert_addends(),
+        ]
         _, readings = self._update.take(square, self._addend_of_mean(loss), hyperparameters, scale, others)
+        self.experts.advance(self._update.skipped)
         return Step(
             iteration,
             samples,
@@ -243,6 +250,17 @@ class Trainer:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
         count = self.topology.mesh.size(*COPIES, TENSOR)
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
+
+    def _expert_addends(self) -> list[torch.Tensor]:
+        """What this process adds to numbers about the loads of experts, which all processes know."""
+        sum_over_all, mesh = self.topology.sum_over_all, self.topology.mesh
+        numbers = self.experts.count(sum_over_all, counts=self.topology.position(TENSOR) == 0)
+        return [number / mesh.world_size for number in numbers]
+
+    @property
+    def names_of_numbers(self) -> tuple[str, ...]:
+        """Names of what a step's readings have behind the votes."""
+        return (*self.pipeline.auxiliary.names, *self.experts.numbers)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:

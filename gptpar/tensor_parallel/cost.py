@@ -92,9 +92,11 @@ class Cost:
         """FLOPs of a token's forward pass, as MFU counts them; those of the backward pass are twice as many."""
         return 2.0 * sum(product.inner * product.columns for product in self.products) + self.attention
 
-    def computed_again(self, kept: float) -> Cost:
+    def computed_again(self, kept: float, *, last: bool = False) -> Cost:
         """The same, where only the input (``kept`` bytes) is kept, and the backward pass computes the rest again.
 
-        A product whose output nothing but the next layer reads is not computed again.
+        Args:
+            last: whether the last product is computed again, too; not where nothing but the next layer reads it.
         """
-        return replace(self, kept=kept, again=(*self.again, replace(self, products=self.products[:-1])))
+        products = self.products if last else self.products[:-1]
+        return replace(self, kept=kept, again=(*self.again, replace(self, products=products)))

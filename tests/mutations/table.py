@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.deferred import DEFERRED
 from tests.mutations.evaluation import EVALUATION
 from tests.mutations.exchange import EXCHANGE
+from tests.mutations.experts import EXPERTS
 from tests.mutations.first_command import FIRST_COMMAND
 from tests.mutations.flags import FLAGS
 from tests.mutations.gradients import GRADIENTS
@@ -33,6 +34,7 @@ MUTATIONS = [
     *PIPELINES,
     *EXCHANGE,
     *MODEL_OPTIONS,
+    *EXPERTS,
     *EVALUATION,
     *USER_MODULES,
     *MATRICES,

@@ -55,7 +55,8 @@ class CaseRun:
             # The norm of an outlier is compared, too; the weights show whether it was skipped.
             shown = float("nan") if skipped == NOT_FINITE else norm
             self.outcome.steps.append((mean, shown, *auxiliary, *layers))
-            self.outcome.weights.append(self._whole(self._state("weights")))
+            weights = self._whole(self._state("weights"))
+            self.outcome.weights.append(weights | self.trainer.experts.tensors() if weights else weights)
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write a checkpoint."""
@@ -64,6 +65,7 @@ class CaseRun:
         meta = {
             "optimizer_steps": self.trainer.engine.optimizer.steps_taken,
             "skip_step": None if window is None else window.state(),
+            "experts": self.trainer.experts.state(),
         }
         save_checkpoint(folder, iteration, tensors, meta)
 
@@ -71,6 +73,7 @@ class CaseRun:
         """Load a checkpoint, which any layout may have saved."""
         loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer))
         self.trainer.engine.optimizer.steps_taken = loaded.meta["optimizer_steps"]
+        self.trainer.experts.load(loaded.meta["experts"])
         if self.trainer.skip_step is not None:
             self.trainer.skip_step.load(loaded.meta["skip_step"])
         self.trainer.engine.publish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptpar.config import Flags, ModelFlags
+from gptpar.config.checks.experts import check_experts
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 
@@ -29,6 +30,7 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _windows(m)
     yield from _mlp(m)
     yield from _mup(m)
+    yield from check_experts(flags)
     if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
         yield (
             f"--max-position-embeddings {m.max_position_embeddings} is less than --seq-length {m.seq_length}: "
@@ -174,7 +176,7 @@ def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
     if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
         return
     attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))
-    mlp = (3 if m.gated else 2) * hidden * m.ffn_hidden_size
+    mlp = (3 if m.gated else 2) * hidden * m.num_experts * m.width_of_experts(m.ffn_hidden_size)
     rows = max(vocab_size, m.make_vocab_size_divisible_by, m.pad_vocab_size_to or 0) + (m.max_position_embeddings or 0)
     parameters = layers * (attention + mlp) + rows * hidden
     if parameters > MAX_ELEMENTS:

@@ -35,6 +35,8 @@ def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
     """
     if config.model.has_dropout:
         yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"
+    if config.model.has_experts:
+        yield "tokens are brought to their experts by kernels that are not recorded yet"
     if num_copies > 1 and config.parallel.zero_stage in (2, 3):
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
     if config.offload.cpu_optimizer and (num_copies > 1 or config.parallel.model_parallel_size > 1):

@@ -7,6 +7,7 @@ from typing import Generic
 
 from gptpar.config.fields import Open, flag, on_unless
 from gptpar.config.presets import PRESETS
+from gptpar.config.sections.experts import ExpertOptions
 
 LLAMA_3_CONTEXT = 8192
 """Tokens of a sample in the first training of Llama 3.1, for whose form of rotary positions it is the default."""
@@ -31,7 +32,7 @@ FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Generic[Open]):
+class ModelConfig(ExpertOptions, Generic[Open]):
     """A GPT, completely described."""
 
     position_embedding_type: str = flag(

@@ -47,6 +47,13 @@ class ParallelConfig(Generic[Open]):
         "where the stack is cut: parameters, flops, uniform, type:REGEX of a layer's class, or boundaries like 0,7,14",
         names=("--partition-method", "--pp-partition-method"),
     )
+    expert_model_parallel_size: int = flag(
+        1,
+        "data-parallel processes that have different experts",
+        least=1,
+        most=1_000_000,
+        names=("--moe-expert-parallel-size",),
+    )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients over data-parallel processes in bf16 instead of fp32")
     distributed_backend: str | None = flag(None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(
@@ -101,7 +108,8 @@ class ParallelConfig(Generic[Open]):
     def mesh(self, world_size: int) -> Mesh:
         """How many of ``world_size`` processes are on each axis."""
         sizes = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        return Mesh(self.data_parallel_size(world_size), *sizes, context=self.context_parallel_size)
+        axes = {"context": self.context_parallel_size, "expert": self.expert_model_parallel_size}
+        return Mesh(self.data_parallel_size(world_size), *sizes, **axes)
 
 
 @dataclass(frozen=True, kw_only=True)

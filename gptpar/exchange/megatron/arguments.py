@@ -17,6 +17,7 @@ from gptpar.config.complete import complete_model
 from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name, hints_of
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
+from gptpar.config.sections.experts import ExpertOptions
 from gptpar.config.sections.model import SCALED_BY
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
@@ -67,6 +68,7 @@ OF_THIS_RUN = {
     *("preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern", "rope_pattern"),
     *("mup", "mup_base_hidden_size", "mup_base_kv_channels", "no_rope_freq", "window_attn_skip_freq"),
     *("rope_scaling_type", *(name for name in SCALED_BY if name != "rope_scaling_factor")),  # of other positions there
+    *ExpertOptions.__dataclass_fields__,
 }
 """Fields of the flags that Megatron's arguments of the same name do not set."""
 

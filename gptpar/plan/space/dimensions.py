@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.plan.space.candidate import UNCHANGED, Changes, Dimension, Option
 from gptpar.topology.mesh import COPIES, Mesh
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+EXPERT = "parallel.expert_model_parallel_size"
 CONTEXT, CONTEXT_WAY = "parallel.context_parallel_size", "parallel.cp_comm_type"
 WAYS = ("a2a", "allgather")
 VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
@@ -55,6 +56,12 @@ def sized(num_processes: int, tensor: int, pipeline: int, context: int = 1) -> M
     return Mesh(data, tensor, pipeline, context=context)
 
 
+def with_expert_axes(meshes: Iterable[Mesh], num_experts: int) -> Iterator[Mesh]:
+    """Each layout with every size of the expert axis that it can have."""
+    for mesh in meshes:
+        yield from (replace(mesh, expert=size) for size in divisors(mesh.data) if num_experts % size == 0)
+
+
 def divisors(number: int, most: int | None = None) -> list[int]:
     """All divisors of a number, up to ``most``."""
     return [i for i in range(1, min(number, most or number) + 1) if number % i == 0]
@@ -62,7 +69,8 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 def sizes(mesh: Mesh) -> list[Option]:
     """The one option that sets the layout's sizes."""
-    changes = {TENSOR: mesh.tensor, PIPELINE: mesh.pipeline, CONTEXT: mesh.context}
+    changes: dict[str, Any] = {TENSOR: mesh.tensor, PIPELINE: mesh.pipeline, CONTEXT: mesh.context}
+    changes |= {EXPERT: mesh.expert} if mesh.expert > 1 else {}
     return [Option(changes, mesh.describe())]
 
 

@@ -190,7 +190,7 @@ def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
         for option in GRADIENTS_LEAVE:
             yield Candidate({**option.changes, **whole_batch}, option.name)
     yield from product(
-        d.layouts(num_processes, contexts=d.divisors),
+        d.with_expert_axes(d.layouts(num_processes, contexts=d.divisors), flags.model.num_experts),
         [
             d.sizes,
             lambda at: [Option({d.CONTEXT_WAY: way}, way) for way in d.WAYS] if at.context > 1 else [UNCHANGED],

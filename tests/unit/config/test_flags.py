@@ -88,7 +88,6 @@ def test_flags_keep_megatrons_spellings() -> None:
         "--use-flash-attn",
         "--attention-backend",
         "--data-impl",
-        "--num-experts",
     }
 
 

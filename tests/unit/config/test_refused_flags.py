@@ -113,22 +113,58 @@ def test_a_norm_of_one_channel_is_told() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--num-experts 8",
-        "--num-experts 8 8 8",
-        "--num-experts 1 2",
-        "--num-experts",
-        "--num-experts=128",
-        "--moe-expert-parallel-size 8",
-        "--expert-model-parallel-size 2",
-        "--mlp-type residual",
-        "--moe-router-topk 2",
-        "--moe-grouped-gemm",
+        "--moe-expert-capacity-factor 2",
+        "--moe-router-num-groups=4",
+        "--moe-latent-size 64",
         "--expert-interval-x 2",
     ],
 )
-def test_experts_are_refused(flags: str) -> None:
+def test_options_of_experts_that_are_not_there_are_refused(flags: str) -> None:
     (problem,) = problems(flags)
-    assert problem.startswith(f"{flags.replace('=', ' ')}: mixture-of-experts is not part of gptpar, and a dense model")
+    assert problem.startswith(f"{flags.replace('=', ' ')}: this option of experts is not part of gptpar yet, and a mo")
+
+
+EXPERTS = "--num-experts 8 --disable-bias-linear "
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too."),
+        ("--num-experts 8 8 --disable-bias-linear", "unexpected word '8'; values follow a flag."),
+        ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: tensor-parallel processes split the"),
+        (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide 1 data-parallel"),
+        ("--mlp-type residual", "--mlp-type residual: DeepSpeed's mixture-of-experts is not part of gptpar; leave it"),
+        ("--moe-router-topk 3", "--moe-router-topk: these are for experts, and --num-experts is 1: raise it, or leave"),
+        (EXPERTS + "--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8: lower it."),
+        (EXPERTS + "--moe-router-topk 1", "--moe-router-topk 1 with a softmax over the chosen expert alone weighs it"),
+        (EXPERTS + "--moe-layer-freq [0]*1+[1]*9", "--moe-layer-freq lists 10 blocks, and --num-layers is 2: list as"),
+        (EXPERTS + "--moe-layer-freq [0,0]", "--moe-layer-freq [0,0] gives no block experts: list a 1, or drop"),
+        (EXPERTS + "--moe-layer-freq [2]*2", "--moe-layer-freq [2]*2: '[2]*2' is neither a number nor a list of 0"),
+        (EXPERTS + "--moe-layer-freq x", "--moe-layer-freq x: 'x' is neither a number nor a list of 0 and 1"),
+        (EXPERTS + "--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 is a factor of no loss: give --moe-router"),
+        (
+            EXPERTS + "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
+            "--moe-router-load-balancing-type aux_loss balances each micro-batch, so that losses would depend on",
+        ),
+        (EXPERTS + "--moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax is for"),
+        (EXPERTS + "--moe-shared-expert-gate", "--moe-shared-expert-gate is a shared expert's: give --moe-shared-ex"),
+        (EXPERTS + "--mup --mup-base-hidden-size 8", "--mup has no rule for experts: leave it out, or train a model"),
+        (EXPERTS + "--moe-loss-coeff 0.1", "--moe-loss-coeff: DeepSpeed's mixture-of-experts is not part of gptpar,"),
+        (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: tokens are brought"),
+    ],
+)
+def test_experts_that_cannot_be_are_told(flags: str, told: str) -> None:
+    (problem,) = problems(flags)
+    assert problem.startswith(told)
+
+
+def test_the_width_of_experts_is_split_over_tensor_ranks() -> None:
+    parsed = parse_flags(
+        [*TINY.split(), *EXPERTS.split(), "--moe-ffn-hidden-size", "9", "--tensor-model-parallel-size", "2"]
+    )
+    with pytest.raises(Exception, match="--moe-ffn-hidden-size 9 is not divisible by --tensor-model-parallel-size 2"):
+        resolve(parsed, 2)
 
 
 def test_flags_of_a_dense_model_have_no_effect() -> None:
@@ -138,9 +174,8 @@ def test_flags_of_a_dense_model_have_no_effect() -> None:
     )
     parsed: ParsedFlags = parse_flags([*TINY.split(), *flags.split(), "--create-moe-param-group"])
     assert resolve(parsed, 1)[0] == resolve(parse_flags(TINY.split()), 1)[0]
-    assert len(parsed.without_effect) == 9
-    assert set(parsed.without_effect) >= {"--num-experts: mixture-of-experts is not part of gptpar"}
-    assert not problems("--num-experts 1 1 1")
+    assert len(parsed.without_effect) == 7
+    assert "--moe-loss-coeff: DeepSpeed's mixture-of-experts is not part of gptpar" in parsed.without_effect
 
 
 # --- schedules ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptpar.model.block import Block
+from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
@@ -27,6 +28,8 @@ NONE, ROPE, ALIBI = (f"--position-embedding-type {kind} " for kind in ("none", "
 WIDTH_NORM = "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --disable-bias-linear "
 LLAMA = ROPE + "--swiglu --disable-bias-linear --normalization RMSNorm "
 GATE = "--attention-output-gate "
+EXPERTS = NONE + "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 "
+SHARED = "--moe-shared-expert-intermediate-size 8 "
 TOKENS, LENGTH, H, HEADS = 32, 16, 32, 4
 
 
@@ -138,6 +141,38 @@ def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     assert attention == counted("")[1] * (7 / 6 if "core_attn" in modules else 1)
 
 
+@pytest.mark.parametrize("modules", [(), ("mlp",)])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--swiglu --moe-router-topk 3", SHARED + "--swiglu", SHARED + "--moe-shared-expert-gate --moe-router-topk 1"],
+)
+def test_flops_of_experts(flags: str, modules: tuple[str, ...]) -> None:
+    """Those of the experts to which a token goes, and of the router; each expert's own product, on the CPU."""
+    flags = EXPERTS + "--moe-router-pre-softmax --num-layers 1 " + flags
+    block = Block(tiny_config(flags).model, experts=ALL_EXPERTS, recompute_modules=frozenset(modules))
+    for parameter in block.parameters():
+        parameter.data.normal_()
+    counter, x = FlopCounterMode(display=False), torch.randn(TOKENS, H, requires_grad=True)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        block(x, None, None, LENGTH).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = counter.get_total_flops() - sum(count for op, count in counts.items() if "bmm" in str(op))
+    cost = block.cost(SHAPE)
+    again = sum(part.flops - part.attention for part in cost.again)
+    assert products == TOKENS * (3 * (cost.flops - cost.attention) + again)
+
+
+def test_a_token_uses_few_experts() -> None:
+    model, dense = (
+        gpt_model(tiny_config(NONE + "--disable-bias-linear --ffn-hidden-size 24 " + more).model)
+        for more in ("--num-experts 4", "")
+    )
+    expert = 2 * H * 24
+    assert model.num_parameters - dense.num_parameters == tiny_config("").model.num_layers * (3 * expert + 4 * H)
+    assert model.num_parameters - model.num_active_parameters == tiny_config("").model.num_layers * 2 * expert
+    assert dense.num_active_parameters == dense.num_parameters
+
+
 @pytest.mark.parametrize("flags", ["", LLAMA])
 def test_flops_of_tiles(flags: str) -> None:
     products, _, declared = counted(flags, mlp_tiles=3)
@@ -211,6 +246,11 @@ def modules(*names: str) -> dict[str, Any]:
         (NONE, {"documents": True}),
         (NONE, {"documents": True, "window": 4, **modules("mlp")}),
         (NONE, {"documents": True, **modules("core_attn")}),
+        (EXPERTS, {"experts": ALL_EXPERTS}),
+        (EXPERTS + "--moe-router-topk 3", {"experts": ALL_EXPERTS, **modules("mlp")}),
+        (EXPERTS + "--moe-router-topk 4 --moe-router-pre-softmax", {"experts": ALL_EXPERTS}),
+        (EXPERTS + SHARED, {"experts": ALL_EXPERTS}),
+        (EXPERTS + SHARED + "--moe-shared-expert-gate", {"experts": ALL_EXPERTS}),
         (NONE + GATE, {"documents": True}),
         (ROPE, {"documents": True, **modules("core_attn")}),
         (ALIBI, {"documents": True}),

@@ -255,7 +255,7 @@ def test_mups_initial_values_and_multipliers_are_the_papers() -> None:
         ("--qk-layernorm --qk-layernorm-scope width", "there for --normalization RMSNorm alone, not for LayerNorm"),
         ("--swiglu --squared-relu", "--swiglu has an activation function of its own: drop --mlp-activation squ"),
         ("--swiglu --glu-activation reglu", "--swiglu and --glu-activation reglu are different gates: keep one"),
-        ("--num-experts 8", "--num-experts 8: mixture-of-experts is not part of gptpar"),
+        ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too"),
     ],
 )
 def test_options_that_contradict_each_other_are_told(flags: str, told: str) -> None:

@@ -20,7 +20,7 @@ from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
 from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
-from tests.helpers import make_trainer, tiny_config
+from tests.helpers import OTHER_EXPERTS, make_trainer, tiny_config
 from tests.unit.run.saved_runs import DONE, initial, inputs_of, save, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
@@ -181,14 +181,13 @@ OTHER: dict[str, Any] = {
     "model.seq_length": 8,
     "model.attention_dropout": 0.5,
     "model.hidden_dropout": 0.5,
-    "data.reset_position_ids": True,
-    "data.reset_attention_mask": True,
+    **{f"model.{name}": value for name, value in OTHER_EXPERTS.items()},
+    **dict.fromkeys((f"data.{name}" for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")), True),
+    "data.calculate_per_token_loss": True,
     "data.mock_data": False,
     "data.split": "90,10,0",
     "data.split_rule": "legacy",
     "data.dataloader_type": "cyclic",
-    "data.eod_mask_loss": True,
-    "data.calculate_per_token_loss": True,
     "data.seed": 99,
     "batch.global_batch_size": 4,
     "batch.rampup_batch_size": (2, 2, 4),

@@ -1,0 +1,131 @@
+"""``ExpertBalance``: counts the choices of experts over a step, and moves the expert bias after it.
+
+Every process has the state of all layers, and all have the same: counts are integers, which are summed over all
+processes. So a checkpoint of any layout has it whole, and a process of any other layout takes it as it is. A step that
+was skipped changes nothing.
+
+The bias of an expert that fewer tokens than the mean chose rises by the rate, and that of another falls by it (Wang et
+al. 2024, arXiv 2408.15664).
+
+Legend: L layers with experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gptpar.config import ModelConfig
+from gptpar.errors import CheckpointError
+from gptpar.model.experts.layer import Experts
+from gptpar.model.experts.routing import no_choice
+from gptpar.model.layer_spec import LayerSpec
+
+LOAD = "fullest expert"
+"""Tokens of the fullest expert over those of an expert on average, as a mean over layers."""
+
+
+def choice_field(layer: str) -> str:
+    """Name of the micro-batch's field that keeps a layer's choice of experts."""
+    return f"experts of {layer}"
+
+
+class ExpertBalance:
+    """The state that balances the experts of a model.
+
+    Args:
+        config: the model's.
+        specs: of all layers of the model.
+        dtype: of the bias: fp32 or wider.
+        device: the model's.
+
+    Attributes:
+        names: of the layers with experts.
+    """
+
+    def __init__(self, config: ModelConfig, specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device):
+        self.names = [spec.name for spec in specs if choice_field(spec.name) in spec.batch_fields]
+        self._config = config
+        shape = len(self.names), config.num_experts
+        self._here_LE, self._counts_LE, self._last_LE = torch.zeros(3, *shape, dtype=torch.int64, device=device)
+        self._bias_LE = torch.zeros(shape, dtype=dtype, device=device)
+
+    def attach(self, layers: Mapping[str, nn.Module]) -> None:
+        """Let layers, by their names, choose by the bias and count."""
+        for number, name in enumerate(self.names):
+            for module in layers[name].modules() if name in layers else ():
+                if isinstance(module, Experts):
+                    router = module.router
+                    router.bias_E = self._bias_LE[number] if self._config.moe_router_enable_expert_bias else None
+                    router.last_E = self._last_LE[number] if self._config.uses_last_choices else None
+                    router.counts_E = self._here_LE[number]
+
+    def begin(self) -> None:
+        """Begin to count a step."""
+        self._here_LE.zero_()
+
+    def fields(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Fields of a micro-batch of training, whose choices count."""
+        topk, device = self._config.moe_router_topk, self._bias_LE.device
+        return {choice_field(name): no_choice(num_tokens, topk, device) for name in self.names}
+
+    def count(self, sum_over_all: Callable[[torch.Tensor], torch.Tensor], *, counts: bool) -> list[torch.Tensor]:
+        """Sum a step's counts over all processes; returns [] fp64 for each name in :attr:`numbers`.
+
+        Args:
+            counts: whether this process's counts are added: those of one tensor rank.
+        """
+        if not self.names:
+            return []
+        self._counts_LE.copy_(self._here_LE if counts else torch.zeros_like(self._here_LE))
+        counts_LE = sum_over_all(self._counts_LE).double()
+        return [(counts_LE.amax(-1) * self._config.num_experts / counts_LE.sum(-1).clamp(min=1)).mean()]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of what :meth:`count` returns."""
+        return (LOAD,) if self.names else ()
+
+    def advance(self, skipped: torch.Tensor) -> None:
+        """Move the bias by a step's counts, unless it was skipped (a scalar on the device that is not 0)."""
+        if not self.names:
+            return
+        taken = skipped == 0
+        less_LE = self._counts_LE.sum(-1, keepdim=True) - self._config.num_experts * self._counts_LE
+        moved_LE = self._bias_LE + self._config.moe_router_bias_update_rate * less_LE.sign()
+        self._bias_LE.copy_(torch.where(taken, moved_LE, self._bias_LE))
+        self._last_LE.copy_(torch.where(taken, self._counts_LE, self._last_LE))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of the state, by name."""
+        return {"expert bias": self._bias_LE.clone(), "choices of experts": self._last_LE.clone()} if self.names else {}
+
+    def state(self) -> dict[str, Any] | None:
+        """The state for a checkpoint, exact in JSON; ``None`` without experts. It waits for the device."""
+        return {"bias": self._bias_LE.tolist(), "choices": self._last_LE.tolist()} if self.names else None
+
+    def load(self, state: object) -> None:
+        """Go on from a checkpoint's state; ``None``: it has none.
+
+        Raises:
+            CheckpointError: it is no state of this model.
+        """
+        if state is None or not self.names:
+            return
+        try:
+            assert isinstance(state, dict)
+            bias_LE = torch.tensor(state["bias"], dtype=torch.float64)
+            choices_LE = torch.tensor(state["choices"], dtype=torch.int64)
+            fits = bias_LE.shape == choices_LE.shape == self._bias_LE.shape and bool(bias_LE.isfinite().all())
+        except (AssertionError, KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+            fits = False
+        if not fits:
+            raise CheckpointError(
+                f"the checkpoint's state of experts is not that of {len(self.names)} layers with "
+                f"{self._config.num_experts} experts: take another one with --ckpt-step N."
+            )
+        self._bias_LE.copy_(bias_LE)
+        self._last_LE.copy_(choices_LE)

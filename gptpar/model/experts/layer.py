@@ -1,0 +1,128 @@
+"""``Experts``: the MLP of a block as a mixture of experts; every token is computed, whatever the loads are.
+
+Legend: N all tokens (n: this rank's, under sequence parallelism), D model width, E experts, K experts of a token,
+M = N * K rows, F this rank's part of an expert's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, on_their_ranks
+from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
+from gptpar.model.experts.routing import Router
+from gptpar.model.linear import Linears
+from gptpar.model.mup import hidden_std
+from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
+from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
+from gptpar.topology.initial_values import Normal
+from gptpar.topology.placement import ParameterSpec
+
+
+class Experts(nn.Module):
+    """The weighted sum of the outputs of each token's K best experts, and of an expert that all tokens share.
+
+    Tensor ranks split the width of every expert. Each rank of the expert axis has some of the experts.
+
+    Args:
+        linears: makes the linear layers of the block.
+        activate: from an expert's first product, M x (gate and value, or F), to the input of the second, M x F.
+        shared: the shared expert; ``None``: there is none.
+        placed: this process's place on the expert axis.
+
+    Attributes:
+        reads_last_product: whether the backward pass needs the output of the last product.
+    """
+
+    unsummed_bias = None
+    """Experts have no biases."""
+
+    def __init__(
+        self,
+        linears: Linears,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        shared: nn.Module | None,
+        placed: ExpertAxis = ALL_EXPERTS,
+    ):
+        super().__init__()
+        config, axis = linears.config, linears.axis
+        self.axis, self.placed, self.activate, self.num_experts = axis, placed, activate, config.num_experts
+        self.topk = config.moe_router_topk
+        width, inner = config.hidden_size, config.width_of_experts(config.ffn_hidden_size)
+        own, parts = inner // axis.size, 2 if config.gated else 1
+        std = hidden_std(config)
+        down_std = std / (2 * config.num_layers) ** 0.5
+        self.declared = {
+            "up": ParameterSpec(Normal(std), axis.split(2, inner) | placed.split(config.num_experts)),
+            "down": ParameterSpec(Normal(down_std), axis.split(2, inner) | placed.split(config.num_experts)),
+            "gate": ParameterSpec(Normal(std), axis.between_layers),
+        }
+        self.router = Router(config, axis)
+        num_here = config.num_experts // placed.size
+        self.up = nn.Parameter(torch.empty(num_here, parts, own, width))
+        self.down = nn.Parameter(torch.empty(num_here, width, own))
+        self.shared = shared
+        self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
+        self.reads_last_product = shared is None or self.gate is not None
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts to which a token does not go."""
+        return (self.up.numel() + self.down.numel()) // len(self.up) * (self.num_experts - self.topk)
+
+    def forward(
+        self, x_nD: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns (y_nD, auxiliary losses by name).
+
+        Args:
+            seq_length: S.
+            choice_NK: keeps the experts that are chosen; see :meth:`Router.forward`.
+        """
+        axis = self.axis
+        x_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_nD, axis)
+        routed = self.router(x_ND, seq_length, choice_NK)
+        places = places_of(routed.chosen_NK, self.num_experts)
+        rows_MD = scattered(x_ND, places)
+        if self.placed.size == 1:
+            y_MD = self._outputs_of(rows_MD, places.counts_E)
+        else:
+            y_MD = on_their_ranks(rows_MD, places.counts_E, self.placed, self._outputs_of)
+        y_ND = combined(y_MD, routed.weights_NK, places)
+        y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
+        if self.shared is not None:
+            shared_nD = self.shared(x_nD)
+            y_nD = y_nD + (shared_nD if self.gate is None else shared_nD * (x_nD @ self.gate.t()).sigmoid())
+        return y_nD, routed.losses
+
+    def _outputs_of(self, rows_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """The outputs of this rank's experts."""
+        up_MF = grouped_product(rows_MD, self.up.flatten(1, 2), counts_E)
+        return grouped_product(self.activate(up_MF), self.down, counts_E)
+
+    def cost(self, batch: BatchShape) -> Cost:
+        """The router, and the products of K experts for each token; a compiler computes a gate again."""
+        (_, parts, inner, width), size, k = self.up.shape, batch.dtype.itemsize, self.topk
+        columns, is_split = k * parts * inner, self.axis.size > 1
+        products = (
+            Product(width, self.num_experts),
+            Product(width, columns, moves_input=is_split),
+            Product(k * inner, width, moves_output=is_split),
+        )
+        # Tokens; copies of them, the outputs of both products, and the activation function's; places of the copies.
+        kept = (width + 2 * k * width + columns + k * inner) * size + PLACE_BYTES * k + self.router.kept(batch)
+        # Copies are written and read, and their outputs summed; the activation function reads and writes.
+        moved = 2 * k * width + 2 * columns + (k + 1) * width
+        cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
+        if self.shared is None:
+            return cost
+        shared = cast(Any, self.shared).cost(batch)
+        shared = replace(shared, kept=shared.kept - width * size)  # its input is the experts', too
+        if self.gate is None:
+            return cost + shared
+        return cost + shared + Cost((Product(width, 1),), kept=(width + 1) * size)

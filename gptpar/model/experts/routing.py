@@ -1,0 +1,198 @@
+"""The router: which experts each token goes to, with which weights, and the losses that balance them.
+
+The choice is made once. It is kept with the micro-batch (:func:`no_choice`), so that a layer that is computed again in
+the backward pass takes the same experts, and counts no token twice. Experts are chosen by score, and at equal scores by
+their number. A bias for balance enters the choice, and no weight.
+
+Losses are means over sequences, or over the tokens of the whole step, so that they depend neither on the micro-batch's
+size nor on the layout.
+
+Legend: N tokens, D width, E experts, K experts of a token, B sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gptpar.config import ModelConfig
+from gptpar.config.sections.experts import OF_SEQUENCE
+from gptpar.model.mup import hidden_std
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.cost import BatchShape
+from gptpar.topology.initial_values import Normal
+from gptpar.topology.placement import ParameterSpec
+
+BALANCE_LOSS, Z_LOSS = "expert balance loss", "router z-loss"
+
+
+NOT_CHOSEN = -1
+
+
+def no_choice(num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
+    """int16 [N, K]: memory for the experts that a layer chooses for a micro-batch of training."""
+    return torch.full((num_tokens, topk), NOT_CHOSEN, dtype=torch.int16, device=device)
+
+
+@torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK", "counts_E"))
+def choose_experts(judged_NE: torch.Tensor, choice_NK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """int64 [N, K], the best experts; what ``choice_NK`` holds, if it holds a choice.
+
+    The device decides which, so that a layer is the same program whether it is computed for the first time or again.
+
+    Args:
+        judged_NE: scores.
+        choice_NK: int16, takes the choice.
+        counts_E: int64, takes the number of tokens that chose each expert.
+    """
+    is_kept = choice_NK[:1, :1] != NOT_CHOSEN
+    chosen_NK = torch.where(is_kept, choice_NK.long(), _best(judged_NE, choice_NK.shape[1]))
+    counts_E += counts_of(chosen_NK[None], len(counts_E))[0] * ~is_kept[0]
+    choice_NK.copy_(chosen_NK)
+    return chosen_NK
+
+
+@choose_experts.register_fake
+def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(choice_NK, dtype=torch.int64)
+
+
+def _best(judged_NE: torch.Tensor, topk: int) -> torch.Tensor:
+    """By score, and at equal scores by number; ``torch.topk`` promises nothing of equal ones."""
+    return judged_NE.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
+
+
+class Routed(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        chosen_NK: int64, experts, the best first.
+        weights_NK: of their outputs, in fp32 or wider.
+        losses: scalars that training adds to the loss.
+    """
+
+    chosen_NK: torch.Tensor
+    weights_NK: torch.Tensor
+    losses: dict[str, torch.Tensor]
+
+
+def losses_of(config: ModelConfig) -> tuple[str, ...]:
+    """The names of the losses that a layer with experts returns."""
+    return (BALANCE_LOSS,) * config.balances + (Z_LOSS,) * (config.moe_z_loss_coeff > 0)
+
+
+class _Logits(torch.autograd.Function):
+    """``x W^T`` in fp32 or wider of narrower operands, which alone are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_ND, weight_ED)
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        return x_ND.to(wide) @ weight_ED.to(wide).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad_NE: torch.Tensor) -> Any:  # type: ignore[override]
+        x_ND, weight_ED = ctx.saved_tensors
+        of_x, of_weight = grad_NE @ weight_ED.to(grad_NE.dtype), grad_NE.t() @ x_ND.to(grad_NE.dtype)
+        return of_x.to(x_ND.dtype), of_weight.to(weight_ED.dtype)
+
+
+class Router(nn.Module):
+    """Scores experts for each token, and chooses the best.
+
+    Tensor ranks all route all tokens. An expert's width is split over them, so that each has an addend of the gradient.
+
+    Attributes:
+        bias_E: is added to scores for the choice; ``None``: nothing is. Its owner is
+            :class:`~gptpar.model.experts.balance.ExpertBalance`, as of the next two.
+        last_E: choices of each expert in the step before, for the loss over the whole step.
+        counts_E: int64, takes the number of tokens that chose each expert in this step.
+    """
+
+    bias_E: torch.Tensor | None = None
+    last_E: torch.Tensor | None = None
+    counts_E: torch.Tensor | None = None
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__()
+        self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
+        self.declared = {"weight": ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)}
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        # Under sequence parallelism an auxiliary loss counts for a part of the tokens on each rank already.
+        self._loss_parts = 1 if axis.splits_tokens else axis.size
+
+    def forward(self, x_ND: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None) -> Routed:
+        """Route all tokens of a micro-batch.
+
+        Args:
+            seq_length: S.
+            choice_NK: keeps the choice; see :func:`choose_experts`. ``None``: it is neither kept nor counted.
+        """
+        config = self.config
+        logits_NE = _Logits.apply(x_ND, self.weight)
+        scores_NE = logits_NE.softmax(-1) if config.moe_router_score_function == "softmax" else logits_NE.sigmoid()
+        chosen_NK = self._choose(scores_NE.detach(), choice_NK)
+        weights_NK = scores_NE.gather(1, chosen_NK)
+        if not config.moe_router_pre_softmax:
+            # A sigmoid of all chosen experts may be 0.
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True).clamp(min=1e-20)
+        if config.moe_router_topk_scaling_factor != 1:
+            weights_NK = weights_NK * config.moe_router_topk_scaling_factor
+        return Routed(chosen_NK, weights_NK, self._losses(logits_NE, chosen_NK, seq_length))
+
+    def _choose(self, scores_NE: torch.Tensor, choice_NK: torch.Tensor | None) -> torch.Tensor:
+        judged_NE = scores_NE if self.bias_E is None else scores_NE + self.bias_E
+        if choice_NK is None:
+            return _best(judged_NE, self.topk)
+        counts_E = self.counts_E
+        if counts_E is None:
+            counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
+        return choose_experts(judged_NE, choice_NK, counts_E)
+
+    def kept(self, batch: BatchShape) -> float:
+        """Bytes that the backward pass needs of a token: weights, probabilities, and those that losses have."""
+        names, weights = losses_of(self.config), self.topk
+        if not self.config.moe_router_pre_softmax:
+            weights += self.topk + 2
+        of_losses = self.num_experts * len(names) + (Z_LOSS in names)
+        return (self.num_experts + weights + of_losses) * batch.statistic_size
+
+    def _losses(self, logits_NE: torch.Tensor, chosen_NK: torch.Tensor, seq_length: int) -> dict[str, torch.Tensor]:
+        """Each rank of the tensor axis has the whole loss and an addend of its gradient."""
+        config, names = self.config, losses_of(self.config)
+        if not self.training:
+            return {name: logits_NE.new_zeros(()) for name in names}
+        if self._loss_parts > 1:
+            fixed_NE = logits_NE.detach()
+            logits_NE = fixed_NE + (logits_NE - fixed_NE) / self._loss_parts
+        found: dict[str, torch.Tensor] = {}
+        if BALANCE_LOSS in names:
+            found[BALANCE_LOSS] = config.moe_aux_loss_coeff * self._imbalance(logits_NE, chosen_NK, seq_length)
+        if Z_LOSS in names:
+            found[Z_LOSS] = config.moe_z_loss_coeff * logits_NE.logsumexp(-1).square().mean()
+        return found
+
+    def _imbalance(self, logits_NE: torch.Tensor, chosen_NK: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Sum over experts of (share of the choices x number of experts x mean probability); 1 where they are even."""
+        if self.config.moe_router_score_function == "softmax":
+            probabilities_NE = logits_NE.softmax(-1)
+        else:
+            probabilities_NE = logits_NE.sigmoid()
+            probabilities_NE = probabilities_NE / probabilities_NE.sum(-1, keepdim=True)
+        if self.config.moe_router_load_balancing_type == OF_SEQUENCE:
+            counts_BE = counts_of(chosen_NK.unflatten(0, (-1, seq_length)), self.num_experts)
+            mean_BE = probabilities_NE.unflatten(0, (-1, seq_length)).mean(1)
+        else:
+            zeros = torch.zeros((), dtype=torch.int64, device=logits_NE.device).expand(self.num_experts)
+            counts_BE, mean_BE = (zeros if self.last_E is None else self.last_E)[None], probabilities_NE.mean(0)[None]
+        shares_BE = counts_BE.to(mean_BE.dtype) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        return self.num_experts * (shares_BE * mean_BE).sum(-1).mean()
+
+
+def counts_of(chosen_BNK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int64 [B, E]: how often each sequence chose each expert; sums of integers depend on no order."""
+    flat_BM = chosen_BNK.flatten(1)
+    zeros_BE = torch.zeros(flat_BM.shape[0], num_experts, dtype=torch.int64, device=flat_BM.device)
+    return zeros_BE.scatter_add_(1, flat_BM, torch.ones_like(flat_BM))

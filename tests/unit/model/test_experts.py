@@ -1,0 +1,236 @@
+"""A mixture of experts against a plain loop, losses against their formulas, balance from step to step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
+
+from gptpar.config import ModelConfig
+from gptpar.errors import CheckpointError
+from gptpar.model.block import activation, gate, make_experts
+from gptpar.model.experts.balance import ExpertBalance, choice_field
+from gptpar.model.experts.dispatch import ALL_EXPERTS
+from gptpar.model.experts.layer import Experts
+from gptpar.model.experts.products import combined, places_of, scattered
+from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, choose_experts, no_choice
+from gptpar.model.gpt import gpt_model
+from gptpar.model.linear import Linears
+from tests.helpers import tiny_config
+
+LENGTH, SAMPLES = 16, 2
+TOKENS = LENGTH * SAMPLES
+SEQUENCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3 "
+STEP = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3 "
+BIAS = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.25 "
+
+
+def config_of(flags: str) -> ModelConfig:
+    more = "" if "--num-experts" in flags else "--num-experts 5 "
+    return tiny_config(f"{more}--disable-bias-linear --seq-length {LENGTH} " + flags).model
+
+
+def made(flags: str) -> Experts:
+    torch.manual_seed(1)
+    layer = make_experts(Linears(config_of(flags)), ALL_EXPERTS).double()
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.3)
+    return layer
+
+
+def tokens_of(layer: Experts, seed: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    width = layer.down.shape[1]
+    return torch.randn(TOKENS, width, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert."""
+    config, router = layer.router.config, layer.router
+    outputs = []
+    for x_D in x_ND:
+        logits_E = router.weight @ x_D
+        softmax = config.moe_router_score_function == "softmax"
+        scores_E = logits_E.softmax(0) if softmax else 1 / (1 + (-logits_E).exp())
+        judged = (scores_E if router.bias_E is None else scores_E + router.bias_E).tolist()
+        chosen = sorted(range(len(judged)), key=lambda expert: (-judged[expert], expert))[: config.moe_router_topk]
+        weights = scores_E[chosen] * config.moe_router_topk_scaling_factor
+        weights = weights if config.moe_router_pre_softmax else weights / scores_E[chosen].sum()
+        y_D = torch.zeros_like(x_D)
+        for weight, expert in zip(weights, chosen, strict=True):
+            parts = [matrix @ x_D for matrix in layer.up[expert]]
+            inner = gate("swiglu", parts[0]) * parts[1] if config.swiglu else activation("gelu", parts[0], None)
+            y_D = y_D + weight * (layer.down[expert] @ inner)
+        if layer.shared is not None:
+            shared_D = layer.shared(x_D[None])[0]
+            y_D = y_D + (shared_D if layer.gate is None else shared_D * (layer.gate[0] @ x_D).sigmoid())
+        outputs.append(y_D)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--swiglu --moe-ffn-hidden-size 12",
+        "--num-experts 7 --moe-router-topk 3 --moe-router-pre-softmax --swiglu",
+        "--moe-router-topk 1 --moe-router-pre-softmax",
+        "--num-experts 3 --moe-router-topk 3",
+        "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --swiglu",
+        "--moe-shared-expert-intermediate-size 6 --swiglu",
+        "--moe-shared-expert-intermediate-size 6 --moe-shared-expert-gate",
+    ],
+)
+@pytest.mark.parametrize("loads", ["as they come", "one empty, one full"])
+def test_a_mixture_equals_a_loop(flags: str, loads: str) -> None:
+    """Outputs, and the gradients of tokens and of every parameter."""
+    layer = made(flags)
+    if loads != "as they come":
+        layer.router.bias_E = torch.zeros(layer.num_experts, dtype=torch.float64)
+        layer.router.bias_E[-1], layer.router.bias_E[0] = 10, -10
+    x_ND = tokens_of(layer)
+    found_ND, losses = layer(x_ND, LENGTH, no_choice(TOKENS, layer.topk, x_ND.device))
+    wanted_ND = by_a_loop(layer, x_ND)
+    assert losses == {}
+    assert torch.allclose(found_ND, wanted_ND, rtol=1e-12, atol=1e-13)
+    leaves = [x_ND, *layer.parameters()]
+    weight_ND = torch.randn_like(found_ND)
+    found = torch.autograd.grad((found_ND * weight_ND).sum(), leaves, allow_unused=True)
+    wanted = torch.autograd.grad((wanted_ND * weight_ND).sum(), leaves, allow_unused=True)
+    for one, other in zip(found, wanted, strict=True):
+        assert one is not None
+        assert torch.allclose(one, torch.zeros_like(one) if other is None else other, rtol=1e-11, atol=1e-12)
+
+
+def test_the_gradients_of_scattered_and_combined_copies() -> None:
+    chosen_NK = torch.tensor([[0, 2], [2, 1], [2, 0], [3, 2], [2, 3]])
+    places = places_of(chosen_NK, 5)
+    assert places.counts_E.tolist() == [2, 1, 5, 2, 0]
+    assert places.tokens_M.tolist() == [0, 2, 1, 0, 1, 2, 3, 4, 3, 4]  # by expert, then by token
+    x_ND = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weights_NK = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    y_MD = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: scattered(x, places), x_ND)
+    assert gradcheck(lambda y, w: combined(y, w, places), (y_MD, weights_NK))
+    assert torch.allclose(combined(scattered(x_ND, places), torch.full_like(weights_NK, 0.5), places), x_ND)
+
+
+def test_of_equal_scores_the_first_expert_is_chosen() -> None:
+    judged_NE = torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]])
+    counts_E = torch.zeros(4, dtype=torch.int64)
+    assert choose_experts(judged_NE, no_choice(3, 2, judged_NE.device), counts_E).tolist() == [[1, 2], [0, 1], [0, 2]]
+    assert counts_E.tolist() == [2, 2, 2, 0]
+
+
+def test_a_kept_choice_stays_and_counts_once() -> None:
+    scores_NE, counts_E = torch.rand(6, 5), torch.zeros(5, dtype=torch.int64)
+    choice_NK = no_choice(6, 3, scores_NE.device)
+    assert (choice_NK == NOT_CHOSEN).all()
+    first_NK, counted = choose_experts(scores_NE, choice_NK, counts_E), counts_E.clone()
+    assert torch.equal(choose_experts(-scores_NE, choice_NK, counts_E), first_NK)
+    assert torch.equal(counts_E, counted) and counts_E.sum() == 18
+
+
+def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
+    layer = made(SEQUENCE + "--swiglu")
+    layer.router.counts_E = torch.zeros(5, dtype=torch.int64)
+    x_ND, choice_NK = tokens_of(layer), no_choice(TOKENS, 2, torch.device("cpu"))
+    y_ND, losses = checkpoint(lambda x: layer(x, LENGTH, choice_NK), x_ND, use_reentrant=False)
+    layer.router.bias_E = 10 * torch.arange(5.0, dtype=torch.float64)  # it would choose others now
+    (y_ND.sum() + sum(losses.values())).backward()
+    again = x_ND.grad
+    assert again is not None and layer.router.counts_E.sum() == 2 * TOKENS
+    layer.router.bias_E, x_ND.grad = None, None
+    y_ND, losses = layer(x_ND, LENGTH, None)
+    (y_ND.sum() + sum(losses.values())).backward()
+    assert x_ND.grad is not None and torch.equal(again, x_ND.grad)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_losses_are_those_of_their_formulas(score: str) -> None:
+    layer = made(SEQUENCE + f"--moe-z-loss-coeff 0.2 --moe-router-score-function {score}")
+    x_ND = tokens_of(layer)
+    routed = layer.router(x_ND, LENGTH, None)
+    logits_NE = x_ND @ layer.router.weight.t()
+    probabilities_NE = logits_NE.softmax(-1)
+    if score == "sigmoid":
+        probabilities_NE = logits_NE.sigmoid() / logits_NE.sigmoid().sum(-1, keepdim=True)
+    wanted = []
+    for sample in range(SAMPLES):
+        here = slice(sample * LENGTH, (sample + 1) * LENGTH)
+        shares_E = torch.bincount(routed.chosen_NK[here].flatten(), minlength=5) / (2 * LENGTH)
+        wanted.append(5 * (shares_E * probabilities_NE[here].mean(0)).sum())
+    assert routed.losses[BALANCE_LOSS].item() == pytest.approx(0.3 * torch.stack(wanted).mean().item(), rel=1e-12)
+    z = logits_NE.exp().sum(-1).log().square().mean()
+    assert routed.losses[Z_LOSS].item() == pytest.approx(0.2 * z.item(), rel=1e-12)
+    assert layer.eval().router(x_ND, LENGTH, None).losses == {BALANCE_LOSS: 0, Z_LOSS: 0}
+
+
+def test_the_loss_over_the_step_uses_the_choices_of_the_step_before() -> None:
+    layer = made(STEP)
+    x_ND = tokens_of(layer)
+    assert layer.router(x_ND, LENGTH, None).losses[BALANCE_LOSS] == 0  # there is none before the first
+    last_E = torch.tensor([10, 0, 2, 4, 4])
+    layer.router.last_E = last_E
+    found = layer.router(x_ND, LENGTH, None).losses[BALANCE_LOSS]
+    mean_E = (x_ND @ layer.router.weight.t()).softmax(-1).mean(0)
+    assert found.item() == pytest.approx(0.3 * 5 * (last_E.double() / 20 * mean_E).sum().item(), rel=1e-12)
+    halves = [layer.router(half, LENGTH, None).losses[BALANCE_LOSS].item() for half in x_ND.chunk(2)]
+    assert found.item() == pytest.approx(sum(halves) / 2, rel=1e-12)
+
+
+def balance_of(flags: str) -> ExpertBalance:
+    config = config_of(flags)
+    return ExpertBalance(config, gpt_model(config).specs, torch.float32, torch.device("cpu"))
+
+
+def test_which_blocks_have_experts() -> None:
+    assert balance_of("--num-layers 5 --moe-layer-freq 2").names == ["layers.0", "layers.2", "layers.4"]
+    assert balance_of("--num-layers 5 --moe-layer-freq ([0]*1+[1,0]*2)").names == ["layers.1", "layers.3"]
+    assert balance_of("--num-layers 2 --num-experts 1").names == []
+
+
+def counted(balance: ExpertBalance, counts: list[list[int]]) -> list[torch.Tensor]:
+    """A step in which tokens chose these experts, on one process."""
+    for row, values in zip(balance._here_LE, counts, strict=True):
+        row.copy_(torch.tensor(values))
+    return balance.count(lambda tensor: tensor, counts=True)
+
+
+def test_the_bias_moves_towards_even_loads_unless_the_step_was_skipped() -> None:
+    balance = balance_of("--num-layers 2 " + BIAS + STEP)
+    (load,) = counted(balance, [[8, 2, 4, 3, 3], [20, 0, 0, 0, 0]])
+    assert load.item() == pytest.approx((8 / 4 + 20 / 4) / 2)
+    balance.advance(torch.tensor(1.0))
+    assert balance.tensors()["expert bias"].abs().sum() == 0
+    balance.advance(torch.tensor(0.0))
+    assert balance.tensors()["expert bias"].tolist() == [[-0.25, 0.25, 0, 0.25, 0.25], [-0.25, *[0.25] * 4]]
+    assert balance.tensors()["choices of experts"].tolist() == [[8, 2, 4, 3, 3], [20, 0, 0, 0, 0]]
+    assert balance.numbers == ("fullest expert",)
+
+
+def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
+    flags = "--num-layers 2 " + BIAS + STEP
+    balance, other = balance_of(flags), balance_of(flags)
+    counted(balance, [[8, 2, 4, 3, 3], [20, 0, 0, 0, 0]])
+    balance.advance(torch.tensor(0.0))
+    other.load(json.loads(json.dumps(balance.state())))
+    assert other.state() == balance.state() and other.tensors()["expert bias"].dtype == torch.float32
+    layer = made(flags)
+    other.attach({"layers.1": layer})
+    assert layer.router.bias_E is not None and layer.router.bias_E.tolist() == [-0.25, *[0.25] * 4]
+    assert layer.router.last_E is not None and layer.router.last_E.tolist() == [20, 0, 0, 0, 0]
+    for damaged in ([], {"bias": [[0.0]], "choices": [[0]]}, {"bias": "x", "choices": 3}, {}):
+        with pytest.raises(CheckpointError, match="not that of 2 layers with 5 experts"):
+            other.load(damaged)
+    assert balance_of("--num-experts 1").state() is None
+
+
+def test_only_what_is_asked_for_enters_the_choice_and_the_loss() -> None:
+    layer = made("--num-layers 2")
+    balance_of("--num-layers 2").attach({"layers.0": layer})
+    assert layer.router.bias_E is None and layer.router.last_E is None and layer.router.counts_E is not None
+    assert choice_field("layers.0") in balance_of("--num-layers 2").fields(4)

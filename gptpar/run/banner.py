@@ -112,12 +112,7 @@ def _options(m: ModelConfig) -> Iterator[str]:
         yield "attention and MLP side by side"
     if m.attention_output_gate:
         yield "gated attention"
-    if m.rope_scaling_type is not None:
-        yield f"rotary positions scaled by {m.rope_scaling_factor:g} ({m.rope_scaling_type})"
-    if m.rope_pattern is not None:
-        yield f"layers with and without positions ({m.rope_pattern})"
-    if m.window_size is not None:
-        yield f"windows of {m.window_size} tokens ({m.window_pattern or 'S'})"
+    yield from _position_options(m)
     if m.has_experts:
         of_token = f"{m.moe_router_topk} of {m.num_experts} experts of width {m.width_of_experts(m.ffn_hidden_size)}"
         yield f"{of_token} in {sum(m.blocks_with_experts(m.num_layers))} blocks ({m.moe_router_score_function} scores)"
@@ -127,6 +122,16 @@ def _options(m: ModelConfig) -> Iterator[str]:
         yield f"z-loss {m.z_loss_weight:g}"
     if m.mup:
         yield f"muP from a width of {m.mup_base_hidden_size}"
+
+
+def _position_options(m: ModelConfig) -> Iterator[str]:
+    """What few models have in the positions that attention sees, in words."""
+    if m.rope_scaling_type is not None:
+        yield f"rotary positions scaled by {m.rope_scaling_factor:g} ({m.rope_scaling_type})"
+    if m.rope_pattern is not None:
+        yield f"layers with and without positions ({m.rope_pattern})"
+    if m.window_size is not None:
+        yield f"windows of {m.window_size} tokens ({m.window_pattern or 'S'})"
 
 
 def _layout(config: Config, topology: Topology) -> list[Row]:

@@ -76,7 +76,8 @@ class ContextSplit:
             return batch
         positions_BS, mask_BS = batch.position_ids_BS, batch.loss_mask_BS
         if positions_BS is None:
-            positions_BS = torch.arange(batch.tokens_BS.shape[1]).expand_as(batch.tokens_BS)
+            positions_BS = torch.arange(batch.tokens_BS.shape[1]).repeat(len(batch.tokens_BS), 1)
+            positions_BS = positions_BS.pin_memory() if batch.tokens_BS.is_pinned() else positions_BS
         return MicroBatch(
             self.own(batch.tokens_BS),
             self.own(batch.labels_BS),

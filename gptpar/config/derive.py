@@ -178,7 +178,8 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_context(notes: _Notes) -> None:
-    """How context-parallel processes see each other's tokens: the way that sends less, of those that are possible."""
+    """How context-parallel processes see each other's tokens: of the possible ways with the faster kernel, the one that
+    sends less."""
     p, m = notes.flags.parallel, notes.flags.model
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     if (
@@ -193,6 +194,10 @@ def _derive_context(notes: _Notes) -> None:
         kind, reason = "allgather", f"{heads} heads do not divide over {size} processes"
     elif m.attention_dropout or m.seq_length % (2 * size):
         kind, reason = "a2a", "dropout of attention" if m.attention_dropout else f"{2 * size} chunks need other lengths"
+    elif not notes.flags.precision.bf16:
+        kind, reason = "a2a", "allgather needs a mask in memory without --bf16"
+    elif not notes.flags.data.reset_attention_mask and m.window_size is None:
+        kind, reason = "a2a", "whole samples have a faster kernel there"
     else:
         kind = min(sent, key=sent.__getitem__)
         reason = "heads that a layer sends for a token: " + ", ".join(f"{n:g} by {way}" for way, n in sent.items())
@@ -205,7 +210,7 @@ def _derive_zero_stage(notes: _Notes, num_copies: int) -> None:
     if p.use_megatron_fsdp and strategy in SHARDED:
         notes.fill("parallel", "zero_stage", SHARDED.index(strategy), f"--use-megatron-fsdp, {strategy}")
     elif p.no_pipeline_parallel and num_copies > 1:
-        reason = f"--no-pipeline-parallel with {num_copies} data-parallel processes"
+        reason = f"--no-pipeline-parallel with {num_copies} copies of the weights"
         notes.fill("parallel", "zero_stage", 3, reason)
     elif p.use_distributed_optimizer:
         notes.fill("parallel", "zero_stage", 1, "--use-distributed-optimizer")

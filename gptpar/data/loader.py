@@ -18,6 +18,8 @@ from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
 
 NUM_START_UP_CHECKS = 8
+TOKENS_LOOKED_AT = 1 << 22
+"""At most so many tokens are read to know the documents, if samples are long."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class MicroBatch:
         loss_mask_BS: float32, 0 where a label does not count; None: all count.
         position_ids_BS: int64; None: 0 to S - 1.
         cu_seqlens: int32, where documents start among the B x S tokens, sample after sample, and then B x S until the
-            length is a power of two plus one. Each sample starts a document. Tokens attend to their own document only;
-            None: to their whole sample.
+            length is one that few micro-batches exceed, or a power of two plus one. Each sample starts a document.
+            Tokens attend to their own document only; None: to their whole sample.
         counted: float64 scalar, where these are a part of a micro-batch's tokens: the number of labels that count in
             all of it, divided by the number of parts. None: they are the whole, or all of them count.
     """
@@ -147,7 +149,9 @@ class BatchLoader:
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
         has_documents, last = rules.get("reset_attention_mask", False), len(dataset) - 1
-        count = NUM_SAMPLES if has_documents else NUM_START_UP_CHECKS
+        count = NUM_START_UP_CHECKS
+        if has_documents:
+            count = min(NUM_SAMPLES, max(count, TOKENS_LOOKED_AT // len(dataset[0])))
         looked_at = self._read(np.unique(np.linspace(0, last, count).astype(np.int64)))
         self.documents = Documents.of(looked_at, eod, micro_batch_size) if has_documents else None
         room = self.documents.room if self.documents else 0

@@ -262,8 +262,8 @@ class Attention(nn.Module):
             masked = [one for one in lengths if one > window]
             hidden = sum(one * one - _pairs_seen(one, window) for one in masked)
             return seen, hidden / tokens, sum(one * one for one in masked) / tokens * size
-        samples = batch.tokens // length if has_documents else 1
-        return seen, length - seen, samples * length * length / batch.tokens * size
+        rows = batch.rows_of_masks if has_documents else length / batch.tokens
+        return seen, length - seen, rows * length * size
 
     def _calls_by_document(self, batch: BatchShape) -> bool:
         """Whether attention is a call for each document (:func:`gptpar.model.core_attention.one_call_a_document`)."""

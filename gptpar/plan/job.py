@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -221,20 +222,24 @@ class Job:
     def costs(self) -> list[Cost]:
         """Every layer's cost on one tensor rank, for each token of a micro-batch."""
         dtype, length = DTYPES[self.config.precision.dtype], self.shape.seq_length
-        documents = (self.document_lengths or (length,)) if self.config.data.reset_attention_mask else None
-        shape = BatchShape(self.tokens, length, dtype, self.device_type, documents)
+        gathers = self.mesh.context > 1 and self.config.parallel.cp_comm_type == "allgather"
+        # Gathered keys always take the kernel of variable length.
+        documents: tuple[int, ...] | None = (length,) if gathers else None
+        if self.config.data.reset_attention_mask:
+            documents = self.document_lengths or (length,)
+        shape = BatchShape(self.tokens, length, dtype, self.device_type, documents, 1 if gathers else self.mesh.context)
         gathered, costs = self._gathered_bytes, costs_of(self.layers, shape)
         return [replace(cost, kept=cost.kept + gathered) if cost.attention else cost for cost in costs]
 
     @property
     def _gathered_bytes(self) -> float:
-        """Bytes of gathered keys and values that attention keeps, for each token that a process has."""
-        if self.mesh.context == 1 or self.config.parallel.cp_comm_type != "allgather":
+        """Bytes of others' or copied keys and values that attention keeps, for each token that a process has."""
+        size, groups = self.mesh.context, self.shape.num_query_groups // self.mesh.tensor
+        if size == 1 or "core_attn" in self.config.recompute.recompute_modules:
             return 0.0
-        if "core_attn" in self.config.recompute.recompute_modules:
-            return 0.0
-        keys = self.shape.num_query_groups // self.mesh.tensor * self.shape.kv_channels
-        return 2.0 * keys * self.mesh.context * self.element_size
+        gathers = self.config.parallel.cp_comm_type == "allgather"
+        more = groups * size if gathers else math.lcm(groups, size) - groups
+        return 2.0 * more * self.shape.kv_channels * self.element_size
 
     @property
     def updates(self) -> tuple[Update, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 
 import torch
@@ -98,5 +99,9 @@ def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     model, batch = config.model, config.batch
     count = batch.global_batch_size // (batch.micro_batch_size * topology.mesh.data)
     enough = min(count, topology.mesh.pipeline * config.parallel.num_virtual_stages * 2)
-    tokens = torch.zeros(batch.micro_batch_size, model.seq_length, dtype=torch.int64)
-    return [MicroBatch(tokens, tokens) for _ in range(max(min(2, count), enough))]
+    shape = batch.micro_batch_size, model.seq_length
+    # Different tokens: equal ones would all go to the same experts.
+    tokens = torch.arange(math.prod(shape)).remainder(max(1, model.softmax_vocab_size)).view(shape)
+    starts = torch.arange(0, tokens.numel() + 1, model.seq_length, dtype=torch.int32)
+    cu_seqlens = starts if config.data.reset_attention_mask else None
+    return [MicroBatch(tokens, tokens, cu_seqlens=cu_seqlens) for _ in range(max(min(2, count), enough))]

@@ -77,6 +77,7 @@ class Trainer:
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
+        self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_attention(self.pipeline.modules(), topology, self._split)
         if config.precision.compile and topology.device.type == "cuda":
@@ -177,7 +178,10 @@ class Trainer:
         place = number * self.topology.mesh.data + self.topology.position(DATA)
         device, rows = self.topology.device, None
         if self._split.size > 1:
-            rows = self._split.places(len(tokens), self.config.model.seq_length).flatten().to(device, torch.int32)
+            rows = self._rows.get(len(tokens))
+            if rows is None:
+                places = self._split.places(len(tokens), self.config.model.seq_length)
+                rows = self._rows[len(tokens)] = places.flatten().to(device, torch.int32)
         words = self.config.data.seed, self._iteration, place
         return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, device, rows)}
 

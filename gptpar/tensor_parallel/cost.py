@@ -22,6 +22,8 @@ class BatchShape(NamedTuple):
         device_type: ``cuda`` or ``cpu``.
         document_lengths: of documents, whose tokens see their own only, as a sample of them all; ``None``: a sample of
             the corpus is one document.
+        rows_of_masks: of a mask of documents, for each of these tokens: with context parallelism by a2a, a process has
+            the rows of all processes' tokens.
     """
 
     tokens: int
@@ -29,6 +31,7 @@ class BatchShape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     device_type: str = "cuda"
     document_lengths: tuple[int, ...] | None = None
+    rows_of_masks: int = 1
 
     @property
     def statistic_size(self) -> int:

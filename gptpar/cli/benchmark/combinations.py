@@ -13,7 +13,7 @@ from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.spaces import CHOSEN, SweepValues, to_measure
-from gptpar.topology.mesh import PIPELINE, TENSOR, Mesh
+from gptpar.topology.mesh import COPIES, PIPELINE, TENSOR, Mesh
 
 LABELS = {
     "layout": "{}",
@@ -106,6 +106,6 @@ def _needless(parsed: ParsedFlags, count: int, mesh: Mesh, flags: Flags) -> str:
     if mesh.world_size != count and count % mesh.size(TENSOR, PIPELINE) == 0:
         return f"{mesh.describe()} is {mesh.world_size} processes, and here are {count}."
     stages = parsed.rest.sweep_zero
-    if stages and mesh.data == 1 and flags.parallel.zero_stage != stages[0]:
-        return f"without data parallelism ZeRO-{flags.parallel.zero_stage} is the same as ZeRO-{stages[0]}."
+    if stages and mesh.size(*COPIES) == 1 and flags.parallel.zero_stage != stages[0]:
+        return f"where no weights have copies, ZeRO-{flags.parallel.zero_stage} is the same as ZeRO-{stages[0]}."
     return ""

@@ -82,6 +82,9 @@ def _balance(m: ModelFlags) -> Iterator[str]:
             f"--moe-router-load-balancing-type {kind} balances each micro-batch, so that losses would depend on its "
             f"size and on the layout: give {OF_SEQUENCE} (each sequence) or {OF_STEP} (the whole step before)."
         )
+    usual = ExpertOptions().moe_router_bias_update_rate
+    if m.moe_router_bias_update_rate != usual and not m.moe_router_enable_expert_bias:
+        yield "--moe-router-bias-update-rate is the expert bias's: give --moe-router-enable-expert-bias, too."
     if kind == "none" and m.moe_aux_loss_coeff:
         yield (
             f"--moe-aux-loss-coeff {m.moe_aux_loss_coeff:g} is a factor of no loss: give "

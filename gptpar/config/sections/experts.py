@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from gptpar.config.fields import flag
 
+MAX_LISTED = 100_000
+"""Blocks that a list may have."""
 OF_SEQUENCE, OF_STEP, OF_MICRO_BATCH = "seq_aux_loss", "global_aux_loss", "aux_loss"
 
 
@@ -86,4 +88,6 @@ class ExpertOptions:
             if match is None:
                 raise ValueError(f"{term[:40]!r} is neither a number nor a list of 0 and 1 such as [0,1]*8")
             found += [one == "1" for one in match[1].split(",")] * int(match[2] or 1)
+            if len(found) > MAX_LISTED:
+                raise ValueError(f"it lists more than {MAX_LISTED:,} blocks")
         return [*found, *[False] * (num_layers - len(found))] if len(found) < num_layers else found

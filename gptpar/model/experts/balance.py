@@ -48,13 +48,14 @@ class ExpertBalance:
 
     def __init__(self, config: ModelConfig, specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device):
         self.names = [spec.name for spec in specs if choice_field(spec.name) in spec.batch_fields]
-        self._config = config
+        self._config, self._names_here = config, list[str]()
         shape = len(self.names), config.num_experts
         self._here_LE, self._counts_LE, self._last_LE = torch.zeros(3, *shape, dtype=torch.int64, device=device)
         self._bias_LE = torch.zeros(shape, dtype=dtype, device=device)
 
     def attach(self, layers: Mapping[str, nn.Module]) -> None:
         """Let layers, by their names, choose by the bias and count."""
+        self._names_here = [name for name in self.names if name in layers]
         for number, name in enumerate(self.names):
             for module in layers[name].modules() if name in layers else ():
                 if isinstance(module, Experts):
@@ -70,7 +71,7 @@ class ExpertBalance:
     def fields(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """Fields of a micro-batch of training, whose choices count."""
         topk, device = self._config.moe_router_topk, self._bias_LE.device
-        return {choice_field(name): no_choice(num_tokens, topk, device) for name in self.names}
+        return {choice_field(name): no_choice(num_tokens, topk, device) for name in self._names_here}
 
     def count(self, sum_over_all: Callable[[torch.Tensor], torch.Tensor], *, counts: bool) -> list[torch.Tensor]:
         """Sum a step's counts over all processes; returns [] fp64 for each name in :attr:`numbers`.

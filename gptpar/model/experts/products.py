@@ -19,8 +19,9 @@ ROW_BYTES = 16
 """Of a matrix's row, the grouped kernel needs a multiple of this."""
 PLACE_BYTES = 32
 """Of a copy of a token: its places and its expert."""
-GROUPED_CAPABILITIES = (9, 10)
-"""Of GPUs that have a grouped kernel; others would run torch's loop, which waits for the device."""
+GROUPED_CAPABILITIES = (9,)
+"""Of GPUs whose grouped kernel is known to be right; on Blackwell, experts without tokens got gradients
+(pytorch#172439). Others run a loop, which waits for the device."""
 
 
 class Places(NamedTuple):
@@ -117,7 +118,7 @@ def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torc
         x_MI: rows, sorted by expert.
         counts_E: int64, rows of each expert.
     """
-    if _has_kernel(x_MI, weight_EOI):
+    if len(x_MI) and _has_kernel(x_MI, weight_EOI):
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     parts = zip(x_MI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)

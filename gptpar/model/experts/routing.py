@@ -135,7 +135,7 @@ class Router(nn.Module):
         scores_NE = logits_NE.softmax(-1) if config.moe_router_score_function == "softmax" else logits_NE.sigmoid()
         chosen_NK = self._choose(scores_NE.detach(), choice_NK)
         weights_NK = scores_NE.gather(1, chosen_NK)
-        if not config.moe_router_pre_softmax:
+        if self._is_divided:
             # A sigmoid of all chosen experts may be 0.
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True).clamp(min=1e-20)
         if config.moe_router_topk_scaling_factor != 1:
@@ -151,10 +151,15 @@ class Router(nn.Module):
             counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
         return choose_experts(judged_NE, choice_NK, counts_E)
 
+    @property
+    def _is_divided(self) -> bool:
+        """Whether weights are divided by their sum; that of one expert would be 1, and teach the router nothing."""
+        return self.topk > 1 and not self.config.moe_router_pre_softmax
+
     def kept(self, batch: BatchShape) -> float:
         """Bytes that the backward pass needs of a token: weights, probabilities, and those that losses have."""
         names, weights = losses_of(self.config), self.topk
-        if not self.config.moe_router_pre_softmax:
+        if self._is_divided:
             weights += self.topk + 2
         of_losses = self.num_experts * len(names) + (Z_LOSS in names)
         return (self.num_experts + weights + of_losses) * batch.statistic_size

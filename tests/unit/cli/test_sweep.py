@@ -113,7 +113,7 @@ def test_refused_ones_have_their_reason() -> None:
     reasons = {(one.cells["layout"], one.cells["ZeRO"], one.cells["virtual"]): one.refusal for one in refused}
     assert len(reasons) == 5 * 4 - 3
     assert reasons["dp4 x tp1 x pp1", "0", "2"].startswith("virtual stages interleave the work of a pipeline")
-    assert reasons["dp1 x tp4 x pp1", "3", "1"] == "without data parallelism ZeRO-3 is the same as ZeRO-0."
+    assert reasons["dp1 x tp4 x pp1", "3", "1"] == "where no weights have copies, ZeRO-3 is the same as ZeRO-0."
     assert "4 processes cannot be cut into groups of 3 x 1 = 3" in reasons["dp1 x tp3 x pp1", "0", "1"]
     assert reasons["dp2 x tp1 x pp1", "0", "1"] == "dp2 x tp1 x pp1 is 2 processes, and here are 4."
     assert "--tensor-model-parallel-size 8" in reasons["dp1 x tp8 x pp1", "0", "1"]

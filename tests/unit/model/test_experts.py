@@ -78,6 +78,7 @@ def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
         "--swiglu --moe-ffn-hidden-size 12",
         "--num-experts 7 --moe-router-topk 3 --moe-router-pre-softmax --swiglu",
         "--moe-router-topk 1 --moe-router-pre-softmax",
+        "--moe-router-topk 1 --moe-router-score-function sigmoid",
         "--num-experts 3 --moe-router-topk 3",
         "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --swiglu",
         "--moe-shared-expert-intermediate-size 6 --swiglu",

@@ -178,8 +178,8 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_context(notes: _Notes) -> None:
-    """How context-parallel processes see each other's tokens: of the possible ways with the faster kernel, the one that
-    sends less."""
+    """How context-parallel processes see each other's tokens: of the possible ways with the faster kernel, the one
+    that sends less."""
     p, m = notes.flags.parallel, notes.flags.model
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     if (
@@ -189,19 +189,25 @@ def _derive_context(notes: _Notes) -> None:
         or not (m.num_attention_heads and m.num_query_groups and m.seq_length)
     ):
         return
-    heads, sent = m.num_attention_heads // tensor, p.heads_sent(m.num_attention_heads, m.num_query_groups)
+    notes.replace("parallel", "cp_comm_type", *_way_over_context(notes.flags, m.num_attention_heads // tensor))
+
+
+def _way_over_context(flags: Flags, heads: int) -> tuple[str, str]:
+    """(a value of ``--cp-comm-type``, the reason), where tensor ranks have so many heads."""
+    p, m, size = flags.parallel, flags.model, flags.parallel.context_parallel_size
     if heads % size:
-        kind, reason = "allgather", f"{heads} heads do not divide over {size} processes"
-    elif m.attention_dropout or m.seq_length % (2 * size):
-        kind, reason = "a2a", "dropout of attention" if m.attention_dropout else f"{2 * size} chunks need other lengths"
-    elif not notes.flags.precision.bf16:
-        kind, reason = "a2a", "allgather needs a mask in memory without --bf16"
-    elif not notes.flags.data.reset_attention_mask and m.window_size is None:
-        kind, reason = "a2a", "whole samples have a faster kernel there"
-    else:
-        kind = min(sent, key=sent.__getitem__)
-        reason = "heads that a layer sends for a token: " + ", ".join(f"{n:g} by {way}" for way, n in sent.items())
-    notes.replace("parallel", "cp_comm_type", kind, reason)
+        return "allgather", f"{heads} heads do not divide over {size} processes"
+    if m.attention_dropout:
+        return "a2a", "dropout of attention"
+    if m.seq_length and m.seq_length % (2 * size):
+        return "a2a", f"{2 * size} chunks need other lengths"
+    if not flags.precision.bf16:
+        return "a2a", "allgather needs a mask in memory without --bf16"
+    if not flags.data.reset_attention_mask and m.window_size is None:
+        return "a2a", "whole samples have a faster kernel there"
+    sent = p.heads_sent(m.num_attention_heads or 0, m.num_query_groups or 0)
+    said = ", ".join(f"{n:g} by {way}" for way, n in sent.items())
+    return min(sent, key=sent.__getitem__), f"heads that a layer sends for a token: {said}"
 
 
 def _derive_zero_stage(notes: _Notes, num_copies: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import io
 import os
@@ -47,10 +46,23 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-@functools.cache
 def wait_at_exit() -> None:
-    """Let the end of this process wait for :func:`quiet_threads`; called again, it changes nothing."""
-    atexit.register(quiet_threads)
+    """Let this process end quietly: other threads sleep, and gloo's have ended, while they can get Python's lock."""
+    _WAITS.set()
+
+
+_WAITS = threading.Event()
+
+
+@atexit.register  # with the import: the program's handlers, which may need its groups, are later ones and run before
+def _end_quietly() -> None:
+    if not _WAITS.is_set():
+        return
+    quiet_threads()
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+        quiet_threads()
 
 
 def quiet_threads() -> bool:

@@ -35,6 +35,7 @@ def smollm3_fields(model: ModelConfig) -> dict[str, Any]:
         "SmolLM3ForCausalLM",
         attention_bias=model.add_bias_linear,
         mlp_bias=model.add_bias_linear,
+        pad_token_id=None,  # transformers' default is beyond small vocabularies
         no_rope_layers=[int(has) for has in rotary_layers(model)],
         **window_fields(model),
     )

@@ -203,7 +203,7 @@ def test_layouts_that_can_run(flags: str) -> None:
     ("flags", "world_size", "stage", "reason"),
     [
         ("", 8, 0, "every process holds"),
-        ("--no-pipeline-parallel", 8, 3, "--no-pipeline-parallel with 8 data-parallel processes"),
+        ("--no-pipeline-parallel", 8, 3, "--no-pipeline-parallel with 8 copies of the weights"),
         ("--no-pipeline-parallel", 1, 0, "every process holds"),
         ("--no-pipeline-parallel --tensor-model-parallel-size 4", 4, 0, "every process holds"),
         ("--use-distributed-optimizer", 8, 1, "--use-distributed-optimizer"),

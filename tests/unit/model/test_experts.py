@@ -58,7 +58,8 @@ def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
         judged = (scores_E if router.bias_E is None else scores_E + router.bias_E).tolist()
         chosen = sorted(range(len(judged)), key=lambda expert: (-judged[expert], expert))[: config.moe_router_topk]
         weights = scores_E[chosen] * config.moe_router_topk_scaling_factor
-        weights = weights if config.moe_router_pre_softmax else weights / scores_E[chosen].sum()
+        divided = not config.moe_router_pre_softmax and config.moe_router_topk > 1
+        weights = weights / scores_E[chosen].sum() if divided else weights
         y_D = torch.zeros_like(x_D)
         for weight, expert in zip(weights, chosen, strict=True):
             parts = [matrix @ x_D for matrix in layer.up[expert]]
@@ -232,6 +233,7 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
 
 def test_only_what_is_asked_for_enters_the_choice_and_the_loss() -> None:
     layer = made("--num-layers 2")
-    balance_of("--num-layers 2").attach({"layers.0": layer})
+    balance = balance_of("--num-layers 2")
+    balance.attach({"layers.0": layer})
     assert layer.router.bias_E is None and layer.router.last_E is None and layer.router.counts_E is not None
-    assert choice_field("layers.0") in balance_of("--num-layers 2").fields(4)
+    assert list(balance.fields(4)) == [choice_field("layers.0")], "a process keeps the choices of its layers alone"

@@ -54,8 +54,8 @@ class ExpertBalance:
         self._bias_LE = torch.zeros(shape, dtype=dtype, device=device)
 
     def attach(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let layers, by their names, choose by the bias and count."""
-        self._names_here = [name for name in self.names if name in layers]
+        """Let a stage's layers, by their names, choose by the bias and count."""
+        self._names_here += [name for name in self.names if name in layers]
         for number, name in enumerate(self.names):
             for module in layers[name].modules() if name in layers else ():
                 if isinstance(module, Experts):

@@ -178,8 +178,7 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_context(notes: _Notes) -> None:
-    """How context-parallel processes see each other's tokens: of the possible ways with the faster kernel, the one
-    that sends less."""
+    """Choose how context-parallel processes exchange tokens, where ``--cp-comm-type`` is ``auto``."""
     p, m = notes.flags.parallel, notes.flags.model
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     if (
@@ -193,7 +192,11 @@ def _derive_context(notes: _Notes) -> None:
 
 
 def _way_over_context(flags: Flags, heads: int) -> tuple[str, str]:
-    """(a value of ``--cp-comm-type``, the reason), where tensor ranks have so many heads."""
+    """The value of ``--cp-comm-type`` that ``auto`` stands for, and the reason.
+
+    Args:
+        heads: query heads of a tensor rank.
+    """
     p, m, size = flags.parallel, flags.model, flags.parallel.context_parallel_size
     if heads % size:
         return "allgather", f"{heads} heads do not divide over {size} processes"

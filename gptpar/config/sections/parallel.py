@@ -35,7 +35,7 @@ class ParallelConfig(Generic[Open]):
     cp_comm_type: str = flag(
         "auto",
         "how context-parallel processes see each other's tokens: a2a exchanges them for heads, allgather gathers keys "
-        "and values; auto sends less",
+        "and values; auto takes the faster kernel, or sends less",
         choices=("auto", "a2a", "allgather"),
         spellings={"p2p": "auto", "a2a+p2p": "auto", "all_gather": "allgather"},
     )

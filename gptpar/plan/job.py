@@ -229,6 +229,8 @@ class Job:
             documents = self.document_lengths or (length,)
         shape = BatchShape(self.tokens, length, dtype, self.device_type, documents, 1 if gathers else self.mesh.context)
         gathered, costs = self._gathered_bytes, costs_of(self.layers, shape)
+        if not gathered:
+            return costs
         return [replace(cost, kept=cost.kept + gathered) if cost.attention else cost for cost in costs]
 
     @property
@@ -248,8 +250,7 @@ class Job:
 
     def device_state_bytes(self, part: StagePart) -> int:
         """Bytes of the master weights and optimizer states that a stage's process keeps on its device."""
-        table = self.table(part)
-        return state_bytes(table.device_group_ranges(), self.updates, table.length(Home.DEVICE), self.wide_size)
+        return _device_state_bytes(self.table(part), self.updates, self.wide_size)
 
     def host_state(self, part: StagePart) -> StateSize:
         """The master weights and optimizer states of a stage's process in host memory."""
@@ -308,6 +309,11 @@ def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: 
     return [
         [tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks
     ]
+
+
+@lru_cache(maxsize=512)
+def _device_state_bytes(table: ParameterTable, updates: tuple[Update, ...], size: int) -> int:
+    return state_bytes(table.device_group_ranges(), updates, table.length(Home.DEVICE), size)
 
 
 @lru_cache(maxsize=512)

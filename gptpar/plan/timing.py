@@ -90,14 +90,15 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     if not job.graph and mesh.pipeline > 1:
         fill += cluster.sustained.scheduling * compute
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
-    heaviest = max(job.table(part).length() * job.shards for part in job.stages)
+    parts = dict.fromkeys(job.stages)
+    heaviest = max(job.table(part).length() * job.shards for part in parts)
     data = costs.data_parallel(heaviest, stages[busiest])
-    optimizer = max(costs.update(part) for part in job.stages)
-    orthogonal = max(costs.matrices(part) for part in set(job.stages))
-    waited = max(costs.host_updates(part) for part in set(job.stages))
+    optimizer = max(costs.update(part) for part in parts)
+    orthogonal = max(costs.matrices(part) for part in parts)
+    waited = max(costs.host_updates(part) for part in parts)
     cpu_optimizer = waited + costs.host_parameters(heaviest, stages[busiest])
     device = compute + fill + transfers + data
-    host = max(0.0, max(costs.host(part) for part in set(job.stages)) - device)
+    host = max(0.0, max(costs.host(part) for part in parts) - device)
     return StepTime(stages, compute, fill, transfers, data, optimizer, orthogonal, cpu_optimizer, host)
 
 

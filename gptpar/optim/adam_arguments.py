@@ -65,7 +65,8 @@ def check_arguments(
     moment = (*wide, KEPT_IN)
     given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, wide), ("m", m, moment), ("v", v, moment)]
     if into is not None:
-        given += [("into[0]", into[0], wide), ("into[1]", into[1], (m.dtype,)), ("into[2]", into[2], (v.dtype,))]
+        formats = [(old.dtype,) if old.dtype in moment else moment for old in (m, v)]
+        given += [("into[0]", into[0], wide), ("into[1]", into[1], formats[0]), ("into[2]", into[2], formats[1])]
     given.append(("grad", grad, grads))
     if low is not None:
         given.append(("low", low, lows))

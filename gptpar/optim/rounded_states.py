@@ -10,8 +10,8 @@ state. For an element with the old moments m and v, as they are kept, in step t 
     m     = upper 16 bits of (bits of the new m + the lower 16 bits of draws)
     v     = upper 16 bits of (bits of the new v + the upper 16 bits of draws)
 
-``mixed`` is a permutation of 32 bits (:mod:`gptpar.kernels.lowbias`). All of it is integer arithmetic: torch, Triton and
-``csrc/cpu_adam_loop.h`` give the same bits. The weights follow the new moments before these are rounded.
+``mixed`` is a permutation of 32 bits (:mod:`gptpar.kernels.lowbias`). All of it is integer arithmetic: torch, Triton
+and ``csrc/cpu_adam_loop.h`` give the same bits. The weights follow the new moments before these are rounded.
 
 The old moments take the place of the element's position. They are the same bits in every layout, at every ratio and
 after a resume, if the gradients are; and no kernel has to know where in the global tensor its elements are. Elements

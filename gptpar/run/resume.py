@@ -226,7 +226,7 @@ def _is_dropped(config: Config, name: str) -> bool:
 
 
 def _is_rounded(manifest: Manifest, name: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor is a moment that is kept in 16 bits in the checkpoint or here, and in fp32 in the other place."""
+    """Whether a tensor is a moment that is kept in 16 bits either in the checkpoint or here, and in fp32 else."""
     return kind_of(name) in STATES and {manifest.tensors[name].dtype, dtype} == {KEPT_IN, torch.float32}
 
 

@@ -66,8 +66,8 @@ class OptimizerConfig(Generic[Open]):
     )
     exp_avg_dtype: str = flag(
         "fp32",
-        "number format in which AdamW's first moment is kept: fp32 (in a run with --fp64: fp64), or bf16 with stochastic "
-        "rounding, which takes 2 bytes less for each parameter",
+        "number format in which AdamW's first moment is kept: fp32 (fp64 in a run with --fp64), or bf16 with "
+        "stochastic rounding, which takes 2 bytes less for each parameter",
         choices=MOMENT_DTYPES,
     )
     exp_avg_sq_dtype: str = flag("fp32", "the same for AdamW's second moment", choices=MOMENT_DTYPES)

@@ -146,5 +146,6 @@ def update(
         weights, exp_avg, exp_avg_sq, grad, weights if parameters is None else parameters,
         weights if decays is None else decays, numbers, length,
         BLOCK=block, WRITES_PARAMETERS=parameters is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
-        ROUNDS_FIRST=exp_avg.dtype == torch.bfloat16, ROUNDS_SECOND=exp_avg_sq.dtype == torch.bfloat16, num_warps=NUM_WARPS, **IEEE,
+        ROUNDS_FIRST=exp_avg.dtype == torch.bfloat16, ROUNDS_SECOND=exp_avg_sq.dtype == torch.bfloat16,
+        num_warps=NUM_WARPS, **IEEE,
     )  # fmt: skip

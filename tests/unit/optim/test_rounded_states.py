@@ -58,7 +58,10 @@ def test_the_weights_follow_the_moments_before_rounding() -> None:
     CpuAdam(1).steps(kept, g, [(0, len(p), how)])
     assert same(kept[0], exact[0])
     for ours, true in zip(kept[1:], exact[1:], strict=True):
-        neighbours = [(true.view(torch.int32) & -65536).view(FP32), (true.view(torch.int32) + 65535 & -65536).view(FP32)]
+        neighbours = [
+            (true.view(torch.int32) & -65536).view(FP32),
+            (true.view(torch.int32) + 65535 & -65536).view(FP32),
+        ]
         assert bool(((ours.float() == neighbours[0]) | (ours.float() == neighbours[1])).all())
         assert 0.3 < float((ours.float() == neighbours[0]).float().mean()) < 0.7
 

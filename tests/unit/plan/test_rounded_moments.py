@@ -37,7 +37,9 @@ def test_a_run_allocates_what_the_update_says() -> None:
     both = adamw_with(frozenset({"exp_avg", "exp_avg_sq"}))
     assert (both.state_bytes(4), both.state_bytes(8)) == (8, 12)
     for words, size in (("", 12), ("--exp-avg-sq-dtype bf16", 10), (BOTH, 8)):
-        trainer = make_trainer(tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 0.5 --offload-speculation on {words}"))
+        trainer = make_trainer(
+            tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 0.5 --offload-speculation on {words}")
+        )
         offloaded = trainer.engine.table.length(Home.HOST)
         assert trainer.host is not None and trainer.host.state_bytes == (size * offloaded, size * offloaded)
         vectors = trainer.engine.optimizer.vectors.values()
@@ -49,6 +51,7 @@ def test_the_banner_says_which_moments_are_rounded() -> None:
     said = [_wide_formats(tiny_config(words).optimizer) for words in ("", "--exp-avg-sq-dtype bf16", BOTH)]
     assert said == [
         "master weights, moments and gradient sums in fp32 or wider",
-        "master weights, the other moment and gradient sums in fp32 or wider; exp_avg_sq in bf16, rounded stochastically",
+        "master weights, the other moment and gradient sums in fp32 or wider; exp_avg_sq in bf16, rounded "
+        "stochastically",
         "master weights and gradient sums in fp32 or wider; exp_avg and exp_avg_sq in bf16, rounded stochastically",
     ]

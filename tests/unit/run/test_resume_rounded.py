@@ -1,4 +1,4 @@
-"""Checkpoints of rounded moments: a run goes on to the bit at any ratio, and with moments in the other number format."""
+"""Checkpoints of rounded moments: a run goes on to the bit at any ratio, and with the other number format."""
 
 from __future__ import annotations
 

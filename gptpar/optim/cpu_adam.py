@@ -27,6 +27,7 @@ _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam
 # struct packs twice as fast as ctypes' structures. That matters, because each bucket's call comes with cold caches.
 _STEP = struct.Struct("8P4i7f4xI4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
 _BLEND = struct.Struct("8P4i7fi8x")  # the same without m and v
+_UNUSED = (1, 1)  # types of m and v
 _RANGE = struct.Struct("3q")  # GptparGroupRange in csrc/blocks.h
 
 
@@ -269,7 +270,7 @@ class CpuMuon(MatrixHostKernel):
         """Put a pass into the queue; the numbers are (scale, share, decay)."""
         assert self._kernels is not None
         addresses = (old.data_ptr(), 0, 0, new.data_ptr(), 0, 0, grad.data_ptr(), low.data_ptr())
-        types, steps = (_TYPES[grad.dtype], _TYPES[low.dtype], 1, 1), []
+        types, steps = (_TYPES[grad.dtype], _TYPES[low.dtype], *_UNUSED), []
         for _, _, (scale, share, decay, ahead) in ranges:
             steps.append(_BLEND.pack(*addresses, *types, scale, share, 0, 0, 0, 0, decay, ahead and self._nesterov))
         where = b"".join(_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges))
@@ -280,6 +281,22 @@ class CpuMuon(MatrixHostKernel):
     def wake(self) -> None:
         if self._kernels is not None:
             self._kernels.lasting.cpu_adam_wake()
+
+
+def order_sum(total: Tensor, old: Tensor, addend: Tensor, threads: int) -> Callable[[], Done]:
+    """Put ``total = old + addend`` into the kernels' queue, as :meth:`CpuAdam.order` does with a step.
+
+    Args:
+        total, old: [n] contiguous fp32 on the CPU, the same vector or ones that do not overlap; with fp64, torch adds.
+        addend: [n] fp32, bf16 or fp16.
+    """
+    kernels = _library()
+    if kernels is None or total.dtype != torch.float32:
+        return functools.partial(timed, lambda: bool(torch.add(old, addend, out=total).isfinite().all()))
+    addresses = (old.data_ptr(), 0, 0, total.data_ptr(), 0, 0, addend.data_ptr(), 0)
+    step = _BLEND.pack(*addresses, _TYPES[addend.dtype], 0, *_UNUSED, 1.0, 1.0, 0, 0, 0, 0, 1.0, False)
+    ticket = _checked(kernels.brief.cpu_adam_order(step, 1, _RANGE.pack(0, len(total), 0), 1, None, 0, threads, -1))
+    return functools.partial(_wait_for, kernels, ticket, (total, old, addend))
 
 
 _BlendNumbers = tuple[float, float, float, bool]

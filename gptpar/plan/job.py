@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 import torch
 
 from gptpar.config import Config, ModelConfig, RecomputeConfig
-from gptpar.engine.ranges import Home
+from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
@@ -26,7 +26,7 @@ from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
-from gptpar.topology.mesh import COPIES, Mesh
+from gptpar.topology.mesh import COPIES, EXPERT, Mesh, copies_over
 
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
@@ -111,7 +111,7 @@ class Job:
         Where the expert axis divides the data axis, this is the number of shards of a rank's experts. Other parameters,
         few beside experts, have more shards, and are counted with too much memory.
         """
-        return self.num_copies // self.mesh.expert if self.zero_stage else 1
+        return Place(self.mesh, zero_stage=self.zero_stage).shards(copies_over((EXPERT,)))
 
     @cached_property
     def ratio(self) -> float:

@@ -75,8 +75,8 @@ GRADIENTS = [
     Mutation(
         "shard-of-the-wrong-rank",
         "gptpar/engine/ranges.py",
-        "return self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0",
-        "return unit.shards - 1 - self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0",
+        "return self.mesh.position(self.rank, *self.sharded_over(unit.copies_over))",
+        "return unit.shards - 1 - self.mesh.position(self.rank, *self.sharded_over(unit.copies_over))",
         (TWO_WAYS,),
     ),
     Mutation(

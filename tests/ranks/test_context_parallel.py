@@ -14,13 +14,13 @@ from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.data.loader import MicroBatch
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import ALONE, STEPS, TOLERANCE, VARIANTS, WORDS, case
+from tests.ranks.layout_cases import ALONE, FEWER_SAMPLES, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
 A2A, GATHER = ("--cp-comm-type", "a2a"), ("--cp-comm-type", "allgather")
 DROPOUT = [*WORDS, "--hidden-dropout", "0.2", "--micro-batch-size", "2"]
 DROPPED_PROBABILITIES = [*WORDS, "--attention-dropout", "0.3", "--hidden-dropout", "0.2", "--micro-batch-size", "2"]
-GPT, BLOOM, LLAMA, MUON = ([*WORDS, *MODELS[name].split()] for name in ("gpt", "bloom", "llama", "muon"))
+GPT, BLOOM, LLAMA, MUON = ([*FEWER_SAMPLES, *MODELS[name].split()] for name in ("gpt", "bloom", "llama", "muon"))
 DOCUMENTS = [*WORDS, *MODELS["documents"].split(), "--micro-batch-size", "2"]
 PER_TOKEN = [*DOCUMENTS, "--calculate-per-token-loss"]
 FEW_GROUPS = [*LLAMA, "--num-query-groups", "2"]

@@ -96,8 +96,8 @@ GRADIENTS = [
     Mutation(
         "tensor-sum-dropped-before-the-cut",
         REDUCER,
-        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
-        "",
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n        self._give_out",
+        "        self._give_out",
         (RATIOS_ON_RANKS,),
     ),
     Mutation(

@@ -45,6 +45,7 @@ CASES = [
     (MUON, case(Mesh(tensor=2, context=2), *GATHER, "--zero-stage", "3")),
     (DROPOUT, case(Mesh(tensor=2, context=2), *GATHER, "--sequence-parallel", *VARIANTS["every 2"])),
     (DROPPED_PROBABILITIES, case(Mesh(data=2, context=2), *A2A, "--zero-stage", "3")),
+    (DROPPED_PROBABILITIES, case(Mesh(context=4), *GATHER, "--zero-stage", "1", *VARIANTS["selective"])),
     (DROPPED_PROBABILITIES, case(Mesh(pipeline=2, context=2), *A2A, *VARIANTS["full recompute"])),
 ]
 """Those of one model resume each other's checkpoints, the first one what one process saved."""

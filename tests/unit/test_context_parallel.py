@@ -59,12 +59,13 @@ WINDOWS = f"{WHOLE} --window-size 16 --bf16"
 @pytest.mark.parametrize(
     ("flags", "way", "reason"),
     [
-        (f"--num-attention-heads 8 {WINDOWS}", "a2a", "8 by a2a, 16 by allgather"),
-        (f"--num-attention-heads 8 --num-query-groups 1 {WINDOWS}", "allgather", "6 by a2a, 2 by allgather"),
+        (f"--num-attention-heads 8 {WINDOWS}", "a2a", "16 by a2a, 48 by allgather"),
+        (f"--num-attention-heads 8 --num-query-groups 1 {WINDOWS}", "allgather", "12 by a2a, 6 by allgather"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE} --bf16", "a2a", "whole samples have a faster kernel"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE}", "a2a", "a mask in memory without --bf16"),
         ("--num-attention-heads 2 --seq-length 64 --attention-dropout 0", "allgather", "2 heads do not divide over 4"),
-        ("--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1", "a2a", "dropout"),
+        ("--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1", "a2a", "for all tokens"),
+        ("--num-attention-heads 8 --num-query-groups 2 --seq-length 64 --attention-dropout 0.1", "allgather", "groups"),
         ("--num-attention-heads 4 --num-query-groups 1 --seq-length 60 --attention-dropout 0", "a2a", "8 chunks"),
     ],
 )

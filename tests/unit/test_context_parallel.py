@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gptpar.context_parallel as context_parallel
 from gptpar.config.flags import parse_flags
+from gptpar.config.sections import parallel
+from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
-from gptpar.context_parallel import ContextSplit, copies_of_groups
+from gptpar.context_parallel import ContextSplit, attend_by_gathering, copies_of_groups
 from gptpar.data.loader import MicroBatch
 from gptpar.model.core_attention import core_attention
 from gptpar.plan.hardware import make_cluster
@@ -116,6 +119,89 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
         seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
         found = context_parallel._of_chunk(*seen, start, 16, cu_seqlens, window, 0.3)
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
+
+
+class _Ranks:
+    """Ranks one after the other: of the keys and values given, one gets those of all, and adds to all their gradients."""
+
+    def __init__(self, size: int, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor):
+        self.splits = [ContextSplit(size, rank, True) for rank in range(size)]
+        places = [split.places(1, k_BGSK.shape[2])[0] for split in self.splits]
+        of_ranks = [torch.stack([k_BGSK, v_BGSK])[:, :, :, mine] for mine in places]
+        self._own = torch.stack(of_ranks).transpose(3, 4).unflatten(3, (2, -1))  # [c, 2, B, 2, T / 2, G, K]
+        self.grads, self.rank, self._groups = torch.zeros_like(self._own), 0, slice(0)
+
+    def size(self) -> int:
+        return len(self.splits)
+
+    def gather(self, own: torch.Tensor, group: Any) -> torch.Tensor:
+        count, mine = own.shape[-2], self._own[self.rank]
+        (first,) = (i for i in range(mine.shape[-2]) if torch.equal(mine[..., i : i + count, :], own[0]))
+        self._groups = slice(first, first + count)
+        return self._own[..., self._groups, :]
+
+    def reduce_scatter(self, grads: torch.Tensor, group: Any) -> torch.Tensor:
+        self.grads[..., self._groups, :] += grads
+        return grads[self.rank : self.rank + 1]
+
+
+@pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31]])
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "heads", "groups", "at_once"), [(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)]
+)
+def test_keys_and_values_are_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    heads: int,
+    groups: int,
+    at_once: int,
+    batch: int,
+    has_kernel: bool,
+    starts: list[int] | None,
+) -> None:
+    """Outputs and gradients are those of one process, and of others' tokens nothing is kept for the backward pass."""
+    monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: has_kernel)
+    monkeypatch.setattr(context_parallel, "varlen_attention", _kernel)
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * 16 * 8 * 8)
+    torch.manual_seed(0)
+    cu_seqlens = None
+    if starts is not None:
+        cu_seqlens = torch.tensor([*starts, *[16 * batch] * 3], dtype=torch.int32).clamp(max=16 * batch)
+    whole = [torch.randn(batch, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
+    how = cu_seqlens, None, 7, 0.3
+    wanted = core_attention(whole[0], whole[1], whole[2], *how)
+    grad = torch.randn_like(wanted)
+    d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
+    ranks = _Ranks(size, whole[1].detach(), whole[2].detach())
+    monkeypatch.setattr(context_parallel, "gather", ranks.gather)
+    monkeypatch.setattr(context_parallel, "reduce_scatter", ranks.reduce_scatter)
+    gathered: list[StorageWeakRef] = []
+
+    def noted(*args: Any, gather: Any = context_parallel._gathered) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = gather(*args)
+        gathered.extend(StorageWeakRef(x.untyped_storage()) for x in found)
+        return found
+
+    monkeypatch.setattr(context_parallel, "_gathered", noted)
+    for split in ranks.splits:
+        ranks.rank, places = split.rank, split.places(1, 16)[0]
+        q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
+        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, *how)
+        assert gathered and all(one.expired() for one in gathered)
+        torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
+        for _ in range(2):  # a graph can be used again
+            (found,) = torch.autograd.grad(y, q, grad[:, :, places], retain_graph=True)
+            torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
+    found = ranks.grads.flatten(3, 4).transpose(3, 4) / 2
+    for split, of_rank in zip(ranks.splits, found, strict=True):
+        torch.testing.assert_close(of_rank, torch.stack([d_k, d_v])[:, :, :, split.places(1, 16)[0]])
+
+
+@pytest.mark.parametrize(("groups", "megabytes", "at_once"), [(8, 64, 4), (8, 256, 1), (8, 300, 1), (6, 60, 3), (3, 1, 3)])
+def test_groups_are_gathered_in_equal_parts(groups: int, megabytes: int, at_once: int) -> None:
+    assert groups_gathered(groups, megabytes << 20) == at_once
 
 
 def test_gathered_keys_and_values_are_in_the_plan() -> None:

@@ -270,8 +270,8 @@ def _of_whole(
     """Attention of this rank's queries, in a call with those of all tokens."""
     (first, mid), (last, end) = split.ranges(k.shape[2])
     early, late = q.split(mid - first, 2)
-    zeros = q.new_zeros(*q.shape[:2], k.shape[2] - q.shape[2], q.shape[3]).split([first, last - mid, k.shape[2] - end], 2)
-    y = core_attention(torch.cat([zeros[0], early, zeros[1], late, zeros[2]], 2), k, v, cu_seqlens, dropout, window, scale)
+    early, late = F.pad(early, (0, 0, first, last - mid)), F.pad(late, (0, 0, 0, k.shape[2] - end))
+    y = core_attention(torch.cat([early, late], 2), k, v, cu_seqlens, dropout, window, scale)
     return torch.cat([y[:, :, first:mid], y[:, :, last:end]], 2)
 
 

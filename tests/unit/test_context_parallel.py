@@ -21,6 +21,7 @@ from gptpar.model.core_attention import core_attention
 from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
+from gptpar.tensor_parallel.cost import Cost
 from gptpar.topology.mesh import Mesh
 
 TINY = (
@@ -67,7 +68,11 @@ WINDOWS = f"{WHOLE} --window-size 16 --bf16"
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE} --bf16", "a2a", "whole samples have a faster kernel"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE}", "a2a", "a mask in memory without --bf16"),
         ("--num-attention-heads 2 --seq-length 64 --attention-dropout 0", "allgather", "2 heads do not divide over 4"),
-        ("--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1", "a2a", "for all tokens"),
+        (
+            "--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1",
+            "a2a",
+            "for all tokens",
+        ),
         ("--num-attention-heads 8 --num-query-groups 2 --seq-length 64 --attention-dropout 0.1", "allgather", "groups"),
         ("--num-attention-heads 4 --num-query-groups 1 --seq-length 60 --attention-dropout 0", "a2a", "8 chunks"),
     ],
@@ -122,7 +127,7 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
 
 
 class _Ranks:
-    """Ranks one after the other: of the keys and values given, one gets those of all, and adds to all their gradients."""
+    """Ranks one after the other: each gets the keys and values of all, and adds to the gradients of all."""
 
     def __init__(self, size: int, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor):
         self.splits = [ContextSplit(size, rank, True) for rank in range(size)]
@@ -199,23 +204,35 @@ def test_keys_and_values_are_gathered_again(
         torch.testing.assert_close(of_rank, torch.stack([d_k, d_v])[:, :, :, split.places(1, 16)[0]])
 
 
-@pytest.mark.parametrize(("groups", "megabytes", "at_once"), [(8, 64, 4), (8, 256, 1), (8, 300, 1), (6, 60, 3), (3, 1, 3)])
+@pytest.mark.parametrize(
+    ("groups", "megabytes", "at_once"), [(8, 64, 4), (8, 256, 1), (8, 300, 1), (6, 60, 3), (3, 1, 3)]
+)
 def test_groups_are_gathered_in_equal_parts(groups: int, megabytes: int, at_once: int) -> None:
     assert groups_gathered(groups, megabytes << 20) == at_once
 
 
-def test_gathered_keys_and_values_are_in_the_plan() -> None:
-    """They are as large as those of all tokens; heads that are exchanged are as large as before."""
-    shape = "--num-attention-heads 8 --num-query-groups 4 --seq-length 4096 --attention-dropout 0 --bf16"
-    sizes, times = {}, {}
-    for way in ("a2a", "allgather"):
-        config, _ = resolve(parse_flags([*TINY.split(), *shape.split(), "--cp-comm-type", way]), 4)
+def test_what_attention_has_of_others_tokens_is_in_the_plan() -> None:
+    """Copies of groups are kept by a2a; by allgather nothing is, but buffers of all tokens come and go."""
+    shape = "--num-attention-heads 8 --seq-length 4096 --bf16"
+
+    def planned(flags: str) -> tuple[float, Cost, float]:
+        config, _ = resolve(parse_flags([*TINY.split(), *shape.split(), *flags.split()]), 4)
         job = Job(config, config.parallel.mesh(4))
         assert job.tokens == 1024 and job.num_copies == 4
         block = next(number for number in job.layers.blocks)
-        sizes[way], times[way] = job.kept(block), step_time(job, make_cluster("h100", "bf16")).total
-    assert sizes["allgather"] - sizes["a2a"] == 4096 * 2 * 4 * 8 * 2
-    assert times["a2a"] > 0 and times["allgather"] > 0
+        return job.kept(block), job.costs[block], step_time(job, make_cluster("h100", "bf16")).total
+
+    for groups, copies in ((4, 0), (2, 2)):
+        flags = f"--num-query-groups {groups} --attention-dropout 0 --cp-comm-type"
+        by_heads, by_gathering = planned(f"{flags} a2a"), planned(f"{flags} allgather")
+        assert by_heads[0] - by_gathering[0] == 1024 * 2 * copies * 8 * 2
+        assert by_gathering[1].workspace - by_heads[1].workspace == 4 * 2 * groups * 8 * 2 * 4
+        assert by_heads[2] > 0 and by_gathering[2] > 0
+    flags = "--num-query-groups 2 --cp-comm-type allgather --attention-dropout"
+    (kept, cost, time), (kept_of_all, of_all, longer) = planned(f"{flags} 0"), planned(f"{flags} 0.1")
+    assert of_all.attention == cost.attention and longer > time
+    assert of_all.masked + of_all.attention == 4 * (cost.masked + cost.attention)
+    assert kept_of_all - kept == 1024 * 2 * 8 * 8 * 2 * 3
 
 
 def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def _run_all(rank: int, folder: Path, models: list[str]) -> list[tuple[Outcome, 
         if this.mesh not in topologies:
             topologies[this.mesh] = make_topology(this.mesh, rank, torch.device("cpu"))
         run = CaseRun(case_config(words, this, 4), topologies[this.mesh])
-        parallel.MAX_GATHERED_BYTES = number % 2 * 2**20  # in every second case a group at a time
+        parallel.MAX_GATHERED_BYTES = 1 + number % 2 * 2**20  # in every second case a group at a time
         run.train(0, STEPS)
         run.save(folder / str(number), STEPS)
         run.resume(saved[NAMES[id(words)]])

@@ -23,6 +23,7 @@ from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
 from gptpar.tensor_parallel.cost import Cost
 from gptpar.topology.mesh import Mesh
+from tests.one_by_one import OneByOne
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
@@ -126,30 +127,6 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
 
 
-class _Ranks:
-    """Ranks one after the other: each gets the keys and values of all, and adds to the gradients of all."""
-
-    def __init__(self, size: int, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor):
-        self.splits = [ContextSplit(size, rank, True) for rank in range(size)]
-        places = [split.places(1, k_BGSK.shape[2])[0] for split in self.splits]
-        of_ranks = [torch.stack([k_BGSK, v_BGSK])[:, :, :, mine] for mine in places]
-        self._own = torch.stack(of_ranks).transpose(3, 4).unflatten(3, (2, -1))  # [c, 2, B, 2, T / 2, G, K]
-        self.grads, self.rank, self._groups = torch.zeros_like(self._own), 0, slice(0)
-
-    def size(self) -> int:
-        return len(self.splits)
-
-    def gather(self, own: torch.Tensor, group: Any) -> torch.Tensor:
-        count, mine = own.shape[-2], self._own[self.rank]
-        (first,) = (i for i in range(mine.shape[-2]) if torch.equal(mine[..., i : i + count, :], own[0]))
-        self._groups = slice(first, first + count)
-        return self._own[..., self._groups, :]
-
-    def reduce_scatter(self, grads: torch.Tensor, group: Any) -> torch.Tensor:
-        self.grads[..., self._groups, :] += grads
-        return grads[self.rank : self.rank + 1]
-
-
 @pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31]])
 @pytest.mark.parametrize("has_kernel", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
@@ -179,9 +156,8 @@ def test_keys_and_values_are_gathered_again(
     wanted = core_attention(whole[0], whole[1], whole[2], *how)
     grad = torch.randn_like(wanted)
     d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
-    ranks = _Ranks(size, whole[1].detach(), whole[2].detach())
-    monkeypatch.setattr(context_parallel, "gather", ranks.gather)
-    monkeypatch.setattr(context_parallel, "reduce_scatter", ranks.reduce_scatter)
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
     gathered: list[StorageWeakRef] = []
 
     def noted(*args: Any, gather: Any = context_parallel._gathered) -> list[torch.Tensor]:
@@ -199,9 +175,8 @@ def test_keys_and_values_are_gathered_again(
         for _ in range(2):  # a graph can be used again
             (found,) = torch.autograd.grad(y, q, grad[:, :, places], retain_graph=True)
             torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
-    found = ranks.grads.flatten(3, 4).transpose(3, 4) / 2
-    for split, of_rank in zip(ranks.splits, found, strict=True):
-        torch.testing.assert_close(of_rank, torch.stack([d_k, d_v])[:, :, :, split.places(1, 16)[0]])
+    for found, d in zip(ranks.gradients() / 2, (d_k, d_v), strict=True):
+        torch.testing.assert_close(found, d, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

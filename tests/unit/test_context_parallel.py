@@ -17,7 +17,8 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
 from gptpar.context_parallel import ContextSplit, attend_by_gathering, copies_of_groups
 from gptpar.data.loader import MicroBatch
-from gptpar.model.core_attention import core_attention
+from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.dropout import seed_fields, seeds_field
 from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
@@ -177,6 +178,31 @@ def test_keys_and_values_are_gathered_again(
             torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
     for found, d in zip(ranks.gradients() / 2, (d_k, d_v), strict=True):
         torch.testing.assert_close(found, d, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "heads", "groups"), [(2, 4, 2), (4, 3, 3)])
+def test_dropped_probabilities_are_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, size: int, heads: int, groups: int
+) -> None:
+    """A group at a time, on a tensor rank whose groups are not the first."""
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", 1)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
+    seeds = seed_fields(["layers.0"], 1234, 3, 1, torch.device("cpu"))[seeds_field("layers.0")]
+    how = torch.tensor([0, 5, 16, 32], dtype=torch.int32), AttentionDropout(0.3, seeds, groups, 2 * groups), 7, 0.3
+    wanted = core_attention(whole[0], whole[1], whole[2], *how)
+    grad = torch.randn_like(wanted)
+    d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
+    for split in ranks.splits:
+        ranks.rank, places = split.rank, split.places(1, 16)[0]
+        q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
+        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, *how)
+        torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
+        (found,) = torch.autograd.grad(y, q, grad[:, :, places])
+        torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ranks.gradients(), torch.stack([d_k, d_v]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.checks.experts import NEED_EXPERTS
 from gptpar.config.complete import complete_model
 from gptpar.config.sections.model import SCALED_BY
 from gptpar.errors import ConfigError
@@ -20,10 +21,14 @@ from gptpar.model.families.fields import HfConfig, rotary_layers, windows_of
 from gptpar.model.families.gpt2 import GPT2_NAMES, gpt2, gpt2_fields
 from gptpar.model.families.gpt_neox import GPT_NEOX_NAMES, gpt_neox, gpt_neox_fields
 from gptpar.model.families.llama import LLAMA_NAMES, llama, llama_fields
+from gptpar.model.families.mixtral import MIXTRAL_NAMES, mixtral, mixtral_fields
+from gptpar.model.families.mixtures import blocks_of, layer_list
 from gptpar.model.families.names import HfTensor, WeightNames, hf_tensors
 from gptpar.model.families.olmo2 import olmo2, olmo2_fields
+from gptpar.model.families.olmoe import olmoe, olmoe_fields
 from gptpar.model.families.qwen2 import qwen2, qwen2_fields
 from gptpar.model.families.qwen3 import qwen3, qwen3_fields
+from gptpar.model.families.qwen3_moe import qwen3_moe, qwen3_moe_fields
 from gptpar.model.families.smollm3 import smollm3, smollm3_fields
 
 
@@ -50,6 +55,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qwen3, qwen3_fields, LLAMA_NAMES),
     "olmo2": Family(olmo2, olmo2_fields, LLAMA_NAMES),
     "smollm3": Family(smollm3, smollm3_fields, LLAMA_NAMES),
+    "olmoe": Family(olmoe, olmoe_fields, LLAMA_NAMES),
+    "qwen3_moe": Family(qwen3_moe, qwen3_moe_fields, LLAMA_NAMES),
+    "mixtral": Family(mixtral, mixtral_fields, MIXTRAL_NAMES),
 }
 """``model_type`` -> family."""
 
@@ -144,11 +152,16 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "qk_layernorm_scope": not model.qk_layernorm,
         "mlp_activation": model.swiglu,
         "add_qkv_bias": model.add_bias_linear,
+        "ffn_hidden_size": all(blocks_of(model)),
+        **dict.fromkeys(NEED_EXPERTS, not model.has_experts),
     }
     found = {name: value for name, value in found.items() if not off.get(name, False)}
     found["max_position_embeddings"] = model.max_position_embeddings if learned else None
     if rope:
         found["rope_pattern"] = "".join("NR"[has] for has in rotary_layers(model))
+    if model.has_experts:
+        found["moe_layer_freq"] = layer_list(blocks_of(model))
+        found["moe_ffn_hidden_size"] = model.width_of_experts(model.ffn_hidden_size)
     return found | {"window_size": windows_of(model)}
 
 

@@ -74,7 +74,9 @@ def tokenizer_in(folder: Path) -> TokenizerConfig | None:
 
 
 def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
-    """Give a run's parameters a Hugging Face model's values; every process fills the parts that it holds.
+    """Give a run's parameters a Hugging Face model's values; every process reads and fills the parts that it holds.
+
+    Of a mixture that is the experts of this process. Memory holds a piece of 8 MiB for each thread that reads.
 
     Args:
         weights: by our global name.
@@ -104,5 +106,10 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
                 here = view.of_parameter((offsets, tuple(held.shape)), held)
                 copy_elements(common_parts(view.of_elements(part.start, values), here))
 
-    run_parallel([partial(give, part) for name in held for part in model.parts(name)])
+    def is_held(part: SourcePart) -> bool:
+        view = views[part.ours][part.theirs]
+        boxes = (box for offsets, own in weights[part.ours].parts for box in view.boxes((offsets, tuple(own.shape))))
+        return any(first < part.stop and part.start <= last for first, last in view.elements(boxes))
+
+    run_parallel([partial(give, part) for name in held for part in model.parts(name) if is_held(part)])
     finite.require(model.folder)

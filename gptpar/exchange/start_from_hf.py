@@ -19,7 +19,12 @@ from gptpar.exchange.kept import files_to_keep, keep
 from gptpar.model.families import flags_of
 from gptpar.topology.tensor_parts import TensorParts
 
-OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
+OF_TRAINING = frozenset(
+    {
+        *("seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    }
+)
 """Fields of a model that a run may set to other values than those of the ``config.json``."""
 
 SPELLINGS = {

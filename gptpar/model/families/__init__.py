@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.checks.experts import NEED_EXPERTS
 from gptpar.config.complete import complete_model
 from gptpar.config.sections.model import SCALED_BY
 from gptpar.errors import ConfigError
@@ -61,6 +60,13 @@ FAMILIES: dict[str, Family] = {
 }
 """``model_type`` -> family."""
 
+LACKING = {
+    "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head",
+    "gpt_oss": "attention sinks, biases of experts and of the router, and a SwiGLU that is clamped",
+}
+LACKING["deepseek_v3"] = f"{LACKING['deepseek_v2']}, and the prediction of several tokens"
+"""``model_type`` of mixtures that are not known -> what gptpar lacks for them."""
+
 TRAINING_ONLY = frozenset(
     {
         *("seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by"),
@@ -88,7 +94,8 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError([f"model_type {kind!r} is not known; gptpar knows {', '.join(FAMILIES)}."])
+        lacking = f": gptpar lacks {LACKING[kind]}" if kind in LACKING else ""
+        raise ConfigError([f"model_type {kind!r} is not known{lacking}; gptpar knows {', '.join(FAMILIES)}."])
     config = HfConfig(hf_config)
     if config.get("quantization_config", {}):
         config.problems.append(
@@ -153,7 +160,6 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "mlp_activation": model.swiglu,
         "add_qkv_bias": model.add_bias_linear,
         "ffn_hidden_size": all(blocks_of(model)),
-        **dict.fromkeys(NEED_EXPERTS, not model.has_experts),
     }
     found = {name: value for name, value in found.items() if not off.get(name, False)}
     found["max_position_embeddings"] = model.max_position_embeddings if learned else None

@@ -20,8 +20,9 @@ from tests.helpers import random_tokens
 
 transformers = pytest.importorskip("transformers")
 
+VOCAB_SIZE = 61
 LLAMA = {
-    "vocab_size": 61,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -282,6 +283,14 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not known; gptpar knows gpt2, "),
         ({}, "model_type None is not known"),
+        ({"model_type": "deepseek_v2"}, "not known: gptpar lacks attention over latent keys and values .*; gptpar knows"),
+        ({"model_type": "deepseek_v3"}, "and the prediction of several tokens; gptpar knows gpt2, "),
+        ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),
+        ({**OLMOE, "num_experts": 1}, "olmoe: no block has two experts or more"),
+        ({**OLMOE, "head_dim": 16}, "head_dim is 16, and gptpar computes with 8 alone"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2], "num_experts": 4}, "qwen3_moe: no block has two experts or more"),
+        ({**LLAMA, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, and gptpar"),
+        ({**LLAMA, "model_type": "mixtral"}, "num_experts_per_tok is missing in the config.json: a mixtral model"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({**GPT2, "activation_function": "mish"}, "activation_function is 'mish', and gptpar has gelu_new"),
         ({**NEOX, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),

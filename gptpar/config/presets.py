@@ -1,8 +1,8 @@
 """The presets: shapes of models by their usual names.
 
 GPT-2 small and the smaller 70M and 31M (Pythia's widths and depths); GPT-3 (Brown et al. 2020, table 2.1) and a 10B
-between; Llama 2 (7B) and Llama 3 (8B, 70B, 405B); mixtures of experts by their own names. A preset may set any option of the model; what is typed beside it
-counts.
+between; Llama 2 (7B) and Llama 3 (8B, 70B, 405B); mixtures of experts by their own names. A preset may set any option
+of the model; what is typed beside it counts.
 """
 
 from __future__ import annotations

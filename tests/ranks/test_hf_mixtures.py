@@ -35,8 +35,7 @@ RUN = (
 )
 # Theirs sums over the choices of a token, of which ours takes the mean.
 BALANCE = (
-    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff "
-    f"{COEFFICIENT * OLMOE['num_experts_per_tok']} "
+    f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {COEFFICIENT * OLMOE['num_experts_per_tok']} "
 )
 TOLERANCE = 1e-5
 """Of numbers that transformers forms in fp32: probabilities of experts, and angles of positions."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptpar.checkpoint.assembly import Room
 from gptpar.checkpoint.data_file import AlignedBuffers
-from gptpar.checkpoint.patches import common_parts
+from gptpar.checkpoint.patches import ParameterView, common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.checkpoint.streamed import StreamedCheckpoint, ViewElements, fill
 from gptpar.config import TokenizerConfig
@@ -106,10 +106,13 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
                 here = view.of_parameter((offsets, tuple(held.shape)), held)
                 copy_elements(common_parts(view.of_elements(part.start, values), here))
 
-    def is_held(part: SourcePart) -> bool:
-        view = views[part.ours][part.theirs]
-        boxes = (box for offsets, own in weights[part.ours].parts for box in view.boxes((offsets, tuple(own.shape))))
-        return any(first < part.stop and part.start <= last for first, last in view.elements(boxes))
-
-    run_parallel([partial(give, part) for name in held for part in model.parts(name) if is_held(part)])
+    wanted = [part for name in held for part in model.parts(name) if _is_held(part, views[name], weights[name])]
+    run_parallel([partial(give, part) for part in wanted])
     finite.require(model.folder)
+
+
+def _is_held(part: SourcePart, views: Mapping[str, ParameterView], held: TensorParts) -> bool:
+    """Whether a process may hold elements of a part: its boxes reach from one before the part's end to its start."""
+    view = views[part.theirs]
+    boxes = (box for offsets, own in held.parts for box in view.boxes((offsets, tuple(own.shape))))
+    return any(first < part.stop and part.start <= last for first, last in view.elements(boxes))

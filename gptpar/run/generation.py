@@ -151,15 +151,9 @@ def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> 
         CheckpointError: a size that no tensor has.
     """
     largest = max((size for entry in manifest.tensors.values() for size in entry.shape), default=0)
-    sizes = (
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "padded_vocab_size",
-        "num_experts",
-    )
-    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys((*sizes, "moe_ffn_hidden_size"), largest)
+    sizes = ["hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size"]
+    sizes += ["num_experts", "moe_ffn_hidden_size"]
+    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(sizes, largest)
     if not all(model.blocks_with_experts(model.num_layers)):
         limits["ffn_hidden_size"] = largest
     for name, limit in limits.items():

@@ -147,6 +147,7 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
         table = names.block(built) if is_block else None
         for ours, parameter in built.named_parameters():
             inner, _, end = ours.rpartition(".")
+            theirs: Mapping[str, Within]
             if table is None:
                 theirs = {names.ends[layer.spec.name]: rows(vocab_rows) if is_vocabulary else WHOLE}
             else:

@@ -285,7 +285,7 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         ({}, "model_type None is not known"),
         (
             {"model_type": "deepseek_v2"},
-            "not known: gptpar lacks attention over latent keys and values .*; gptpar knows",
+            "gptpar lacks attention over latent keys and values .*; gptpar knows",
         ),
         ({"model_type": "deepseek_v3"}, "and the prediction of several tokens; gptpar knows gpt2, "),
         ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),

@@ -93,7 +93,7 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    held = [name for name, parts in weights.items() if parts.num_held]
+    held = [name for name, parts in weights.items() if parts.num_held and name in model.parameters]
     views = {name: model.views(name, shapes[name]) for name in held}
 
     buffers, finite = AlignedBuffers(NUM_THREADS), Finite()

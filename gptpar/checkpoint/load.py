@@ -50,6 +50,7 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     may_stay: Callable[[str], bool] = lambda name: False,
+    may_cast: Callable[[str], bool] = lambda name: False,
     prove_first: bool = False,
     remedy: str = "",
     apart: Path | None = None,
@@ -68,8 +69,9 @@ def load_checkpoint(
         iteration: load this one and no other; None: the newest that is whole.
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
         strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
-            and left alone. Shapes and dtypes must match always: a checkpoint is never cast.
+            and left alone. Shapes must match always, and dtypes but for ``may_cast``.
         may_stay: names in the checkpoint that need not be loaded, however strict.
+        may_cast: names that may have another floating-point dtype here, to which they are rounded to nearest even.
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.
@@ -89,7 +91,7 @@ def load_checkpoint(
         path = roots[place] / name
         try:
             manifest = ranks.lead(partial(_open, path, number, has_all=roots[place] != apart))
-            _require_match(ranks, manifest, targets, path, strict, may_stay, remedy, report)
+            _require_match(ranks, manifest, targets, path, strict, may_stay, may_cast, remedy, report)
             if prove_first and (problems := damaged_on_any_rank(ranks, path, manifest)):
                 raise DamagedCheckpoint("\n".join(problems))
             _fill(ranks, path, manifest, targets)
@@ -201,11 +203,12 @@ def _require_match(
     path: Path,
     strict: bool,
     may_stay: Callable[[str], bool],
+    may_cast: Callable[[str], bool],
     remedy: str,
     report: Report,
 ) -> None:
     """Names, shapes and dtypes, over all ranks, before anything is read."""
-    gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets)))
+    gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets, may_cast)))
     wanted = set().union(*(names for names, _ in gathered))
     stored = {name for name in manifest.tensors if name in wanted or not may_stay(name)}
     strays = [f"tensor {name!r} is not in the checkpoint" for name in sorted(wanted - stored)]
@@ -228,14 +231,16 @@ def _does_not_fit(path: Path, problems: list[str], remedy: str) -> Iterator[str]
         yield remedy
 
 
-def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> list[str]:
+def _mismatches(
+    manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts], may_cast: Callable[[str], bool]
+) -> list[str]:
     problems = []
     for name, target in targets.items():
         if (entry := manifest.tensors.get(name)) is None:
             continue
         if entry.shape != tuple(target.shape):
             problems.append(f"tensor {name!r} is {list(entry.shape)} in the checkpoint and {list(target.shape)} here")
-        if entry.dtype != target.dtype:
+        if entry.dtype != target.dtype and not may_cast(name):
             stored, here = dtype_name(entry.dtype), str(target.dtype).removeprefix("torch.")
             problems.append(f"tensor {name!r} is {stored} in the checkpoint and {here} here; it is not cast")
     return problems

@@ -26,6 +26,7 @@ def check_schedule(flags: Flags) -> Iterator[str]:
     yield from override_problems("--weight-decay-override", o.weight_decay_override)
     yield from override_problems("--lr-override", o.lr_override)
     yield from _betas(o)
+    yield from _moments(o)
     yield from _muon(o)
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
@@ -111,6 +112,15 @@ def _betas(o: OptimizerFlags) -> Iterator[str]:
     for name, first, second in (("adam", o.adam_beta1, o.adam_beta2), ("lion", o.lion_beta1, o.lion_beta2)):
         if not (0 <= first < 1 and 0 <= second < 1):
             yield f"--{name}-beta1 {first:g} and --{name}-beta2 {second:g} must be at least 0 and less than 1."
+
+
+def _moments(o: OptimizerFlags) -> Iterator[str]:
+    """Rounded moments are AdamW's."""
+    for name in sorted(o.rounded_moments) if o.optimizer != "adam" else ():
+        yield (
+            f"{flag_name(f'{name}_dtype')} bf16 is built for --optimizer adam alone, and this run has --optimizer "
+            f"{o.optimizer}: leave one of them out."
+        )
 
 
 def _muon(o: OptimizerFlags) -> Iterator[str]:

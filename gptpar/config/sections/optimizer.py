@@ -7,6 +7,7 @@ from typing import Generic, TypeAlias
 
 from gptpar.config.fields import Open, flag, on_unless
 
+MOMENT_DTYPES = ("fp32", "bf16")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
@@ -63,6 +64,13 @@ class OptimizerConfig(Generic[Open]):
     adam_bias_correction: bool = on_unless(
         "--no-adam-bias-correction", "do not correct the moments' bias towards their initial zeros (as BERT's Adam)"
     )
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "number format in which AdamW's first moment is kept: fp32 (fp64 in a run with --fp64), or bf16 with "
+        "stochastic rounding, which takes 2 bytes less for each parameter",
+        choices=MOMENT_DTYPES,
+    )
+    exp_avg_sq_dtype: str = flag("fp32", "the same for AdamW's second moment", choices=MOMENT_DTYPES)
     lion_beta1: float = flag(0.9, "weight of the momentum in the sign that is the update")
     lion_beta2: float = flag(0.99, "decay of the momentum")
     muon_momentum: float = flag(0.95, "Muon: decay of the momentum", least=0)
@@ -111,6 +119,11 @@ class OptimizerConfig(Generic[Open]):
         None, "weight decay at the start (with --weight-decay-incr-style)", least=0, complete=0.0
     )
     end_weight_decay: float | Open = flag(None, "weight decay at the end", least=0, complete=0.0)
+
+    @property
+    def rounded_moments(self) -> frozenset[str]:
+        """The states that are kept in 16 bits."""
+        return frozenset(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
 
 
 OptimizerFlags: TypeAlias = OptimizerConfig[None]

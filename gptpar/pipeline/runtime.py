@@ -67,7 +67,7 @@ class Runtime:
     observer: Observer = field(default_factory=Observer)
     losses: list[torch.Tensor] = field(default_factory=list)
     _arriving: dict[tuple[str, int, int], Arrival] = field(default_factory=dict)
-    _alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _alive: dict[tuple[int, int], tuple[torch.Tensor, _Received | None]] = field(default_factory=dict)
     _leaving: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def run(self, instructions: Iterable[Any]) -> None:
@@ -90,10 +90,12 @@ class Runtime:
 
     def _forward(self, micro_batch: int, virtual_stage: int) -> None:
         x, fields = self.micro_batches[micro_batch]
+        received = None
         if self._number(virtual_stage) > 0:
             x = self._arriving.pop(("activation", micro_batch, virtual_stage)).take()
+            received = _Received(x.shape, x.dtype, x.device)
             if torch.is_grad_enabled() and x.is_floating_point():
-                x.requires_grad_()
+                x = _Entrance.apply(received.anchor, x, received)
         self.observer.before_forward(micro_batch, virtual_stage)
         y = self.virtual_stages[virtual_stage](x, fields)
         if self._number(virtual_stage) == len(self.virtual_stages) * self.num_stages - 1:
@@ -103,18 +105,18 @@ class Runtime:
             self._leaving["activation", micro_batch, virtual_stage] = y.detach()
             _forget_values(y)
         if torch.is_grad_enabled():
-            self._alive[micro_batch, virtual_stage] = (x, y)
+            self._alive[micro_batch, virtual_stage] = (y, received)
 
     def _backward(self, micro_batch: int, virtual_stage: int) -> None:
-        x, y = self._alive.pop((micro_batch, virtual_stage))
+        y, received = self._alive.pop((micro_batch, virtual_stage))
         arriving = self._arriving.pop(("gradient", micro_batch, virtual_stage), None)
         grad = self.grad if arriving is None else arriving.take()
         self.observer.before_backward(micro_batch, virtual_stage, y)
         if y.requires_grad:  # it does not if this and all earlier stages have no parameters
             torch.autograd.backward(y, grad)
         self.observer.after_backward(micro_batch, virtual_stage)
-        if self._number(virtual_stage) > 0:
-            self._leaving["gradient", micro_batch, virtual_stage] = torch.zeros_like(x) if x.grad is None else x.grad
+        if received is not None:
+            self._leaving["gradient", micro_batch, virtual_stage] = received.gradient()
 
     def _receive(self, what: str, micro_batch: int, virtual_stage: int) -> None:
         assert self.transport is not None
@@ -130,6 +132,36 @@ class Runtime:
         links = self.transport.links
         link = links.activations_out if what == "activation" else links.gradients_out
         self.transport.send(link, self._leaving.pop((what, micro_batch, virtual_stage)))
+
+
+class _Received:
+    """A stage's input of a micro-batch: what its gradient needs, which is not its values."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        self._how: dict[str, Any] = {"size": shape, "dtype": dtype, "device": device}
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self.grad: torch.Tensor | None = None
+
+    def gradient(self) -> torch.Tensor:
+        """Zeros if the stage's output does not depend on the input."""
+        return torch.zeros(**self._how) if self.grad is None else self.grad
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets autograd alone keep a stage's input: a leaf would be kept until its gradient is there.
+
+    Where the stage's first layers are recomputed, and their input is kept on the host, the device keeps none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, received: _Received) -> torch.Tensor:
+        ctx.received = received
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        ctx.received.grad = grad
+        return None, None, None
 
 
 def _forget_values(y: torch.Tensor) -> None:

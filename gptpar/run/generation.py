@@ -151,11 +151,13 @@ def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> 
         CheckpointError: a size that no tensor has.
     """
     largest = max((size for entry in manifest.tensors.values() for size in entry.shape), default=0)
-    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(
-        ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), largest
-    )
-    for name, limit in (limits | {"padded_vocab_size": largest}).items():
-        if getattr(model, name) > limit:
+    sizes = ["hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size"]
+    sizes += ["num_experts", "moe_ffn_hidden_size"]
+    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(sizes, largest)
+    if not all(model.blocks_with_experts(model.num_layers)):
+        limits["ffn_hidden_size"] = largest
+    for name, limit in limits.items():
+        if (getattr(model, name) or 0) > limit:
             raise CheckpointError(
                 f"the meta of {path} says {name} {getattr(model, name):,}, but it holds {len(manifest.tensors):,} "
                 f"tensors, none longer than {largest:,}; take another checkpoint with --ckpt-step N"

@@ -49,10 +49,10 @@ USER_MODULES = [
     ),
     Mutation(
         "pass-that-failed-on-one-process-forgotten",
-        "gptpar/guards/failed_passes.py",
+        "gptpar/adapter/guards/failed_passes.py",
         "        if len(set(places)) == 1:\n",
         "        if places:\n",
-        ("tests/unit/guards/test_failed_passes.py",),
+        ("tests/unit/adapter/test_failed_passes.py",),
     ),
     Mutation(
         "error-after-exchange-not-noted",

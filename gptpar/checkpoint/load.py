@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from gptpar.checkpoint import folders
+from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
-from gptpar.checkpoint.newest import checkpoints_in
+from gptpar.checkpoint.proofs import known_problems
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import fill
@@ -251,3 +252,17 @@ def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, to
 def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
     parts = {name: as_parts(target) for name, target in targets.items()}
     ranks.through_main(lambda: fill(path, manifest, parts), lambda filled: filled)
+
+
+def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
+    """(iteration, path) of every published checkpoint, newest first, of one iteration in the order of the folders."""
+    found = [one for root in roots for one in find_checkpoints(root)]
+    return sorted(found, key=lambda one: -one[0])
+
+
+def newest_whole(roots: Iterable[str | Path]) -> tuple[int, Path] | None:
+    """The newest checkpoint with a sound manifest and files of full size; ``None``: there is none.
+
+    The bytes are not read. Loading proves them, and takes an older checkpoint if they are damaged.
+    """
+    return next(((number, path) for number, path in checkpoints_in(roots) if not known_problems(number, path)), None)

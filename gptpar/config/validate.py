@@ -6,21 +6,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from gptpar.config import Config, Flags
-from gptpar.config.checks.batch import check_batch, check_duration, check_first_step
-from gptpar.config.checks.data import check_data, check_files
 from gptpar.config.checks.model import check_model
-from gptpar.config.checks.offload import check_offload
 from gptpar.config.checks.parallel import check_parallel
-from gptpar.config.checks.precision import check_precision
-from gptpar.config.checks.recompute import check_recompute
-from gptpar.config.checks.recovery import check_recovery
-from gptpar.config.checks.schedule import check_schedule, check_schedule_lengths
 from gptpar.config.complete import complete
 from gptpar.config.derive import Derived, derive
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.ranges import out_of_range, range_problems, with_defaults
+from gptpar.config.sections.batch import check_batch, check_duration, check_first_step
+from gptpar.config.sections.data import check_data, check_files
+from gptpar.config.sections.offload import check_offload
+from gptpar.config.sections.optimizer import check_schedule, check_schedule_lengths
+from gptpar.config.sections.precision import check_precision
+from gptpar.config.sections.recompute import check_recompute
+from gptpar.config.sections.recovery import check_recovery
 from gptpar.errors import ConfigError
 
 

@@ -84,7 +84,7 @@ USER_MODULES = [
     ),
     Mutation(
         "loss-scale-never-negative",
-        "gptpar/run/stored.py",
+        "gptpar/run/accept.py",
         '"init_lr", "tolerance")',
         '"init_lr")',
         ("tests/unit/run/test_resume.py::test_a_run_of_fp16_goes_on_after_any_number_of_overflows",),

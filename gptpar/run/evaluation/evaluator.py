@@ -14,8 +14,7 @@ import torch
 
 from gptpar.pipeline.module import Pipeline
 from gptpar.reporting.records import TaskScores
-from gptpar.run.evaluation.rows import TokenRow
-from gptpar.run.evaluation.tasks import Task
+from gptpar.run.evaluation.tasks import Task, TokenRow
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gptpar.checkpoint import folders
+from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
-from gptpar.checkpoint.newest import checkpoints_in
+from gptpar.checkpoint.proofs import known_problems
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import fill
@@ -21,6 +22,8 @@ from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank,
 from gptpar.errors import CheckpointError
 from gptpar.system.host import available_memory
 from gptpar.topology.tensor_parts import TensorParts, as_parts
+
+T = TypeVar("T")
 
 MAX_LISTED = 8
 """Differences told one by one: another width changes every tensor, which says no more than a few do."""
@@ -112,13 +115,10 @@ def load_meta(root: str | Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     paths = [path for _, path in folders.find_checkpoints(root)] or [Path(root)]
-    problems = []
-    for path in paths:
-        try:
-            return read_manifest(path).meta
-        except DamagedCheckpoint as error:
-            problems.append(str(error))
-    raise CheckpointError(f"no readable checkpoint in {root}:\n" + "\n".join(problems))
+    problems: list[str] = []
+    if (manifest := first_usable(paths, read_manifest, problems)) is None:
+        raise CheckpointError(f"no readable checkpoint in {root}:\n" + "\n".join(problems))
+    return manifest.meta
 
 
 def read_tensors(
@@ -256,3 +256,33 @@ def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, to
 def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
     parts = {name: as_parts(target) for name, target in targets.items()}
     ranks.through_main(lambda: fill(path, manifest, parts), lambda filled: filled)
+
+
+def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
+    """(iteration, path) of every published checkpoint, newest first, of one iteration in the order of the folders."""
+    found = [one for root in roots for one in find_checkpoints(root)]
+    return sorted(found, key=lambda one: -one[0])
+
+
+def first_usable(paths: Iterable[Path], use: Callable[[Path], T], problems: list[str] | None = None) -> T | None:
+    """What ``use`` makes of the first checkpoint that it accepts; ``None``: of none.
+
+    Args:
+        use: raises CheckpointError if a checkpoint cannot be used.
+        problems: gets the errors of those before.
+    """
+    for path in paths:
+        try:
+            return use(path)
+        except CheckpointError as error:
+            if problems is not None:
+                problems.append(str(error))
+    return None
+
+
+def newest_whole(roots: Iterable[str | Path]) -> tuple[int, Path] | None:
+    """The newest checkpoint with a sound manifest and files of full size; ``None``: there is none.
+
+    The bytes are not read. Loading proves them, and takes an older checkpoint if they are damaged.
+    """
+    return next(((number, path) for number, path in checkpoints_in(roots) if not known_problems(number, path)), None)

@@ -1,12 +1,14 @@
-"""Executes a schedule's instructions on the stages of one process."""
+"""Executes a schedule's instructions on the stages of one process, and sends tensors between stages."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gptpar.pipeline.schedules import (
     Backward,
@@ -17,7 +19,7 @@ from gptpar.pipeline.schedules import (
     SendGradient,
 )
 from gptpar.pipeline.stage import Fields, Stage
-from gptpar.pipeline.transport import Arrival, Transport
+from gptpar.topology.groups import Link, Links
 
 Boundary = Callable[[int, torch.Tensor, Fields], tuple[torch.Size, torch.dtype]]
 """(shape, dtype) of a virtual stage's output, from its number in the model and the micro-batch's input and fields."""
@@ -168,3 +170,39 @@ def _forget_values(y: torch.Tensor) -> None:
     """Free the values of a stage's output once they are sent: autograd needs the output as a node of the graph only."""
     if y.requires_grad and y._base is None:
         y.data = y.new_empty(1).expand(y.shape)
+
+
+class Arrival:
+    """A tensor that is being received."""
+
+    def __init__(self, link: Link, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        self._tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._work = dist.irecv(self._tensor, link.peer, group=link.group)
+
+    def take(self) -> torch.Tensor:
+        """The tensor. On a GPU later work of the current stream waits for its arrival, not the host."""
+        assert self._work is not None
+        self._work.wait()
+        return self._tensor
+
+
+class Transport:
+    """Sends tensors without waiting, and keeps each alive until it is sent."""
+
+    def __init__(self, links: Links):
+        self.links = links
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def send(self, link: Link, tensor: torch.Tensor) -> None:
+        """Start sending."""
+        tensor = tensor.contiguous()
+        self._leaving.append((dist.isend(tensor, link.peer, group=link.group), tensor))
+        # While a step is recorded, nothing is sent, so no send is complete.
+        recording = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        while tensor.is_cuda and not recording and self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+
+    def flush(self) -> None:
+        """Wait for all sends. On a GPU the current stream waits, not the host."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()

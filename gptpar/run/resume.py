@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +10,11 @@ import torch
 
 from gptpar.checkpoint import (
     HINT_NAME,
-    DamagedCheckpoint,
     Manifest,
     checkpoints_in,
     edited_hint,
     find_checkpoints,
+    first_usable,
     load_checkpoint,
     read_manifest,
 )
@@ -104,10 +103,9 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
     required = c.exit_on_missing_checkpoint or c.begins_anew or config.logging.skip_train or c.ckpt_step is not None
     if not found and not required and branch is None:
         return None
-    for number, path in found:
-        if c.ckpt_step in (None, number):
-            with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
-                return read_manifest(path)
+    chosen = [path for number, path in found if c.ckpt_step in (None, number)]
+    if (manifest := first_usable(chosen, read_manifest)) is not None:  # load_checkpoint will name those before
+        return manifest
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
     elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
     raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}: {instead_of(found)}")

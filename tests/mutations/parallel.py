@@ -149,7 +149,7 @@ PARALLEL = [
     ),
     Mutation(
         "arriving-tensor-not-waited-for",
-        "gptpar/pipeline/transport.py",
+        "gptpar/pipeline/runtime.py",
         "        self._work.wait()\n        return self._tensor",
         "        return self._tensor",
         (f"{STAGES}[2-2-options0]",),

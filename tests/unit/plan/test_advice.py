@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from gptpar.cli.plan import make_planner
+from gptpar.cli.plan import main, make_planner
+from gptpar.errors import ConfigError
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json, search_text
 from gptpar.plan.search import candidates, search
@@ -61,6 +66,67 @@ def test_a_search_counts_each_layout_once() -> None:
     title = search_text(found).splitlines()[0]
     assert title.startswith(f"--- search with the optimizer and the parameters in host memory: {found.tried} layouts")
     assert search_json(found)["on_host"] == ["the optimizer", "the parameters"]
+
+
+ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100"
+
+
+def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bf16 and the batch are chosen, the file says what the plan says, and the same plan follows from it."""
+    file = tmp_path / "chosen.toml"
+    words = f"--preset 350M {ONE_GPU} --gpu-memory 8 --host-memory 64".split()
+    assert main([*words, "--write", str(file), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    chosen = tomllib.loads(file.read_text())
+    assert chosen["precision"]["bf16"] is True and chosen["batch"]["global-batch-size"] == 256
+    assert "--bf16" in best["flags"] and best["gib"] <= 8
+    again = plan(f"--config {file} --gpu h100 --gpu-memory 8 --host-memory 64")
+    assert 1e3 * again.time.total == pytest.approx(best["ms_per_step"], abs=1e-3)
+    assert best["gpu_hours_a_billion_tokens"] == pytest.approx(1e9 / best["tokens_per_s"] / 3600, abs=0.01)
+
+
+def test_a_small_gpu_trains_with_one_micro_batch_a_step() -> None:
+    """The fp32 sums of 1.3B's gradients are 4.9 GiB: a GPU of 6 has no room for them, and several micro-batches."""
+    planner, options = make_planner(f"--preset 1.3B {ONE_GPU} --gpu-memory 6 --host-memory 64".split())
+    assert options.search
+    found = search(planner)
+    best = found.accepted[0]
+    assert best.job.num_micro_batches == 1 and best.on_host and best.fits
+    assert best.tokens_per_second == max(one.tokens_per_second for one in found.accepted)
+    assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
+
+
+def test_several_gpus_need_a_batch_and_typed_formats_stay() -> None:
+    with pytest.raises(ConfigError, match="--search needs --global-batch-size"):
+        make_planner("--preset 350M --world-size 2 --search".split())
+    planner, _ = make_planner(f"--preset 350M {ONE_GPU} --fp16".split())
+    assert not planner.chosen and planner.typed.precision.fp16
+    assert not make_planner(f"--preset 350M {ONE_GPU} --micro-batch-size 4".split())[1].search
+
+
+def test_no_step_is_shorter_than_its_floors() -> None:
+    """All of 6.7B on the CPU: it moves 30 bytes a parameter after accumulation, and 28 for gradients that are no sums.
+
+    The bus carries sums of 4 bytes down at 55 GB/s, or gradients of 2 bytes with weights of 2 both ways at 89.
+    """
+    flags = f"{CALM} --preset 6.7B --seq-length 1024 --micro-batch-size 8 {OFFLOAD} 1 --gpu-memory 140"
+    summed, single = plan(f"{flags} --global-batch-size 256"), plan(f"{flags} --global-batch-size 8")
+    count = summed.job.num_parameters
+    for planned, seconds, moved in ((summed, 4 / 55e9, 30), (single, 4 / 89e9, 28)):
+        assert planned.floors.host == pytest.approx(moved * count / 150e9, rel=1e-3)
+        assert planned.floors.bus == pytest.approx(seconds * count, rel=1e-3)
+        assert planned.floors.longest < planned.time.total
+    assert summed.floors.products == pytest.approx(32 * single.floors.products)
+    weights = plan(f"{flags} --global-batch-size 256 --cpu-parameters").floors
+    assert weights.bus == pytest.approx(64 * 2 * count / 55e9, rel=1e-3)
+    assert plan(f"{CALM} --preset 350M --micro-batch-size 4").floors.bus == 0
+
+
+def test_more_context_ranks_are_a_remedy() -> None:
+    flags = f"{CALM} --preset 1.3B --seq-length 65536 --micro-batch-size 1 --global-batch-size 8 --world-size 8"
+    planner, _ = make_planner(f"{flags} --gpu-memory 60".split())
+    found = {remedy.flags(): remedy for remedy in remedies(planner, planner.plan())}
+    assert found["--context-parallel-size 2"].need < planner.plan().need
 
 
 @pytest.mark.parametrize(

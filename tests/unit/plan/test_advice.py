@@ -122,6 +122,16 @@ def test_no_step_is_shorter_than_its_floors() -> None:
     assert plan(f"{CALM} --preset 350M --micro-batch-size 4").floors.bus == 0
 
 
+def test_a_batch_may_be_given_in_tokens() -> None:
+    flags = "--preset 350M --seq-length 1000 --micro-batch-size 4 --batch-tokens"
+    assert plan(f"{flags} 64K").job.config.batch.global_batch_size == 64
+    assert "--global-batch-size 64" in plan(f"{flags} 64.9K").flags()
+    with pytest.raises(ConfigError, match="--batch-tokens 999 is less than a sample of 1,000 tokens"):
+        plan(f"{flags} 999")
+    with pytest.raises(ConfigError, match="both say the batch"):
+        plan(f"{flags} 8K --global-batch-size 8")
+
+
 def test_more_context_ranks_are_a_remedy() -> None:
     flags = f"{CALM} --preset 1.3B --seq-length 65536 --micro-batch-size 1 --global-batch-size 8 --world-size 8"
     planner, _ = make_planner(f"{flags} --gpu-memory 60".split())

@@ -31,7 +31,6 @@ from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.system.files import atomic_output
 from gptpar.system.quantities import count, positive_gib
 
-
 WRITTEN = "Chosen by gptpar plan. gptpar pretrain --config takes this file; other flags beside it count."
 
 
@@ -73,6 +72,20 @@ def _batch_of_tokens(parsed: ParsedFlags, problems: list[str]) -> Changes:
     return {GLOBAL_BATCH: max(1, tokens // length)}
 
 
+def _chosen(parsed: ParsedFlags, problems: list[str]) -> Changes:
+    """What the plan chooses itself: the batch by its tokens, and, where one GPU's micro-batch is open, a search in bf16."""
+    options, chosen = parsed.rest, dict[str, Any](_batch_of_tokens(parsed, problems))
+    batch = with_changes(parsed.flags, chosen).batch
+    chooses = options.world_size == 1 and batch.micro_batch_size is None and batch.gradient_accumulation_steps is None
+    options.search = options.search or chooses
+    no_batch = batch.global_batch_size is None and batch.step_batch_size_schedule is None
+    if options.search and no_batch and options.world_size > 1:
+        problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
+    if chooses and not parsed.given & set(PRECISIONS) and peak_flops(GPUS[options.gpu].device, "bf16"):
+        chosen["precision.bf16"] = True
+    return chosen
+
+
 def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     """(the planner of a command line, the verb's own flags).
 
@@ -85,17 +98,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     data = parsed.flags.data
     parsed = _with_defaults(parsed)
     problems = [*parsed.problems, *range_problems(parsed.flags)]
-    options, chosen = parsed.rest, dict[str, Any](_batch_of_tokens(parsed, problems))
-    batch = with_changes(parsed.flags, chosen).batch
-    chooses = options.world_size == 1 and batch.micro_batch_size is None and batch.gradient_accumulation_steps is None
-    options.search = options.search or chooses
-    no_batch = batch.global_batch_size is None and batch.step_batch_size_schedule is None
-    if options.search and no_batch and options.world_size > 1:
-        problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
+    options, chosen = parsed.rest, _chosen(parsed, problems)
     if problems:
         raise ConfigError(problems)
-    if chooses and not parsed.given & set(PRECISIONS) and peak_flops(GPUS[options.gpu].device, "bf16"):
-        chosen["precision.bf16"] = True
     parsed = dataclasses.replace(parsed, flags=with_changes(parsed.flags, chosen))
     sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
     machines = {name: getattr(options, name) for name in sizes}

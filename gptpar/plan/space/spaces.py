@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_STAGES = (1, 2, 4)
 MAX_STAGES = 64
 MIN_CONTEXT_TOKENS = 2048
-"""The fewest tokens of a sample that a search gives a context rank: with fewer, the data axis is there for processes."""
+"""The fewest tokens of a sample that a search gives a context rank; fewer are left to the data axis."""
 ONE_GPU_TOKENS = 1 << 18
 """Tokens of a step that a search on one GPU begins with where the command line says no batch."""
 MAX_VIRTUAL_STAGES = 48
@@ -25,7 +25,7 @@ MAX_VIRTUAL_STAGES = 48
 
 
 def to_predict(
-    flags: Flags, given: Collection[str], num_processes: int, gpus_per_node: int, common: Option = UNCHANGED
+    flags: Flags, given: Set[str], num_processes: int, gpus_per_node: int, common: Option = UNCHANGED
 ) -> Iterator[Candidate]:
     """All layouts that a search judges; fields that were typed stay as they are.
 
@@ -114,7 +114,7 @@ def offloads(given: Collection[str]) -> list[Option]:
     return found
 
 
-def rounds(flags: Flags, given: Collection[str], num_processes: int) -> list[list[Option]]:
+def rounds(flags: Flags, given: Set[str], num_processes: int) -> list[list[Option]]:
     """The changes that a search tries in all layouts, round by round; a round that finds something is the last.
 
     Several GPUs get more and more in host memory. One GPU may be faster with a larger micro-batch and more in host

@@ -85,20 +85,20 @@ def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: py
     assert best["gpu_hours_a_billion_tokens"] == pytest.approx(1e9 / best["tokens_per_s"] / 3600, abs=0.01)
 
 
-def test_a_small_gpu_trains_with_one_micro_batch_a_step() -> None:
-    """The fp32 sums of 1.3B's gradients are 4.9 GiB: a GPU of 6 has no room for them, and several micro-batches."""
+def test_a_small_gpu_trains_with_everything_in_host_memory() -> None:
+    """The states of 1.3B are 18 GiB and more: a GPU of 6 has no room for them."""
     planner, options = make_planner(f"--preset 1.3B {ONE_GPU} --gpu-memory 6 --host-memory 64".split())
     assert options.search
     found = search(planner)
     best = found.accepted[0]
-    assert best.job.num_micro_batches == 1 and best.on_host and best.fits
+    assert best.on_host and best.fits and best.job.ratio > 0.5
     assert best.tokens_per_second == max(one.tokens_per_second for one in found.accepted)
     assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
 
 
 def test_several_gpus_need_a_batch_and_typed_formats_stay() -> None:
     with pytest.raises(ConfigError, match="--search needs --global-batch-size"):
-        make_planner("--preset 350M --world-size 2 --search".split())
+        make_planner(["--preset", "350M", "--world-size", "2", "--search"])
     planner, _ = make_planner(f"--preset 350M {ONE_GPU} --fp16".split())
     assert not planner.chosen and planner.typed.precision.fp16
     assert not make_planner(f"--preset 350M {ONE_GPU} --micro-batch-size 4".split())[1].search

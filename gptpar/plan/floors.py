@@ -24,7 +24,7 @@ class Floors:
     Attributes:
         products: products and attention of the slowest stage, without recomputation.
         bus: gradients to the host, weights from it.
-        host: the CPU's updates, which read and write host memory once.
+        host: the CPU's updates, and its sums over micro-batches where it has them.
     """
 
     products: float
@@ -39,8 +39,12 @@ class Floors:
 
 def floors(job: Job, cluster: Cluster) -> Floors:
     """The floors of a job on a cluster."""
-    parts = dict.fromkeys(job.stages)
+    parts, s = dict.fromkeys(job.stages), cluster.sustained
     update = host_updates.speed_of(job, cluster).update if job.ratio else 0.0
+    if job.host_sums:  # each micro-batch's copy is written and read, the sum is read and written
+        processes = min(cluster.gpus_per_node, job.mesh.world_size)
+        rate = min(s.host_rate, s.host_rate_together / processes)
+        update += job.num_micro_batches * 2 * (job.offloaded_gradient_size + job.wide_size) / rate
     return Floors(
         products=job.num_micro_batches * max(_products(job, cluster, part) for part in parts),
         bus=max(_bus(job, part) for part in parts),
@@ -60,7 +64,8 @@ def _bus(job: Job, part: StagePart) -> float:
     """Seconds of a process's transfers in a step: each way alone, or both together, whichever takes longer."""
     table = job.table(part)
     down = up = float(table.length(Home.HOST))
-    down, up = down * job.offloaded_gradient_size, up * job.element_size
+    copies = job.num_micro_batches if job.host_sums else 1
+    down, up = down * job.offloaded_gradient_size * copies, up * job.element_size
     if job.config.offload.cpu_parameters:  # forward and backward bring all weights; the CPU's stay with it
         up = 2.0 * job.num_micro_batches * table.length() * job.element_size
     return max(down / BUS, up / BUS, (down + up) / BUS_BOTH_WAYS)

@@ -68,7 +68,7 @@ def test_a_search_counts_each_layout_once() -> None:
     assert search_json(found)["on_host"] == ["the optimizer", "the parameters"]
 
 
-ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100"
+ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100 --recompute-granularity full"
 
 
 def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +116,9 @@ def test_no_step_is_shorter_than_its_floors() -> None:
         assert planned.floors.host == pytest.approx(moved * count / 150e9, rel=1e-3)
         assert planned.floors.bus == pytest.approx(seconds * count, rel=1e-3)
         assert planned.floors.longest < planned.time.total
+    on_host = plan(f"{flags} --global-batch-size 256 --offload-gradients on").floors
+    assert on_host.host == pytest.approx((30 + 32 * 12) * count / 150e9, rel=1e-3)
+    assert on_host.bus == pytest.approx(32 * 2 * count / 55e9, rel=1e-3)
     assert summed.floors.products == pytest.approx(32 * single.floors.products)
     weights = plan(f"{flags} --global-batch-size 256 --cpu-parameters").floors
     assert weights.bus == pytest.approx(64 * 2 * count / 55e9, rel=1e-3)

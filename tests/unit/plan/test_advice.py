@@ -149,3 +149,21 @@ def test_more_context_ranks_are_a_remedy() -> None:
 def test_a_search_says_what_it_was_told_to_move(flags: str, title: str) -> None:
     planner, _ = make_planner(f"{CALM} --preset 350M --global-batch-size 8 --search {flags}".split())
     assert search_text(search(planner)).startswith(title)
+
+
+def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
+    """Nothing where it fits; else the fastest of what fits, which one GPU is asked at once."""
+    flags = f"{TEN_B} --global-batch-size 10 --search --gpu-memory "
+    best = {}
+    for memory in (200, 40, 12):
+        planner, _ = make_planner(f"{flags} {memory}".split())
+        found = search(planner)
+        best[memory] = found.accepted[0]
+        assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
+        assert search_json(found)["best"]["fits"]
+    assert "--cpu" not in best[200].flags()
+    assert "--cpu-optimizer --cpu-optimizer-ratio auto" in best[40].flags() and best[40].need < 40 * GIB
+    assert best[200].tokens_per_second > best[40].tokens_per_second > best[12].tokens_per_second
+    assert "--cpu-parameters" in best[12].flags() and best[12].need < 12 * GIB
+    planner, _ = make_planner(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5".split())
+    assert not search(planner).accepted  # what was typed stays

@@ -2,13 +2,15 @@
 // Plain C ABI, loaded with ctypes.
 //
 // All instruction sets give the same bits, for any number of threads and any division of a vector into calls: the
-// operations are those of gptpar.optim.adam_update in the same order, each rounded once to nearest, denormals included.
+// operations are those of gptpar.optim.adam_update in the same order, each rounded once to nearest, denormals included;
+// moments kept in 16 bits are then rounded as gptpar.optim.rounded_states says.
 // The compiler may not fuse a product with a sum (-ffp-contract=off). Only the payload of a NaN is not defined.
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "blocks.h"
@@ -25,22 +27,26 @@
 extern "C" {
 
 // The vectors and numbers of a step. Without m, the step is one of `blend`. The outputs of p, m and v are the inputs themselves (in place) or do not overlap
-// them. grad has type grad_type; low gets the parameters in type low_type, unless that is kNone.
+// them. grad has type grad_type; low gets the parameters in type low_type, unless that is kNone. m_type and v_type are
+// kFloat or kBfloat.
 // gptpar.optim.cpu_adam packs the same struct.
 struct GptparAdamStep {
-  const float *p, *m, *v;
-  float *p_out, *m_out, *v_out;
+  const float* p;
+  const void *m, *v;
+  float* p_out;
+  void *m_out, *v_out;
   const void* grad;
   void* low;
-  int32_t grad_type, low_type;
+  int32_t grad_type, low_type, m_type, v_type;
   float scale;                // of the gradients
   float rest1, beta2, rest2;  // 1 - beta1, beta2, 1 - beta2
   float floor, size;          // epsilon and learning rate, corrected for the moments' bias
   float decay;                // 1 - lr * weight_decay
   int32_t ahead;              // without m and v: see blend in cpu_adam_loop.h
+  uint32_t key;               // of the draws that round moments
 };
 
-static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparGroupRange) == 24, "gptpar.optim.cpu_adam packs these");
+static_assert(sizeof(GptparAdamStep) == 120 && sizeof(GptparGroupRange) == 24, "gptpar.optim.cpu_adam packs these");
 
 // Elements [start, stop), in the order of a [number, 2] array.
 struct GptparRange {
@@ -59,20 +65,23 @@ struct Streams {
   bool state = false, low = false;
 };
 
+template <class T>
+constexpr bool kIsRounded = !std::is_same_v<T, float>;
+
 // Returns the number of elements from `first` on until all outputs that bypass the caches start a cache line together,
 // and sets `streams` to these outputs. If they never do, it tries without the low outputs, then without any.
 inline int64_t elements_to_alignment(const Step& s, int64_t first, Streams* streams) {
   const bool apart = s.p_out != s.p;
-  const int64_t low_size = s.low_type == kFloat ? 4 : 2;
+  const auto size_of = [](int32_t type) { return type == kFloat ? 4 : 2; };
   auto starts_line = [&](const void* base, int64_t i, int64_t size) {
     return (reinterpret_cast<uintptr_t>(base) + i * size) % kLine == 0;
   };
   for (const bool with_low : {true, false}) {
     if (with_low ? s.low_type == kNone : !apart) continue;
     for (int64_t i = first; i < first + kLine / 2; ++i) {
-      const bool state_fits = !apart || (starts_line(s.p_out, i, 4) && starts_line(s.m_out, i, 4) &&
-                                         starts_line(s.v_out, i, 4));
-      if (!state_fits || (with_low && !starts_line(s.low, i, low_size))) continue;
+      const bool state_fits = !apart || (starts_line(s.p_out, i, 4) && starts_line(s.m_out, i, size_of(s.m_type)) &&
+                                         starts_line(s.v_out, i, size_of(s.v_type)));
+      if (!state_fits || (with_low && !starts_line(s.low, i, size_of(s.low_type)))) continue;
       *streams = {apart, with_low};
       return i - first;
     }
@@ -110,19 +119,24 @@ namespace gptpar {
 
 enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3, kNotAscending = -4, kNotYet = -5 };
 
-// The loops of one instruction set, by type of gradient (minus 1).
+// The loops of one instruction set, by type of gradient (minus 1), and adam's by whether m is kBfloat and whether v is.
 struct Loops {
   const char* name;
-  bool (*adam[3])(const Step&, int64_t, int64_t, int64_t);
+  bool (*adam[3][2][2])(const Step&, int64_t, int64_t, int64_t);
   bool (*blend[3])(const Step&, int64_t, int64_t, int64_t);
   double (*square[3])(const void*, int64_t, int64_t);
 };
 
-#define GPTPAR_LOOPS(set)                                                \
-  {                                                                      \
-    #set, {set::adam<float>, set::adam<Bfloat>, set::adam<Half>},        \
-        {set::blend<float>, set::blend<Bfloat>, set::blend<Half>},       \
-        {set::square<float>, set::square<Bfloat>, set::square<Half>}     \
+#define GPTPAR_ADAM(set, grad)                                                        \
+  {                                                                                   \
+    {set::adam<grad, float, float>, set::adam<grad, float, Bfloat>},                  \
+        {set::adam<grad, Bfloat, float>, set::adam<grad, Bfloat, Bfloat>}             \
+  }
+#define GPTPAR_LOOPS(set)                                                             \
+  {                                                                                   \
+    #set, {GPTPAR_ADAM(set, float), GPTPAR_ADAM(set, Bfloat), GPTPAR_ADAM(set, Half)},\
+        {set::blend<float>, set::blend<Bfloat>, set::blend<Half>},                    \
+        {set::square<float>, set::square<Bfloat>, set::square<Half>}                  \
   }
 
 #if defined(__x86_64__)
@@ -218,8 +232,9 @@ int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int
     const Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
     const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
-    const auto& loop = s.m ? loops->adam : loops->blend;
-    if (!loop[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
+    const auto loop = s.m ? loops->adam[s.grad_type - 1][s.m_type == kBfloat][s.v_type == kBfloat]
+                          : loops->blend[s.grad_type - 1];
+    if (!loop(s, piece.start, piece.stop, next)) finite = false;
     return part;
   });
   if (squares) *squares = sum;

@@ -16,23 +16,33 @@ TARGET GPTPAR_INLINE Spread<V> spread(const Step& s) {
           V::all(s.floor), V::all(s.size),  V::all(s.decay)};
 }
 
-// Updates the state of elements [i, i + V::width), and returns their new parameters. Operations E1 to E4 of
+// What a vector of elements becomes. `draws` round the moments that are kept in 16 bits.
+template <class V>
+struct Fresh {
+  typename V::Floats p, m, v;
+  typename V::Bits draws;
+};
+
+// Updates elements [i, i + V::width), and stores what is kept in 32 bits. Operations E1 to E4 of
 // gptpar.optim.adam_update: every product, sum, quotient and root is rounded by itself and in this order, at any width.
-template <class V, class Grad>
-TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& k, int64_t i, bool stream,
-                                                typename V::Marks& marks) {
+template <class V, class Grad, class First, class Second>
+TARGET GPTPAR_INLINE Fresh<V> advance(const Step& s, const Spread<V>& k, int64_t i, bool stream,
+                                      typename V::Marks& marks) {
   auto g = V::load(static_cast<const Grad*>(s.grad) + i);
   marks = V::mark(marks, V::sub(g, g));  // +0, whose bits are all clear, unless g is infinite or NaN
   g = V::mul(g, k.scale);
-  const auto m = V::load(s.m + i);
+  const auto m = V::load(static_cast<const First*>(s.m) + i);
+  const auto v = V::load(static_cast<const Second*>(s.v) + i);
   const auto m_new = V::add(m, V::mul(k.rest1, V::sub(g, m)));
-  const auto v_new = V::add(V::mul(k.beta2, V::load(s.v + i)), V::mul(V::mul(k.rest2, g), g));
+  const auto v_new = V::add(V::mul(k.beta2, v), V::mul(V::mul(k.rest2, g), g));
   const auto change = V::mul(k.size, V::div(m_new, V::add(V::root(v_new), k.floor)));
   const auto p_new = V::sub(V::mul(k.decay, V::load(s.p + i)), change);
-  V::store(s.m_out + i, m_new, stream);
-  V::store(s.v_out + i, v_new, stream);
+  if constexpr (!kIsRounded<First>) V::store(static_cast<float*>(s.m_out) + i, m_new, stream);
+  if constexpr (!kIsRounded<Second>) V::store(static_cast<float*>(s.v_out) + i, v_new, stream);
   V::store(s.p_out + i, p_new, stream);
-  return p_new;
+  typename V::Bits draws{};
+  if constexpr (kIsRounded<First> || kIsRounded<Second>) draws = V::draws(m, v, s.key);
+  return {p_new, m_new, v_new, draws};
 }
 
 template <class V, int count>
@@ -50,13 +60,31 @@ TARGET GPTPAR_INLINE void store_low(const Step& s, const typename V::Floats* fre
 
 // Updates `count` vectors from element i on, and stores their 16-bit outputs together. A store that bypasses the caches
 // waits in a buffer until its line is full; half-full lines would take the buffers of the other outputs.
-template <class V, class Grad, int count>
+template <class V, class Grad, class First, class Second, int count>
 TARGET GPTPAR_INLINE void advance_run(const Step& s, const Spread<V>& k, int64_t i, Streams streams,
                                       typename V::Marks& marks) {
-  typename V::Floats fresh[count];
+  Fresh<V> fresh[count];
+  typename V::Floats p[count];
 #pragma GCC unroll 4
-  for (int j = 0; j < count; ++j) fresh[j] = advance<V, Grad>(s, k, i + j * V::width, streams.state, marks);
-  store_low<V, count>(s, fresh, i, streams.low);
+  for (int j = 0; j < count; ++j) {
+    fresh[j] = advance<V, Grad, First, Second>(s, k, i + j * V::width, streams.state, marks);
+    p[j] = fresh[j].p;
+  }
+  if constexpr (kIsRounded<First>) {
+#pragma GCC unroll 4
+    for (int j = 0; j < count; ++j) {
+      Bfloat* const out = static_cast<Bfloat*>(s.m_out) + i + j * V::width;
+      V::store_rounded(out, fresh[j].m, V::lower(fresh[j].draws), streams.state);
+    }
+  }
+  if constexpr (kIsRounded<Second>) {
+#pragma GCC unroll 4
+    for (int j = 0; j < count; ++j) {
+      Bfloat* const out = static_cast<Bfloat*>(s.v_out) + i + j * V::width;
+      V::store_rounded(out, fresh[j].v, V::upper(fresh[j].draws), streams.state);
+    }
+  }
+  store_low<V, count>(s, p, i, streams.low);
 }
 
 template <class V, class Grad, int count>
@@ -77,7 +105,7 @@ TARGET GPTPAR_INLINE void blend_run(const Step& s, const Spread<V>& k, int64_t i
 }
 
 // Updates elements [first, last). The same thread's next elements begin at `next`, for prefetching.
-template <class Grad>
+template <class Grad, class First, class Second>
 TARGET bool adam(const Step& s, int64_t first, int64_t last, int64_t next) {
   Streams streams;
   int64_t i = first;
@@ -86,13 +114,14 @@ TARGET bool adam(const Step& s, int64_t first, int64_t last, int64_t next) {
   const auto many = spread<VECTOR>(s);
   auto mark = Scalar::no_marks();
   auto marks = VECTOR::no_marks();
-  for (; i < head; ++i) advance_run<Scalar, Grad, 1>(s, one, i, Streams{}, mark);
+  for (; i < head; ++i) advance_run<Scalar, Grad, First, Second, 1>(s, one, i, Streams{}, mark);
   for (; i + kRun <= last; i += kRun) {
     const int64_t ahead = i + kAhead + (i + kAhead < last ? 0 : next - last);
-    prefetch(s.p + ahead, s.m + ahead, s.v + ahead, static_cast<const Grad*>(s.grad) + ahead);
-    advance_run<VECTOR, Grad, kRun / VECTOR::width>(s, many, i, streams, marks);
+    prefetch(s.p + ahead, static_cast<const First*>(s.m) + ahead, static_cast<const Second*>(s.v) + ahead,
+             static_cast<const Grad*>(s.grad) + ahead);
+    advance_run<VECTOR, Grad, First, Second, kRun / VECTOR::width>(s, many, i, streams, marks);
   }
-  for (; i < last; ++i) advance_run<Scalar, Grad, 1>(s, one, i, Streams{}, mark);
+  for (; i < last; ++i) advance_run<Scalar, Grad, First, Second, 1>(s, one, i, Streams{}, mark);
   return !Scalar::any(mark) && !VECTOR::any(marks);
 }
 

@@ -60,6 +60,19 @@ GPTPAR_INLINE void narrow(float x, Half* out) {
   out->bits = static_cast<uint16_t>(sign | half);
 }
 
+// Rounds away from zero with the cut-off fraction as probability, if the 16 bits of `draw` are uniform.
+GPTPAR_INLINE void narrow(float x, uint32_t draw, Bfloat* out) {
+  out->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits_of(x) + draw) >> 16);
+}
+
+// A permutation of 32 bits: "lowbias32" (Ellis 2018).
+constexpr uint32_t kFirst = 0x7feb352d, kSecond = 0x846ca68b;
+GPTPAR_INLINE uint32_t mixed(uint32_t x) {
+  x = (x ^ x >> 16) * kFirst;
+  x = (x ^ x >> 15) * kSecond;
+  return x ^ x >> 16;
+}
+
 constexpr int kLine = 64;  // bytes of a cache line
 constexpr int kRun = 32;   // elements whose 16-bit outputs fill a line
 constexpr int kAhead = 512;  // distance of the prefetched elements from the current ones
@@ -70,8 +83,8 @@ GPTPAR_INLINE void prefetch_lines(const T* x) {
 #pragma GCC unroll 2
   for (int i = 0; i < kRun; i += kLine / sizeof(T)) __builtin_prefetch(x + i);
 }
-template <class Grad>
-GPTPAR_INLINE void prefetch(const float* p, const float* m, const float* v, const Grad* grad) {
+template <class First, class Second, class Grad>
+GPTPAR_INLINE void prefetch(const float* p, const First* m, const Second* v, const Grad* grad) {
   prefetch_lines(p);
   prefetch_lines(m);
   prefetch_lines(v);
@@ -81,6 +94,7 @@ GPTPAR_INLINE void prefetch(const float* p, const float* m, const float* v, cons
 struct Scalar {
   static constexpr int width = 1;
   using Floats = float;
+  using Bits = uint32_t;
   using Marks = uint32_t;
   struct Sums {
     double lane[16];
@@ -93,6 +107,13 @@ struct Scalar {
   static GPTPAR_INLINE void store(float* out, Floats x, bool) { *out = x; }
   static GPTPAR_INLINE void store(Bfloat* out, Floats x, bool) { narrow(x, out); }
   static GPTPAR_INLINE void store(Half* out, Floats x, bool) { narrow(x, out); }
+  // The draws of gptpar.optim.rounded_states, from the old moments.
+  static GPTPAR_INLINE Bits draws(Floats m, Floats v, uint32_t key) {
+    return mixed(((bits_of(m) & 0xffff0000) | bits_of(v) >> 16) ^ key);
+  }
+  static GPTPAR_INLINE Bits lower(Bits x) { return x & 0xffff; }
+  static GPTPAR_INLINE Bits upper(Bits x) { return x >> 16; }
+  static GPTPAR_INLINE void store_rounded(Bfloat* out, Floats x, Bits draw, bool) { narrow(x, draw, out); }
   static GPTPAR_INLINE Floats add(Floats a, Floats b) { return a + b; }
   static GPTPAR_INLINE Floats sub(Floats a, Floats b) { return a - b; }
   static GPTPAR_INLINE Floats mul(Floats a, Floats b) { return a * b; }

@@ -16,6 +16,7 @@ namespace gptpar {
 struct Avx2 {
   static constexpr int width = 8;
   using Floats = __m256;
+  using Bits = __m256i;
   using Marks = __m256i;
   struct Sums {
     __m256d part[4];
@@ -40,7 +41,11 @@ struct Avx2 {
   GPTPAR_OP void store(Bfloat* out, Floats x, bool stream) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    store_rounded(out, x, _mm256_add_epi32(_mm256_set1_epi32(0x7fff), odd), stream);
+  }
+  // Adds to the bits and cuts off the lower half.
+  GPTPAR_OP void store_rounded(Bfloat* out, Floats x, Bits added, bool stream) {
+    const __m256i up = _mm256_add_epi32(_mm256_castps_si256(x), added);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     const __m256i top = _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nan);
     store_bits(out, _mm_packus_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1)), stream);
@@ -48,6 +53,16 @@ struct Avx2 {
   GPTPAR_OP void store(Half* out, Floats x, bool stream) {
     store_bits(out, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), stream);
   }
+  GPTPAR_OP Bits draws(Floats m, Floats v, uint32_t key) {
+    const Bits first = _mm256_and_si256(_mm256_castps_si256(m), _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+    Bits x = _mm256_or_si256(first, _mm256_srli_epi32(_mm256_castps_si256(v), 16));
+    x = _mm256_xor_si256(x, _mm256_set1_epi32(static_cast<int>(key)));
+    x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(static_cast<int>(kFirst)));
+    x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)), _mm256_set1_epi32(static_cast<int>(kSecond)));
+    return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+  }
+  GPTPAR_OP Bits lower(Bits x) { return _mm256_and_si256(x, _mm256_set1_epi32(0xffff)); }
+  GPTPAR_OP Bits upper(Bits x) { return _mm256_srli_epi32(x, 16); }
   GPTPAR_OP Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
   GPTPAR_OP Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
   GPTPAR_OP Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
@@ -74,6 +89,7 @@ struct Avx2 {
 struct Avx512 {
   static constexpr int width = 16;
   using Floats = __m512;
+  using Bits = __m512i;
   using Marks = __m512i;
   struct Sums {
     __m512d part[2];
@@ -99,7 +115,11 @@ struct Avx512 {
   GPTPAR_OP void store(Bfloat* out, Floats x, bool stream) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    store_rounded(out, x, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd), stream);
+  }
+  // Adds to the bits and cuts off the lower half.
+  GPTPAR_OP void store_rounded(Bfloat* out, Floats x, Bits added, bool stream) {
+    const __m512i up = _mm512_add_epi32(_mm512_castps_si512(x), added);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     const __m512i top = _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nan, _mm512_set1_epi32(0x7fc0));
     store_bits(out, _mm512_cvtepi32_epi16(top), stream);
@@ -107,6 +127,16 @@ struct Avx512 {
   GPTPAR_OP void store(Half* out, Floats x, bool stream) {
     store_bits(out, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), stream);
   }
+  GPTPAR_OP Bits draws(Floats m, Floats v, uint32_t key) {
+    const Bits first = _mm512_and_si512(_mm512_castps_si512(m), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+    Bits x = _mm512_or_si512(first, _mm512_srli_epi32(_mm512_castps_si512(v), 16));
+    x = _mm512_xor_si512(x, _mm512_set1_epi32(static_cast<int>(key)));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(static_cast<int>(kFirst)));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(static_cast<int>(kSecond)));
+    return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+  }
+  GPTPAR_OP Bits lower(Bits x) { return _mm512_and_si512(x, _mm512_set1_epi32(0xffff)); }
+  GPTPAR_OP Bits upper(Bits x) { return _mm512_srli_epi32(x, 16); }
   GPTPAR_OP Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
   GPTPAR_OP Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
   GPTPAR_OP Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

@@ -4,8 +4,9 @@ All other layers treat each token by itself. There are two ways for a token to s
 
 - ``a2a`` (Jacobs et al. 2023): before attention each rank gives away its tokens for some heads, and gets all tokens for
   its own heads; afterwards back. Attention is that of one process: any kernel, documents, windows and dropout.
-- ``allgather`` (Grattafiori et al. 2024): each rank keeps its queries, and gathers all keys and values. A rank has the
-  chunks r and 2c - 1 - r of 2c chunks, so that all ranks' tokens see equally many others.
+- ``allgather`` (Grattafiori et al. 2024): each rank keeps its queries, and gathers all keys and values, for some heads
+  at a time, and in the backward pass again. A rank has the chunks r and 2c - 1 - r of 2c chunks, so that all ranks'
+  tokens see equally many others.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, K head width; c ranks of the context axis, T = S / c.
 """
@@ -13,7 +14,7 @@ Legend: B batch, S sequence, H query heads, G key/value heads, K head width; c r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from gptpar.config.sections.parallel import groups_gathered
 from gptpar.data.loader import MicroBatch
 from gptpar.model.attention import Attention
 from gptpar.model.attention_dropout import not_compiled
@@ -147,17 +150,143 @@ def attend_by_gathering(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As :func:`core_attention`, with the keys and values of all ranks; returns y_BHTK."""
-    assert dropout is None, "checks refuse dropout of attention where keys and values are gathered"
-    half, length = q_BHTK.shape[2] // 2, q_BHTK.shape[2] * split.size
-    chunks = torch.stack([k_BGTK, v_BGTK]).unflatten(-2, (2, half))
-    gathered = Collective.apply(chunks[None], group, gather, reduce_scatter)  # [c, 2, B, G, 2, T / 2, K]
-    early, late = gathered.movedim(0, -3).unbind(3)  # [2, B, G, c, T / 2, K]: chunks 0 to c - 1, and 2c - 1 down to c
-    keys, values = torch.cat([early, late.flip(-3)], -3).flatten(-3, -2)
+    """As :func:`core_attention`, with the keys and values of all ranks, for some groups at a time; returns y_BHTK.
+
+    Dropout's mask on a GPU is that of a call with all of a sample's queries: those of other ranks are zeros there, and
+    every rank computes the whole attention.
+    """
+    batch, groups, tokens, width = k_BGTK.shape
+    length, queries = tokens * split.size, q_BHTK.shape[1] // groups
+    at_once = groups_gathered(groups, 2 * batch * length * width * k_BGTK.element_size())
+    whole, chunks = partial(_of_whole, split, cu_seqlens), partial(_of_chunks, split, cu_seqlens)
     found = []
-    for q, (start, stop) in zip(q_BHTK.split(half, 2), split.ranges(length), strict=True):
-        seen = q, keys[:, :, :stop], values[:, :, :stop]
-        found.append(_of_chunk(*seen, start, length, cu_seqlens, window, scale))
+    for number, (q, k, v) in enumerate(
+        zip(q_BHTK.split(at_once * queries, 1), k_BGTK.split(at_once, 1), v_BGTK.split(at_once, 1), strict=True)
+    ):
+        attend, stops = partial(chunks, window, scale), [stop for _, stop in split.ranges(length)]
+        if dropout is not None:
+            of_groups = dropout._replace(first_group=dropout.first_group + number * at_once)
+            attend, stops = partial(whole, of_groups, window, scale), [length]
+        found.append(_GatheredAgain.apply(attend, stops, group, q, k, v))
+    return torch.cat(found, 1)
+
+
+class _GatheredAgain(torch.autograd.Function):
+    """Attention to gathered keys and values, which the backward pass gathers again: only a rank's own are kept.
+
+    Attention is differentiated by itself. What it saves is this function's to save, so that recomputation and other
+    hooks see it; but of gathered tensors only the shapes are kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, attend: Any, stops: Any, group: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
+        """``attend`` takes q_BHTK, and of a sample's first tokens, for each of ``stops``, k_BGSK and v_BGSK."""
+        saved = _Saved(_gathered(k, v, stops, group))
+        leaves = [x.detach().requires_grad_() for x in (q, *(x.transpose(1, 2) for x in saved.gathered))]
+        with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
+            y = attend(*leaves)
+        ctx.save_for_backward(k, v, *saved.others)
+        ctx.stops, ctx.group, ctx.saved, ctx.y, ctx.leaves = stops, group, saved, y, leaves
+        result = y.detach()
+        saved.forget()
+        for x in (y, *leaves):  # nodes of a graph from here on
+            x.data = x.new_empty(1).expand(x.shape)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """The gradients of q, k and v."""
+        k, v, *ctx.saved.others = ctx.saved_tensors
+        ctx.saved.gathered = _gathered(k, v, ctx.stops, ctx.group)
+        d_q, *d_gathered = torch.autograd.grad(ctx.y, ctx.leaves, grad, retain_graph=True)
+        ctx.saved.forget()
+        length = k.shape[2] * ctx.group.size()
+        return None, None, None, d_q, *_scattered([x.transpose(1, 2) for x in d_gathered], length, ctx.group)
+
+
+class _Saved:
+    """What attention saves for its backward pass.
+
+    Attributes:
+        gathered: tensors of which saved ones are views.
+        others: the saved tensors that are not.
+    """
+
+    def __init__(self, gathered: list[torch.Tensor]):
+        self.gathered, self.others = gathered, list[torch.Tensor]()
+
+    def pack(self, x: torch.Tensor) -> Any:
+        for number, one in enumerate(self.gathered):
+            if x.untyped_storage().data_ptr() == one.untyped_storage().data_ptr():
+                return number, x.shape, x.stride(), x.storage_offset()
+        self.others.append(x)
+        return len(self.others) - 1
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, int):
+            return self.others[packed]
+        number, *view = packed
+        return self.gathered[number].as_strided(*view)
+
+    def forget(self) -> None:
+        """Keep no tensor."""
+        self.gathered, self.others = [], []
+
+
+def _gathered(
+    k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, stops: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """k_BSGK and v_BSGK of a sample's first tokens, for each number of tokens: as kernels read them, contiguous."""
+    own = torch.stack([k_BGTK, v_BGTK]).transpose(2, 3).unflatten(2, (2, -1))
+    early, late = gather(own[None], group).movedim(0, 2).unbind(3)  # chunks 0 to c - 1, and 2c - 1 down to c
+    whole = torch.cat([early, late.flip(2)], 2).flatten(2, 3)
+    return [x[:, :stop].contiguous() for stop in stops for x in whole]
+
+
+def _scattered(
+    gathered: Sequence[torch.Tensor], length: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of this rank's k_BGTK and v_BGTK, from those of what :func:`_gathered` returns."""
+    first = gathered[0]
+    whole = first.new_zeros(2, len(first), length, *first.shape[2:])
+    for number, x in enumerate(gathered):
+        whole[number % 2, :, : x.shape[1]] += x
+    early, late = whole.unflatten(2, (2, group.size(), -1)).unbind(2)
+    own = reduce_scatter(torch.stack([early, late.flip(2)], 3).movedim(2, 0), group)[0]
+    d_k, d_v = own.flatten(2, 3).transpose(2, 3)
+    return d_k, d_v
+
+
+def _of_whole(
+    split: ContextSplit,
+    cu_seqlens: torch.Tensor | None,
+    dropout: AttentionDropout,
+    window: int | None,
+    scale: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of this rank's queries, in a call with those of all tokens."""
+    (first, mid), (last, end) = split.ranges(k.shape[2])
+    early, late = q.split(mid - first, 2)
+    early, late = F.pad(early, (0, 0, first, last - mid)), F.pad(late, (0, 0, 0, k.shape[2] - end))
+    y = core_attention(torch.cat([early, late], 2), k, v, cu_seqlens, dropout, window, scale)
+    return torch.cat([y[:, :, first:mid], y[:, :, last:end]], 2)
+
+
+def _of_chunks(
+    split: ContextSplit,
+    cu_seqlens: torch.Tensor | None,
+    window: int | None,
+    scale: float | None,
+    q: torch.Tensor,
+    *seen: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of this rank's two chunks of queries, each with the keys and values up to its own."""
+    length, found = q.shape[2] * split.size, []
+    for q_chunk, k, v, (start, _) in zip(q.chunk(2, 2), seen[::2], seen[1::2], split.ranges(length), strict=True):
+        found.append(_of_chunk(q_chunk, k, v, start, length, cu_seqlens, window, scale))
     return torch.cat(found, 2)
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from gptpar.adapter.compiled_blocks import compile_blocks
 from gptpar.adapter.deferred import Recording
 from gptpar.adapter.engine_parts import EngineParts
+from gptpar.adapter.guards.failed_passes import FailedPasses
+from gptpar.adapter.guards.order_watch import OrderWatch, name_of_engine
 from gptpar.adapter.matrix_groups import updates_by_group
 from gptpar.adapter.options import EngineOptions
 from gptpar.adapter.placed import PlacedParameters
@@ -26,8 +28,6 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
-from gptpar.guards.failed_passes import FailedPasses
-from gptpar.guards.order_watch import OrderWatch, name_of_engine
 from gptpar.offload.buckets import StateSize
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation

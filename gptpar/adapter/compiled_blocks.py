@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._triton import has_triton
 
+from gptpar.adapter.guards.eager_stance import EAGER_STANCE
 from gptpar.adapter.options import EngineOptions
 from gptpar.adapter.placed import PlacedParameters
-from gptpar.guards.eager_stance import EAGER_STANCE
 from gptpar.system.compile_cache import refuse_others_compile_cache
 
 MAX_GRAPHS = 8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gptpar.adapter.guards.failed_passes import FailedPasses
+from gptpar.adapter.guards.order_watch import OrderWatch
 from gptpar.adapter.weights import Weights
 from gptpar.engine.engine import Engine
-from gptpar.guards.failed_passes import FailedPasses
-from gptpar.guards.order_watch import OrderWatch
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology

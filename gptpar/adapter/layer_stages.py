@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from gptpar.adapter.built_layers import BuiltLayer
+from gptpar.adapter.guards.refusals import problems_of
 from gptpar.adapter.pipeline_module import PipelineModule
 from gptpar.adapter.placed import PlacedParameters, TiedUnit
 from gptpar.adapter.units import Scope, TensorNames, UnitPlan, dtypes_of, flat_units, kinds_of
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
-from gptpar.guards.refusals import problems_of
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage, call_directly
 

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gptpar.adapter.guards.eager_stance import EAGER_STANCE
+from gptpar.adapter.guards.memory_watch import RELEASED, some_of
+from gptpar.adapter.guards.order_watch import UNIT
+from gptpar.adapter.guards.read_guard import ReadWatch
 from gptpar.adapter.placed import PlacedParameters
 from gptpar.adapter.units import Scope, UnitPlan
 from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
-from gptpar.guards.eager_stance import EAGER_STANCE
-from gptpar.guards.memory_watch import RELEASED, some_of
-from gptpar.guards.order_watch import UNIT
-from gptpar.guards.read_watch import ReadWatch
 
 ROOT = ""
 """Path of the scope that is the whole model."""

@@ -35,7 +35,7 @@ from gptpar.config.deepspeed_reader import (
 from gptpar.config.deepspeed_rules import Door
 from gptpar.config.derive import Derived
 from gptpar.config.jsonc import infinity
-from gptpar.config.ranges import out_of_range
+from gptpar.config.validate import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import ElementwiseOptimizer

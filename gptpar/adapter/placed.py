@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.adapter.guards.not_copied import NotCopied
+from gptpar.adapter.guards.read_guard import ReadGuard
 from gptpar.adapter.units import FlatUnit, UnitPlan
 from gptpar.engine.engine import EngineStage
 from gptpar.engine.gatherer import ParameterGatherer
-from gptpar.guards.not_copied import NotCopied
-from gptpar.guards.read_guard import ReadGuard
 from gptpar.pipeline.stage import place_parameter
 
 

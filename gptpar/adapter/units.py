@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gptpar.adapter.guards.refusals import problems_of
 from gptpar.errors import ModelError
-from gptpar.guards.refusals import problems_of
 
 ALONE = 2**20  # a parameter of the root with this many elements is a unit of its own, and is reduced by itself
 

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.adapter.guards.memory_watch import RELEASED, MemoryWatch, some_of
+from gptpar.adapter.guards.not_copied import NotCopied
+from gptpar.adapter.guards.read_guard import ReadGuard
 from gptpar.adapter.module_stage import ROOT
 from gptpar.adapter.placed import PlacedParameters
 from gptpar.adapter.units import Scope
@@ -22,9 +25,6 @@ from gptpar.engine.ranges import Range
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Param, Unit
 from gptpar.errors import GptparError, is_whole
-from gptpar.guards.memory_watch import RELEASED, MemoryWatch, some_of
-from gptpar.guards.not_copied import NotCopied
-from gptpar.guards.read_guard import ReadGuard
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts

@@ -1,9 +1,16 @@
 """The checkpoint format, saving, loading and verification: whole files or none, CRC-32, any layout, no pickle."""
 
 from gptpar.checkpoint.folders import HINT_NAME, edited_hint, find_checkpoints, latest
-from gptpar.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_meta, read_tensors
+from gptpar.checkpoint.load import (
+    LoadedCheckpoint,
+    checkpoints_in,
+    first_usable,
+    load_checkpoint,
+    load_meta,
+    newest_whole,
+    read_tensors,
+)
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
-from gptpar.checkpoint.newest import checkpoints_in, newest_whole
 from gptpar.checkpoint.save import save_checkpoint
 from gptpar.checkpoint.verify import verify_checkpoint
 
@@ -15,6 +22,7 @@ __all__ = [
     "checkpoints_in",
     "edited_hint",
     "find_checkpoints",
+    "first_usable",
     "latest",
     "load_checkpoint",
     "load_meta",

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gptpar.checkpoint import folders
+from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
-from gptpar.checkpoint.newest import checkpoints_in
+from gptpar.checkpoint.proofs import known_problems
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import fill
@@ -21,6 +22,8 @@ from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank,
 from gptpar.errors import CheckpointError
 from gptpar.system.host import available_memory
 from gptpar.topology.tensor_parts import TensorParts, as_parts
+
+T = TypeVar("T")
 
 MAX_LISTED = 8
 """Differences told one by one: another width changes every tensor, which says no more than a few do."""
@@ -50,6 +53,7 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     may_stay: Callable[[str], bool] = lambda name: False,
+    may_cast: Callable[[str], bool] = lambda name: False,
     prove_first: bool = False,
     remedy: str = "",
     apart: Path | None = None,
@@ -68,8 +72,9 @@ def load_checkpoint(
         iteration: load this one and no other; None: the newest that is whole.
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
         strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
-            and left alone. Shapes and dtypes must match always: a checkpoint is never cast.
+            and left alone. Shapes must match always, and dtypes but for ``may_cast``.
         may_stay: names in the checkpoint that need not be loaded, however strict.
+        may_cast: names that may have another floating-point dtype here, to which they are rounded to nearest even.
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.
@@ -89,7 +94,7 @@ def load_checkpoint(
         path = roots[place] / name
         try:
             manifest = ranks.lead(partial(_open, path, number, has_all=roots[place] != apart))
-            _require_match(ranks, manifest, targets, path, strict, may_stay, remedy, report)
+            _require_match(ranks, manifest, targets, path, strict, may_stay, may_cast, remedy, report)
             if prove_first and (problems := damaged_on_any_rank(ranks, path, manifest)):
                 raise DamagedCheckpoint("\n".join(problems))
             _fill(ranks, path, manifest, targets)
@@ -110,13 +115,10 @@ def load_meta(root: str | Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     paths = [path for _, path in folders.find_checkpoints(root)] or [Path(root)]
-    problems = []
-    for path in paths:
-        try:
-            return read_manifest(path).meta
-        except DamagedCheckpoint as error:
-            problems.append(str(error))
-    raise CheckpointError(f"no readable checkpoint in {root}:\n" + "\n".join(problems))
+    problems: list[str] = []
+    if (manifest := first_usable(paths, read_manifest, problems)) is None:
+        raise CheckpointError(f"no readable checkpoint in {root}:\n" + "\n".join(problems))
+    return manifest.meta
 
 
 def read_tensors(
@@ -201,11 +203,12 @@ def _require_match(
     path: Path,
     strict: bool,
     may_stay: Callable[[str], bool],
+    may_cast: Callable[[str], bool],
     remedy: str,
     report: Report,
 ) -> None:
     """Names, shapes and dtypes, over all ranks, before anything is read."""
-    gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets)))
+    gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets, may_cast)))
     wanted = set().union(*(names for names, _ in gathered))
     stored = {name for name in manifest.tensors if name in wanted or not may_stay(name)}
     strays = [f"tensor {name!r} is not in the checkpoint" for name in sorted(wanted - stored)]
@@ -228,14 +231,16 @@ def _does_not_fit(path: Path, problems: list[str], remedy: str) -> Iterator[str]
         yield remedy
 
 
-def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> list[str]:
+def _mismatches(
+    manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts], may_cast: Callable[[str], bool]
+) -> list[str]:
     problems = []
     for name, target in targets.items():
         if (entry := manifest.tensors.get(name)) is None:
             continue
         if entry.shape != tuple(target.shape):
             problems.append(f"tensor {name!r} is {list(entry.shape)} in the checkpoint and {list(target.shape)} here")
-        if entry.dtype != target.dtype:
+        if entry.dtype != target.dtype and not may_cast(name):
             stored, here = dtype_name(entry.dtype), str(target.dtype).removeprefix("torch.")
             problems.append(f"tensor {name!r} is {stored} in the checkpoint and {here} here; it is not cast")
     return problems
@@ -251,3 +256,33 @@ def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, to
 def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
     parts = {name: as_parts(target) for name, target in targets.items()}
     ranks.through_main(lambda: fill(path, manifest, parts), lambda filled: filled)
+
+
+def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
+    """(iteration, path) of every published checkpoint, newest first, of one iteration in the order of the folders."""
+    found = [one for root in roots for one in find_checkpoints(root)]
+    return sorted(found, key=lambda one: -one[0])
+
+
+def first_usable(paths: Iterable[Path], use: Callable[[Path], T], problems: list[str] | None = None) -> T | None:
+    """What ``use`` makes of the first checkpoint that it accepts; ``None``: of none.
+
+    Args:
+        use: raises CheckpointError if a checkpoint cannot be used.
+        problems: gets the errors of those before.
+    """
+    for path in paths:
+        try:
+            return use(path)
+        except CheckpointError as error:
+            if problems is not None:
+                problems.append(str(error))
+    return None
+
+
+def newest_whole(roots: Iterable[str | Path]) -> tuple[int, Path] | None:
+    """The newest checkpoint with a sound manifest and files of full size; ``None``: there is none.
+
+    The bytes are not read. Loading proves them, and takes an older checkpoint if they are damaged.
+    """
+    return next(((number, path) for number, path in checkpoints_in(roots) if not known_problems(number, path)), None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gptpar.checkpoint.describe import summary_of
 from gptpar.checkpoint.folders import find_checkpoints
-from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.verify import verify_checkpoint
 from gptpar.cli.flags import parser_of
 from gptpar.errors import CheckpointError, printable
 from gptpar.exchange import why_not_to_show
@@ -113,3 +114,52 @@ def _describe_health(summary: dict[str, Any]) -> Iterator[str]:
         yield f"DAMAGED {problem}"
     if summary["verified"] and not summary["problems"]:
         yield f"every byte of {summary['path']} is as it was saved"
+
+
+def summary_of(path: Path, verify: bool, *, details: bool) -> dict[str, Any]:
+    """One checkpoint, fit for JSON; what is damaged stands under ``problems``.
+
+    Args:
+        verify: whether every byte is read again.
+        details: adds meta and every tensor.
+    """
+    summary: dict[str, Any] = {"path": str(path), "verified": verify, "problems": []}
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpoint as error:
+        summary["problems"] = [str(error)]
+        return summary
+    summary |= {
+        "iteration": manifest.iteration,
+        "tag": tag if isinstance(tag := manifest.meta.get("tag"), str) else None,
+        "bytes": manifest.nbytes,
+        "tensors": len(manifest.tensors),
+        "elements": sum(entry.numel for entry in manifest.tensors.values()),
+        "groups": _groups(manifest),
+    }
+    if verify:
+        summary["problems"] = verify_checkpoint(path)
+    if details:
+        summary["meta"] = manifest.meta
+        summary["table"] = [
+            {
+                "name": name,
+                "dtype": dtype_name(entry.dtype),
+                "shape": list(entry.shape),
+                "bytes": entry.nbytes,
+                "chunks": len(entry.chunks),
+            }
+            for name, entry in manifest.tensors.items()
+        ]
+    return summary
+
+
+def _groups(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """Tensors, elements and bytes by the first part of the name: weights, each of the optimizer's states, buffers."""
+    groups: dict[str, dict[str, int]] = {}
+    for name, entry in manifest.tensors.items():
+        group = groups.setdefault(re.split("[./]", name)[0], {"tensors": 0, "elements": 0, "bytes": 0})
+        group["tensors"] += 1
+        group["elements"] += entry.numel
+        group["bytes"] += entry.nbytes
+    return groups

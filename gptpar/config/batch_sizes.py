@@ -6,9 +6,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from gptpar.config import BatchConfig
 from gptpar.system.quantities import read_count
+
+if TYPE_CHECKING:
+    from gptpar.config import BatchConfig
 
 MAX_COUNT = 10**17
 MAX_BATCH = 100_000_000

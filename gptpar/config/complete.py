@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import typing
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from gptpar.config import Config, Flags, ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.fields import complete_values
-
-T = TypeVar("T")
+from gptpar.config.fields import completed
 
 
 def padded_vocab(vocab_size: int, multiple: int, rows: int | None = None) -> int:
@@ -54,15 +52,6 @@ def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig
         softmax_over_padding=flags.softmax_over_padding if flags.softmax_vocab_size else over_padding,
     )
     return completed(ModelConfig, filled)
-
-
-def completed(kind: type[T], flags: object) -> T:
-    """A complete section, without the flags that stand for others; open fields get their ``complete`` values.
-
-    Raises:
-        TypeError: one has none.
-    """
-    return kind(**complete_values(kind, flags))
 
 
 @cache

@@ -200,8 +200,10 @@ def _way_over_context(flags: Flags, heads: int) -> tuple[str, str]:
     p, m, size = flags.parallel, flags.model, flags.parallel.context_parallel_size
     if heads % size:
         return "allgather", f"{heads} heads do not divide over {size} processes"
+    if m.attention_dropout and (m.num_query_groups or 0) // p.tensor_model_parallel_size % size:
+        return "allgather", "dropout of attention, whose masks belong to whole query groups"
     if m.attention_dropout:
-        return "a2a", "dropout of attention"
+        return "a2a", "dropout of attention, which allgather computes for all tokens"
     if m.seq_length and m.seq_length % (2 * size):
         return "a2a", f"{2 * size} chunks need other lengths"
     if not flags.precision.bf16:

@@ -24,6 +24,8 @@ else:
     Open = typing.TypeVar("Open", covariant=True)
 """What a field may be beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
 
+T = typing.TypeVar("T")
+
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
 
@@ -163,15 +165,20 @@ def is_open(spec: dataclasses.Field[Any]) -> bool:
     return str(spec.type).endswith("| Open")
 
 
-def complete_values(kind: Any, flags: object) -> dict[str, Any]:
-    """The values of a complete section's fields; see :func:`gptpar.config.complete.completed`."""
-    values = {spec.name: getattr(flags, spec.name) for spec in dataclasses.fields(kind)}
-    for spec in dataclasses.fields(kind):
+def completed(kind: type[T], flags: object) -> T:
+    """A complete section, without the flags that stand for others; open fields get their ``complete`` values.
+
+    Raises:
+        TypeError: one has none.
+    """
+    specs = dataclasses.fields(kind)  # type: ignore[arg-type]
+    values = {spec.name: getattr(flags, spec.name) for spec in specs}
+    for spec in specs:
         if values[spec.name] is None and is_open(spec):
             values[spec.name] = spec.metadata.get("complete")
             if values[spec.name] is None:
                 raise TypeError(f"{spec.name} must be known")
-    return values
+    return kind(**values)
 
 
 def hints_of(kind: type[Any]) -> dict[str, Any]:

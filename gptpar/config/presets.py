@@ -1,8 +1,8 @@
 """The presets: shapes of models by their usual names.
 
 GPT-2 small and the smaller 70M and 31M (Pythia's widths and depths); GPT-3 (Brown et al. 2020, table 2.1) and a 10B
-between; Llama 2 (7B) and Llama 3 (8B, 70B, 405B). A preset may set any option of the model; what is typed beside it
-counts.
+between; Llama 2 (7B) and Llama 3 (8B, 70B, 405B); mixtures of experts by their own names. A preset may set any option
+of the model; what is typed beside it counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ _LLAMA: dict[str, object] = {
     "untie_embeddings_and_output_weights": True,
 }
 _LLAMA_3: dict[str, object] = {**_LLAMA, "seq_length": 8192, "rotary_base": 500_000, "num_query_groups": 8}
+_MIXTURE: dict[str, object] = {**_LLAMA, "seq_length": 4096}
 
 PRESETS: dict[str, dict[str, object]] = {
     "31M": {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 2048},
@@ -44,5 +45,22 @@ PRESETS: dict[str, dict[str, object]] = {
     "405B": {
         **_LLAMA_3,
         **{"num_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "ffn_hidden_size": 53248},
+    },
+    "OLMoE-1B-7B": {
+        **_MIXTURE,
+        **{"num_layers": 16, "hidden_size": 2048, "num_attention_heads": 16, "ffn_hidden_size": 1024},
+        **{"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024, "moe_router_pre_softmax": True},
+        **{"qk_layernorm": True, "qk_layernorm_scope": "width"},
+    },
+    "Qwen3-30B-A3B": {
+        **_MIXTURE,
+        **{"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "ffn_hidden_size": 6144},
+        **{"num_query_groups": 4, "kv_channels": 128, "rotary_base": 1_000_000, "norm_epsilon": 1e-6},
+        **{"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "qk_layernorm": True},
+    },
+    "Mixtral-8x7B": {
+        **_MIXTURE,
+        **{"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336},
+        **{"num_query_groups": 8, "rotary_base": 1_000_000, "num_experts": 8, "moe_ffn_hidden_size": 14336},
     },
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gptpar.config import BatchConfig, Flags, OptimizerConfig, OptimizerFlags
 from gptpar.config.batch_sizes import BatchSizes
+
+if TYPE_CHECKING:
+    from gptpar.config import BatchConfig, Flags, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ LENGTHS = (
 
 def without_lengths(flags: Flags) -> Flags:
     """For a few steps that are no run: nothing is warmed up, and what decays does so over these steps."""
-    default = OptimizerFlags()
+    default = type(flags.optimizer)()
     if flags.optimizer.lr_decay_style == "WSD":  # cannot be without a length
         flags = flags.update("optimizer", lr_decay_style="constant")
     return flags.update("optimizer", **{name: getattr(default, name) for name in LENGTHS})

@@ -24,6 +24,18 @@ def follow_ends(ends_BS: np.ndarray) -> np.ndarray:
     return follows_end
 
 
+def document_starts(ends_BS: np.ndarray, joins_ends: bool) -> np.ndarray:
+    """Whether a document, as attention takes it, starts at a token behind a sample's first.
+
+    Args:
+        joins_ends: whether ends of documents that follow an end, as padding of packs does, are one document. No other
+            token sees them, so that this changes no loss where they do not count (``--eod-mask-loss``).
+    """
+    starts_BS = follow_ends(ends_BS)
+    empty_BS = ends_BS & starts_BS
+    return starts_BS & ~(empty_BS & follow_ends(empty_BS)) if joins_ends else starts_BS
+
+
 def cumulative_lengths(starts_BS: np.ndarray, room: int = 0) -> np.ndarray | None:
     """``cu_seqlens`` of a :class:`~gptpar.data.loader.MicroBatch`, as kernels for variable lengths take it.
 
@@ -57,9 +69,9 @@ class Documents:
     room: int
 
     @classmethod
-    def of(cls, samples_BT: np.ndarray, eod: int | None, micro_batch_size: int) -> Documents:
-        """Those of a few samples [B, S + 1]."""
-        starts_BS = follow_ends(samples_BT[:, :-1] == eod)
+    def of(cls, samples_BT: np.ndarray, eod: int | None, micro_batch_size: int, joins_ends: bool) -> Documents:
+        """Those of a few samples [B, S + 1]; for ``joins_ends`` see :func:`document_starts`."""
+        starts_BS = document_starts(samples_BT[:, :-1] == eod, joins_ends)
         starts_BS[:, 0] = True
         places = np.append(np.flatnonzero(starts_BS), starts_BS.size)
         counts_B = starts_BS.sum(axis=1)

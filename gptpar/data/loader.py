@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gptpar.data.blend import SampleSource
-from gptpar.data.documents import NUM_SAMPLES, Documents, cumulative_lengths, follow_ends
+from gptpar.data.documents import NUM_SAMPLES, Documents, cumulative_lengths, document_starts, follow_ends
 from gptpar.data.gpt_dataset import PAD
 from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
@@ -83,20 +83,20 @@ def make_micro_batch(
         room: see :func:`~gptpar.data.documents.cumulative_lengths`.
         reset_position_ids: whether positions restart after each end of document.
         reset_attention_mask: whether tokens see their own document only.
-        eod_mask_loss: whether the label after an end of document does not count in the loss.
+        eod_mask_loss: whether the label after an end of document does not count in the loss; ends that follow each
+            other, such as padding of packs, are then one document.
     """
     inputs, labels = samples_BT[:, :-1], samples_BT[:, 1:]
     counts = labels != PAD
     ends = inputs == eod
     if eod_mask_loss:
         counts = counts & ~ends
-    follows_end = follow_ends(ends)
     positions = cu_seqlens = None
     if reset_position_ids:
         places = np.arange(inputs.shape[1])
-        positions = places - np.maximum.accumulate(np.where(follows_end, places, 0), axis=1)
+        positions = places - np.maximum.accumulate(np.where(follow_ends(ends), places, 0), axis=1)
     if reset_attention_mask:
-        cu_seqlens = cumulative_lengths(follows_end, room)
+        cu_seqlens = cumulative_lengths(document_starts(ends, eod_mask_loss), room)
     return MicroBatch(
         torch.from_numpy(np.where(inputs == PAD, 0, inputs)),
         torch.from_numpy(np.where(labels == PAD, 0, labels)),
@@ -153,7 +153,8 @@ class BatchLoader:
         if has_documents:
             count = min(NUM_SAMPLES, max(count, TOKENS_LOOKED_AT // len(dataset[0])))
         looked_at = self._read(np.unique(np.linspace(0, last, count).astype(np.int64)))
-        self.documents = Documents.of(looked_at, eod, micro_batch_size) if has_documents else None
+        how = eod, micro_batch_size, rules.get("eod_mask_loss", False)
+        self.documents = Documents.of(looked_at, *how) if has_documents else None
         room = self.documents.room if self.documents else 0
         self._assemble: Callable[[np.ndarray], MicroBatch] = partial(make_micro_batch, eod=eod, room=room, **rules)
         self._padding = np.full_like(looked_at[0], PAD)

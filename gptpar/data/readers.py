@@ -1,6 +1,7 @@
 """Reads documents from files: JSON lines and plain text, compressed or not.
 
-Reading and parsing are two steps, so that one process can read blocks of bytes and several can parse them.
+Reading and parsing are two steps, so that one process can read blocks of bytes and several can parse them. For .zst
+there is Python's own module (from 3.14 on) or the zstandard package; truncated files are detected.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gptpar.data.long_lines import PART_BYTES, Cut, Divider, LongLine
-from gptpar.data.zst import ZstdReader
 from gptpar.errors import DataError
 from gptpar.system.files import open_regular
 
@@ -291,3 +291,67 @@ def _decompressed(raw: IO[bytes], path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     return io.BufferedReader(ZstdReader(raw), BLOCK_BYTES) if path.endswith(".zst") else raw
+
+
+READ_BYTES = 1 << 10
+"""Four bytes may become 128 KiB, so that a larger part could fill the memory."""
+
+
+def zstd_library() -> tuple[Callable[[], Any], type[Exception]]:
+    """(function that makes a decompressor of one frame, the exception that this raises).
+
+    Raises:
+        DataError: neither library is installed.
+    """
+    try:
+        from compression import zstd
+    except ImportError:
+        pass
+    else:
+        return zstd.ZstdDecompressor, zstd.ZstdError
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError("a .zst file needs the zstandard library: pip install 'gptpar[zst]'") from error
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+
+
+class ZstdReader(io.RawIOBase):
+    """The content of all frames of a file, one after the other.
+
+    Raises:
+        OSError: the file is damaged, or ends within a frame, which some versions of the libraries' own file objects
+            do not report.
+    """
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._new_frame, self._error = zstd_library()
+        self._frame: Any = None
+        self._input, self._output = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._raw.read(READ_BYTES)
+            if not self._input:
+                if self._frame is not None:
+                    raise OSError("the file ends in the middle of a zstd frame")
+                return 0
+            self._decompress()
+        size = min(len(buffer), len(self._output))  # a view: a few input bytes may have made megabytes
+        buffer[:size], self._output = self._output[:size], self._output[size:]
+        return size
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = self._new_frame()
+        try:
+            self._output = memoryview(self._frame.decompress(self._input))
+        except self._error as error:
+            raise OSError(str(error)) from error
+        self._input = b""
+        if self._frame.eof:
+            self._input, self._frame = self._frame.unused_data, None

@@ -53,5 +53,5 @@ class DataAxes:
         return self.place.zero_stage
 
     def group(self, unit: Unit) -> dist.ProcessGroup | None:
-        """The processes that hold copies of a unit; ``None`` if this one alone does."""
-        return self.groups.get(unit.copies_over)
+        """The processes that shard a unit, without ZeRO those with copies of it; ``None`` if this one alone does."""
+        return self.groups.get(self.place.sharded_over(unit.copies_over) or unit.copies_over)

@@ -184,7 +184,6 @@ class Engine:
             parameters=None if self.masters_are_parameters or parameters.on_host else written,
             exchange=MatrixExchange(data.groups, settings.matrix_dtype(device)),
         )
-
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
         orders = _call_orders(self.stages, layers)
         frozen_units = {unit.name for unit in frozen}

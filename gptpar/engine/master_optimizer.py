@@ -73,7 +73,8 @@ class MasterOptimizer:
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
         group_ranges = table.device_group_ranges()
         self._layout = StateLayout(group_ranges, updates, len(grad))
-        states = {name: grad.new_zeros(length, dtype=wide) for name, length in self._layout.lengths.items()}
+        lengths, dtype_of = self._layout.lengths, self._layout.dtype_of
+        states = {name: grad.new_zeros(length, dtype=dtype_of(name, wide)) for name, length in lengths.items()}
         self.vectors = {"weights": self.master, **states}
         self.master_weights = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
@@ -181,7 +182,8 @@ class MasterOptimizer:
         """
         params = self._table.params.items()
         empty = [name for name, one in params if not one.info.full_shape.numel() and self._has(one.group, kind)]
-        return self._table.parts(self.ranges_of(kind, only), self.master.dtype, empty)  # a checkpoint lists empty ones
+        dtype = self.vectors.get(kind, self.master).dtype
+        return self._table.parts(self.ranges_of(kind, only), dtype, empty)  # a checkpoint lists empty ones
 
     def ranges_of(self, kind: str, only: Only | None = None) -> Iterator[tuple[Range, torch.Tensor]]:
         """Each range that has this kind of values, with them as in :meth:`parts`.

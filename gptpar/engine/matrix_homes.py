@@ -136,7 +136,7 @@ def _axes_of(unit: Unit, param: Param, place: Place, updates: Sequence[Update]) 
     """The axes over which a parameter's matrices are divided."""
     update = updates[param.group]
     assert isinstance(update, MatrixUpdate)
-    return place.mesh.divided((*(unit.copies_over if place.zero_stage else ()), *_dividing(param.info, update)))
+    return place.mesh.divided((*place.sharded_over(unit.copies_over), *_dividing(param.info, update)))
 
 
 def _axes(unit: Unit, place: Place, updates: Sequence[Update]) -> tuple[str, ...]:

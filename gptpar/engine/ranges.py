@@ -39,21 +39,26 @@ class Place:
         """The process's position on an axis."""
         return self.mesh.position(self.rank, axis)
 
-    def shards(self, copies_over: tuple[str, ...]) -> int:
-        """Number of equal shards of a unit.
+    def sharded_over(self, copies_over: tuple[str, ...]) -> tuple[str, ...]:
+        """The rows over which ZeRO shards a unit.
 
         Args:
-            copies_over: the axes whose ranks hold copies of the unit.
+            copies_over: the rows whose ranks hold copies of the unit.
         """
-        return self.mesh.size(*copies_over) if self.zero_stage else 1
+        return copies_over if self.zero_stage else ()
+
+    def shards(self, copies_over: tuple[str, ...]) -> int:
+        """Number of equal shards of a unit that has copies over these rows."""
+        return self.mesh.size(*self.sharded_over(copies_over))
 
     def shard(self, unit: Unit) -> int:
         """Index of this process's shard of a unit."""
-        return self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0
+        return self.mesh.position(self.rank, *self.sharded_over(unit.copies_over))
 
     def is_first(self, unit: Unit) -> bool:
         """Whether this process is the first of those that read different samples for a unit and hold this shard."""
-        return self.zero_stage > 0 or self.mesh.position(self.rank, *unit.copies_over) == 0
+        sharded = self.sharded_over(unit.copies_over)
+        return self.mesh.position(self.rank, *(row for row in unit.copies_over if row not in sharded)) == 0
 
 
 @dataclass(frozen=True)

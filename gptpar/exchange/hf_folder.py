@@ -19,7 +19,7 @@ from gptpar.checkpoint.patches import ParameterView
 from gptpar.config import Flags, ModelConfig, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
-from gptpar.config.ranges import range_problems
+from gptpar.config.validate import range_problems
 from gptpar.errors import CheckpointError, ConfigError, printable
 from gptpar.exchange.files.safetensors_file import DTYPES
 from gptpar.exchange.files.weight_files import WeightFile, open_all
@@ -89,7 +89,8 @@ class HfModel:
     Attributes:
         kind: its ``model_type``.
         fields: of its ``config.json``.
-        parameters: our global name -> transformers' tensors that make up the parameter, each with its source.
+        parameters: our global name -> transformers' tensors that make up the parameter, each with its source; all of
+            the model's but those that keep their initial values.
     """
 
     folder: Path

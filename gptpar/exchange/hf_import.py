@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptpar.checkpoint.assembly import Room
 from gptpar.checkpoint.data_file import AlignedBuffers
-from gptpar.checkpoint.patches import common_parts
+from gptpar.checkpoint.patches import ParameterView, common_parts
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.checkpoint.streamed import StreamedCheckpoint, ViewElements, fill
 from gptpar.config import TokenizerConfig
@@ -74,7 +74,9 @@ def tokenizer_in(folder: Path) -> TokenizerConfig | None:
 
 
 def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
-    """Give a run's parameters a Hugging Face model's values; every process fills the parts that it holds.
+    """Give a run's parameters a Hugging Face model's values; every process reads and fills the parts that it holds.
+
+    Of a mixture that is the experts of this process. Memory holds a piece of 8 MiB for each thread that reads.
 
     Args:
         weights: by our global name.
@@ -91,7 +93,7 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    held = [name for name, parts in weights.items() if parts.num_held]
+    held = [name for name, parts in weights.items() if parts.num_held and name in model.parameters]
     views = {name: model.views(name, shapes[name]) for name in held}
 
     buffers, finite = AlignedBuffers(NUM_THREADS), Finite()
@@ -104,5 +106,13 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
                 here = view.of_parameter((offsets, tuple(held.shape)), held)
                 copy_elements(common_parts(view.of_elements(part.start, values), here))
 
-    run_parallel([partial(give, part) for name in held for part in model.parts(name)])
+    wanted = [part for name in held for part in model.parts(name) if _is_held(part, views[name], weights[name])]
+    run_parallel([partial(give, part) for part in wanted])
     finite.require(model.folder)
+
+
+def _is_held(part: SourcePart, views: Mapping[str, ParameterView], held: TensorParts) -> bool:
+    """Whether a process may hold elements of a part: its boxes reach from one before the part's end to its start."""
+    view = views[part.theirs]
+    boxes = (box for offsets, own in held.parts for box in view.boxes((offsets, tuple(own.shape))))
+    return any(first < part.stop and part.start <= last for first, last in view.elements(boxes))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gptpar.config import ModelFlags, TokenizerConfig
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
@@ -16,10 +16,16 @@ from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, holds_our
 from gptpar.exchange.hf_folder import open_hf, read_config
 from gptpar.exchange.hf_import import fill_from_hf, tokenizer_in
 from gptpar.exchange.kept import files_to_keep, keep
+from gptpar.exchange.upcycling import upcycled, with_experts
 from gptpar.model.families import flags_of
 from gptpar.topology.tensor_parts import TensorParts
 
-OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
+OF_TRAINING = frozenset(
+    {
+        *("seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    }
+)
 """Fields of a model that a run may set to other values than those of the ``config.json``."""
 
 SPELLINGS = {
@@ -35,6 +41,8 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
     """Fill the model's flags, and the tokenizer's if none is given, from ``--load-hf``; note contradictions."""
     folder = parsed.flags.checkpoint.load_hf
     if folder is None:
+        if parsed.flags.checkpoint.moe_use_upcycling:
+            parsed.problems.append("--moe-use-upcycling needs a dense model: give its folder, --load-hf, or drop it.")
         return
     try:
         model = open_hf(Path(folder))
@@ -87,6 +95,8 @@ def _note_unread(parsed: ParsedFlags, folder: Path, error: CheckpointError) -> N
 
 def _take_shape(parsed: ParsedFlags, kind: str, theirs: ModelFlags, folder: str) -> None:
     """Fill the model's flags, but for what a run may set otherwise and does; note what conflicts."""
+    if parsed.flags.checkpoint.moe_use_upcycling:
+        theirs = with_experts(parsed, theirs)
     parsed.problems += _conflicts(parsed, theirs)
     too_long = list(_too_long(parsed, theirs))
     parsed.problems += too_long
@@ -140,12 +150,15 @@ def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
             yield f"{flag_name(field)} is {here}, and the model of --load-hf has {there}: leave the flag out."
 
 
-def start_from_hf(folder: Path, weights: Mapping[str, TensorParts], kept_with: Path | None) -> str:
+def start_from_hf(
+    folder: Path, weights: Mapping[str, TensorParts], kept_with: Path | None, mixture: ModelConfig | None = None
+) -> str:
     """Give a new run a Hugging Face model's weights; every process calls it and reads the parameters that it holds.
 
     Args:
         weights: by our global name.
         kept_with: the folder of checkpoints beside which this process keeps the model's other files.
+        mixture: the model of the run, if the folder's is dense and its MLPs become experts.
 
     Returns:
         The model's kind.
@@ -154,7 +167,7 @@ def start_from_hf(folder: Path, weights: Mapping[str, TensorParts], kept_with: P
         CheckpointError: the folder has changed since the command line was read.
     """
     model = open_hf(folder)
-    fill_from_hf(model, weights)
+    fill_from_hf(model if mixture is None else upcycled(model, mixture), weights)
     if kept_with is not None:
         keep(model, kept_with)
     return model.kind

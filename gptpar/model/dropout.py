@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from gptpar.kernels.lowbias import FIRST, SECOND, fold, mixed
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.initial_values import seed_of
@@ -89,29 +90,12 @@ def kept(words: torch.Tensor, rows: torch.Tensor, num_columns: int, p: float) ->
     """
     low, high = words.unbind()
     # Each row has a key of 64 bits: of 32 bits, two rows would rather often have the same.
-    key = _mixed(_mixed(rows ^ low) + high)[..., None]
-    other_key = _mixed(_mixed(rows + high) ^ low)[..., None]
+    key = mixed(mixed(rows ^ low) + high)[..., None]
+    other_key = mixed(mixed(rows + high) ^ low)[..., None]
     columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device)
-    x = _fold(columns ^ key, 16).mul_(_FIRST).add_(other_key)
-    x = _fold(x, 15).mul_(_SECOND)
+    x = fold(columns ^ key, 16).mul_(FIRST).add_(other_key)
+    x = fold(x, 15).mul_(SECOND)
     return x >= min(round(p * 2**32), 2**32 - 1) - 2**31
-
-
-# "lowbias32" (Ellis 2018) is a permutation of 32 bits: each bit of the result depends, almost without bias, on each bit
-# of the input. Products of int32 wrap around on every device; not every operator of torch takes unsigned integers.
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """Permute each element, in place; returns the argument."""
-    x = _fold(x, 16).mul_(_FIRST)
-    x = _fold(x, 15).mul_(_SECOND)
-    return _fold(x, 16)
-
-
-def _fold(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """``x ^= x >> bits``, shifting zeros in."""
-    return x.bitwise_xor_((x >> bits).bitwise_and_(2 ** (32 - bits) - 1))
 
 
 class HiddenDropout(nn.Module):

@@ -21,6 +21,7 @@ from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, StagingBuffe
 from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.matrix_update import MatrixUpdate
+from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.torch_kernels import MatrixHostKernel
 from gptpar.optim.update import Update
 from gptpar.system import pages
@@ -58,12 +59,17 @@ class Buffers:
         return self.all()[1:]
 
     @property
+    def formats(self) -> dict[str, torch.dtype]:
+        """Vector -> its number format."""
+        return {name: vector.dtype for name, vector in self.vectors.items()}
+
+    @property
     def nbytes(self) -> int:
         return sum(vector.nbytes for vector in self.vectors.values())
 
     def in_other(self, block: torch.Tensor) -> Buffers:
         """Buffers like these, with the contents of another block of the same size."""
-        return _buffers_in(block, list(self.vectors), len(self.weights), self.weights.dtype)
+        return _buffers_in(block, self.formats, len(self.weights))
 
 
 @dataclass(slots=True)
@@ -206,14 +212,16 @@ def buckets_of(
 
     Args:
         kernels: by group.
+        dtype: of the master weights, and of the states that the kernel does not round.
         folder: for files that hold the state; ``None``: the state is in memory.
     """
     for low, high, kernel in alike(partition, kernels):
+        formats = {name: KEPT_IN if name in kernel.rounded else dtype for name in ("weights", *kernel.states)}
         size = -(-(high - low) // -(-(high - low) // BUCKET_ELEMENTS))
         for start in range(low, high, size):
             stop = min(start + size, high)
             part = partition.between(start, stop)
-            state = new_buffers(("weights", *kernel.states), stop - start, dtype, folder)
+            state = new_buffers(formats, stop - start, folder)
             ranges = part.group_ranges, part.counted
             yield Bucket(partition.unit, start, stop, *ranges, kernel, state, parameters[start:stop])
 
@@ -279,7 +287,7 @@ def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
         if elements < 0:
             break
         old = bucket.buffers
-        bucket.double_buffer = new_buffers(list(old.vectors), len(old.weights), old.weights.dtype)
+        bucket.double_buffer = new_buffers(old.formats, len(old.weights))
 
 
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -310,22 +318,23 @@ def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
     return sum(b.buffers.nbytes for b in buckets), sum(doubled)
 
 
-def new_buffers(names: Sequence[str], length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
+def new_buffers(formats: Mapping[str, torch.dtype], length: int, folder: Path | None = None) -> Buffers:
     """State that is zero. All its pages are touched, so that the machine has really given the memory.
 
     Args:
-        names: of the vectors.
+        formats: vector -> its number format.
         folder: for files that hold the state; ``None``: it is in memory.
     """
     if folder is not None:
-        return Buffers({name: _in_file(length, dtype, folder) for name in names})
+        return Buffers({name: _in_file(length, dtype, folder) for name, dtype in formats.items()})
     # One mapping for all vectors: their number per process is limited.
-    return _buffers_in(pages.zeros(len(names) * _stride(length, dtype)), names, length, dtype)
+    return _buffers_in(pages.zeros(sum(_stride(length, dtype) for dtype in formats.values())), formats, length)
 
 
-def _buffers_in(block: torch.Tensor, names: Sequence[str], length: int, dtype: torch.dtype) -> Buffers:
-    num_bytes, parts = length * dtype.itemsize, block.split(_stride(length, dtype))
-    return Buffers({name: part[:num_bytes].view(dtype) for name, part in zip(names, parts, strict=True)}, block)
+def _buffers_in(block: torch.Tensor, formats: Mapping[str, torch.dtype], length: int) -> Buffers:
+    parts = block.split([_stride(length, dtype) for dtype in formats.values()])
+    found = zip(formats.items(), parts, strict=True)
+    return Buffers({name: part[: length * dtype.itemsize].view(dtype) for (name, dtype), part in found}, block)
 
 
 def _stride(length: int, dtype: torch.dtype) -> int:

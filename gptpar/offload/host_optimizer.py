@@ -289,8 +289,7 @@ class HostOptimizer:
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
         with self.shared.changed:
-            has_gradients = any(bucket.state is not BucketState.IDLE and not bucket.due for bucket in self._buckets)
-            if not has_gradients or self.shared.keeps:
+            if self.shared.keeps or all(bucket.state is BucketState.IDLE or bucket.due for bucket in self._buckets):
                 return
             self.shared.keeps = self.shared.taking_back = True
             self.shared.changed.notify_all()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, step_numbers
+from gptpar.optim.rounded_states import KEPT_IN, key_of
 
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,6 +39,11 @@ class AdamStep:
         how = AdamHyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.bias_correction)
         return step_numbers(how, self.step, self.divisor)
 
+    @property
+    def key(self) -> int:
+        """The key of the step's random numbers."""
+        return key_of(self.step)
+
 
 def check_arguments(
     state: Sequence[Tensor],
@@ -56,9 +62,11 @@ def check_arguments(
     length, wide = p.numel(), (p.dtype if p.dtype == torch.float64 else torch.float32,)
     wider = wide if p.dtype == torch.float64 else ()
     grads, lows = (*GRAD_TYPES, *wider), (torch.bfloat16, torch.float16, torch.float32, *wider)
-    given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, wide), ("m", m, wide), ("v", v, wide)]
+    moment = (*wide, KEPT_IN)
+    given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, wide), ("m", m, moment), ("v", v, moment)]
     if into is not None:
-        given += [("into[0]", into[0], wide), ("into[1]", into[1], wide), ("into[2]", into[2], wide)]
+        formats = [(old.dtype,) if old.dtype in moment else moment for old in (m, v)]
+        given += [("into[0]", into[0], wide), ("into[1]", into[1], formats[0]), ("into[2]", into[2], formats[1])]
     given.append(("grad", grad, grads))
     if low is not None:
         given.append(("low", low, lows))

@@ -1,6 +1,9 @@
-"""``ADAMW``: AdamW as an elementwise optimizer, made of its update and its state vectors."""
+"""``ADAMW``: AdamW as an elementwise optimizer, made of its update and its state vectors, and its rounded variants."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
 
 from gptpar.optim.adam_update import STATES, AdamHyperparameters, change, numbers
 from gptpar.optim.cpu_adam import CpuAdam
@@ -9,3 +12,9 @@ from gptpar.optim.elementwise import ElementwiseOptimizer
 
 ADAMW = ElementwiseOptimizer("adam", STATES, AdamHyperparameters, numbers, change, device_adam, CpuAdam)
 """AdamW (:mod:`gptpar.optim.adam_update`), with a kernel for GPUs (Triton) and one for CPUs (C++)."""
+
+
+@cache
+def adamw_with(rounded: frozenset[str]) -> ElementwiseOptimizer:
+    """AdamW that keeps these of its moments in 16 bits (:mod:`gptpar.optim.rounded_states`)."""
+    return replace(ADAMW, rounded=rounded, host_kernel=partial(CpuAdam, rounded=rounded)) if rounded else ADAMW

@@ -16,6 +16,7 @@ from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, p
 from gptpar.optim.adam_update import STATES, AdamHyperparameters, change
 from gptpar.optim.elementwise import Done, update
 from gptpar.optim.matrix_update import MatrixUpdate
+from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.torch_kernels import GroupNumbers, MatrixHostKernel, clear_between, square_by_blocks, timed
 from gptpar.system import native
 from gptpar.system.host import cores
@@ -24,8 +25,9 @@ _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
 
 # struct packs twice as fast as ctypes' structures. That matters, because each bucket's call comes with cold caches.
-_STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
-_BLEND = struct.Struct("8P2i7fi")  # the same without m and v
+_STEP = struct.Struct("8P4i7f4xI4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
+_BLEND = struct.Struct("8P4i7fi8x")  # the same without m and v
+_UNUSED = (1, 1)  # types of m and v
 _RANGE = struct.Struct("3q")  # GptparGroupRange in csrc/blocks.h
 
 
@@ -84,6 +86,7 @@ class CpuAdam:
 
     Args:
         threads: threads for each call; default: default_threads().
+        rounded: the states that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`).
 
     Attributes:
         native: whether the compiled kernel is used. Otherwise one warning says why, and torch does the work.
@@ -93,9 +96,10 @@ class CpuAdam:
 
     _isa = -1  # the best that the processor has; tests compare the others
 
-    def __init__(self, threads: int | None = None):
+    def __init__(self, threads: int | None = None, rounded: frozenset[str] = frozenset()):
         if threads is not None and threads < 1:
             raise ValueError(f"CpuAdam needs at least 1 thread, not {threads}")
+        self.rounded = rounded
         self.threads = threads or default_threads()
         self._kernels = _library()
 
@@ -143,7 +147,7 @@ class CpuAdam:
 
         Args:
             state: [n] p, m and v, contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's
-                operators are used.
+                operators are used. Moments may be bfloat16: then they are rounded stochastically.
             grad: [n] fp32, bf16 or fp16; with fp64 parameters, fp64 as well.
             ranges: (start, stop, the step's numbers), ascending; elements between the ranges do not change.
             into: memory for the new p, m and v; the old ones do not change. Default: in place.
@@ -266,7 +270,7 @@ class CpuMuon(MatrixHostKernel):
         """Put a pass into the queue; the numbers are (scale, share, decay)."""
         assert self._kernels is not None
         addresses = (old.data_ptr(), 0, 0, new.data_ptr(), 0, 0, grad.data_ptr(), low.data_ptr())
-        types, steps = (_TYPES[grad.dtype], _TYPES[low.dtype]), []
+        types, steps = (_TYPES[grad.dtype], _TYPES[low.dtype], *_UNUSED), []
         for _, _, (scale, share, decay, ahead) in ranges:
             steps.append(_BLEND.pack(*addresses, *types, scale, share, 0, 0, 0, 0, decay, ahead and self._nesterov))
         where = b"".join(_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges))
@@ -290,7 +294,7 @@ def order_sum(total: Tensor, old: Tensor, addend: Tensor, threads: int) -> Calla
     if kernels is None or total.dtype != torch.float32:
         return functools.partial(timed, lambda: bool(torch.add(old, addend, out=total).isfinite().all()))
     addresses = (old.data_ptr(), 0, 0, total.data_ptr(), 0, 0, addend.data_ptr(), 0)
-    step = _BLEND.pack(*addresses, _TYPES[addend.dtype], 0, 1.0, 1.0, 0, 0, 0, 0, 1.0, False)
+    step = _BLEND.pack(*addresses, _TYPES[addend.dtype], 0, *_UNUSED, 1.0, 1.0, 0, 0, 0, 0, 1.0, False)
     ticket = _checked(kernels.brief.cpu_adam_order(step, 1, _RANGE.pack(0, len(total), 0), 1, None, 0, threads, -1))
     return functools.partial(_wait_for, kernels, ticket, (total, old, addend))
 
@@ -340,8 +344,10 @@ def _call(
     """
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if low is None else low.data_ptr())
-    types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
-    steps = b"".join(_STEP.pack(*addresses, *types, *how.numbers()) for *_, how in ranges)
+    _, m, v, *_, grad = tensors
+    types = _TYPES[grad.dtype], 0 if low is None else _TYPES[low.dtype], _TYPES[m.dtype], _TYPES[v.dtype]
+    rounds = KEPT_IN in (m.dtype, v.dtype)
+    steps = b"".join(_STEP.pack(*addresses, *types, *how.numbers(), how.key if rounds else 0) for *_, how in ranges)
     where = b"".join(_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges))
     kept_to, num_kept_to = (None, 0) if only is None else (only.ctypes.data, len(only))
     return steps, len(ranges), where, len(ranges), kept_to, num_kept_to
@@ -359,5 +365,5 @@ def _torch_steps(
         old, new = ([t[start:stop] for t in of] for of in (state, into))
         here, narrow, n = grad[start:stop], None if low is None else low[start:stop], how.numbers()
         finite &= bool(here.isfinite().all())
-        update(change, old, here, n.scale, n.decay, n.own, into=new, low=narrow)
+        update(change, old, here, n.scale, n.decay, n.own, into=new, low=narrow, key=how.key)
     return finite

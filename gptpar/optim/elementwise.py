@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptpar.optim.rounded_states import as_kept
 from gptpar.optim.update import Update
 
 CLIP_EPS = 1e-6
@@ -133,6 +134,9 @@ class HostKernel(Protocol):
     states: tuple[str, ...]
     """Names of the state vectors."""
 
+    rounded: frozenset[str]
+    """Those of them that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`)."""
+
     threads: int
 
     @property
@@ -160,7 +164,7 @@ class HostKernel(Protocol):
         """Put an update into a queue, and return at once.
 
         Args:
-            state: [n] master weights and state vectors, contiguous fp32 or fp64.
+            state: [n] master weights and state vectors, contiguous fp32 or fp64, those in :attr:`rounded` bfloat16.
             grad: [n].
             ranges: (start, stop, result of :meth:`step_of`), ascending.
             into: memory for the new state; default: in place.
@@ -248,30 +252,32 @@ def update(
     low: Tensor | None = None,
     skipped: Tensor | None = None,
     couples_decay: bool = False,
+    key: Tensor | int = 0,
 ) -> None:
     """Update vectors by torch's operators, on any device.
 
     Args:
-        state: [n] master weights and state vectors, all of one dtype (fp32 or fp64).
+        state: [n] master weights and state vectors, all of one dtype (fp32 or fp64) but for rounded ones (bfloat16).
         grad: [n] of a dtype not wider than theirs.
         scale, decay, numbers, couples_decay: see the module; numbers or scalar tensors, which are rounded once to the
             state's dtype.
         into: memory for the new state; default: in place.
         low: [n] gets the new parameters, rounded to its dtype; it may be ``grad`` itself.
         skipped: if it is not zero, nothing changes (scalar).
+        key: of the step, for rounded states (:mod:`gptpar.optim.rounded_states`).
     """
     weights, *_ = state
     scale, decay, *numbers = (
         torch.as_tensor(number, dtype=weights.dtype, device=weights.device) for number in (scale, decay, *numbers)
     )
     for block in blocks_of(weights):
-        p, *states = old = [t[block] for t in state]
+        p, *states = old = [t[block].to(weights.dtype) for t in state]
         g = grad[block].to(p.dtype) * scale
         step, states = change(g + decay * p if couples_decay else g, states, numbers)
         new = [p - step if couples_decay else decay * p - step, *states]
         if skipped is not None:
             new = [torch.where(skipped == 0, after, before) for after, before in zip(new, old, strict=True)]
-        for target, value in zip(into or state, new, strict=True):
+        for target, value in zip(into or state, as_kept(new, old, state, key), strict=True):
             target[block] = value
         if low is not None:
             low[block] = new[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gptpar.config.sections.optimizer import OptimizerFlags
-from gptpar.optim.adamw import ADAMW
+from gptpar.optim.adamw import ADAMW, adamw_with
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.lion import LION
 from gptpar.optim.matrix_update import MatrixUpdate
@@ -20,4 +20,4 @@ def updates_of(flags: OptimizerFlags) -> tuple[MatrixUpdate | None, ElementwiseO
     if isinstance(chosen, MatrixUpdate):
         return chosen.with_settings(flags), ADAMW
     assert isinstance(chosen, ElementwiseOptimizer)
-    return None, chosen
+    return None, adamw_with(flags.rounded_moments) if chosen is ADAMW else chosen

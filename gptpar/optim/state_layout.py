@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gptpar.optim.group_ranges import ALIGNMENT, GroupRange
+from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.update import Update
 
 
@@ -73,11 +75,29 @@ class StateLayout:
             )
             for name in dict.fromkeys(name for update in updates for name in update.states)
         }
+        self._rounded = frozenset[str]().union(*(update.rounded for update in updates))
 
     @property
     def lengths(self) -> dict[str, int]:
         """State -> number of its vector's elements."""
         return {name: vector.length for name, vector in self._vectors.items()}
+
+    def dtype_of(self, name: str, wide: torch.dtype) -> torch.dtype:
+        """The number format of a state, which is the same for all updates that have it.
+
+        Args:
+            wide: of the master weights, and of states that are not rounded.
+        """
+        return KEPT_IN if name in self._rounded else wide
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes of all states' vectors.
+
+        Args:
+            itemsize: bytes of a number that is not rounded.
+        """
+        sizes = {name: KEPT_IN.itemsize if name in self._rounded else itemsize for name in self._vectors}
+        return sum(sizes[name] * length for name, length in self.lengths.items())
 
     def view(self, name: str, vector: Tensor, start: int, stop: int) -> Tensor:
         """The values of elements ``start:stop``, which all have this state, in its vector.

@@ -24,6 +24,7 @@ from gptpar.optim.elementwise import (
     update,
 )
 from gptpar.optim.matrix_update import MatrixUpdate, average, follow
+from gptpar.optim.rounded_states import key_on_device
 from gptpar.optim.update import Hyperparameters, Update
 
 _SQUARE_BLOCK = 1 << 16
@@ -81,7 +82,7 @@ class TorchDeviceKernel:
         if isinstance(self._optimizer, MatrixUpdate):
             return MatrixDeviceStep(self._optimizer, numbers, skipped)
         assert isinstance(self._optimizer, ElementwiseOptimizer)
-        return _TorchStep(self._optimizer, numbers, skipped)
+        return _TorchStep(self._optimizer, numbers, skipped, key_on_device(steps) if self._optimizer.rounded else 0)
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,17 @@ class _TorchStep:
     optimizer: ElementwiseOptimizer
     numbers: GroupNumbers
     skipped: Tensor
+    key: Tensor | int
 
     def update(self, this: UpdateVectors) -> None:
         scale, decay, own = self.numbers
-        couples_decay = self.optimizer.couples_decay
+        couples_decay, key = self.optimizer.couples_decay, self.key
         for start, stop, decays in this.ranges:
             *state, grad = (vector[start:stop] for vector in this.vectors)
             low = None if this.parameters is None else this.parameters[start:stop]
             factor = decay if decays else float(not couples_decay)
-            change, skipped = self.optimizer.change, self.skipped
-            update(change, state, grad, scale, factor, own, low=low, skipped=skipped, couples_decay=couples_decay)
+            change, given = self.optimizer.change, (state, grad, scale, factor, own)
+            update(change, *given, low=low, skipped=self.skipped, couples_decay=couples_decay, key=key)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class TorchHostKernel:
         threads: of torch, for the banner.
     """
 
-    isa = "torch"
+    isa, rounded = "torch", frozenset[str]()
 
     def __init__(self, optimizer: Update, threads: int):
         self._optimizer, self.threads, self.states = optimizer, threads, optimizer.states

@@ -14,9 +14,8 @@ from gptpar.pipeline import schedules
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.layer_split import LayerSplit
 from gptpar.pipeline.recompute import Keep
-from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime
+from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Transport
 from gptpar.pipeline.stage import Fields, Stage
-from gptpar.pipeline.transport import Transport
 from gptpar.topology.groups import Topology
 
 Of = TypeVar("Of")

@@ -1,12 +1,14 @@
-"""Executes a schedule's instructions on the stages of one process."""
+"""Executes a schedule's instructions on the stages of one process, and sends tensors between stages."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gptpar.pipeline.schedules import (
     Backward,
@@ -17,7 +19,7 @@ from gptpar.pipeline.schedules import (
     SendGradient,
 )
 from gptpar.pipeline.stage import Fields, Stage
-from gptpar.pipeline.transport import Arrival, Transport
+from gptpar.topology.groups import Link, Links
 
 Boundary = Callable[[int, torch.Tensor, Fields], tuple[torch.Size, torch.dtype]]
 """(shape, dtype) of a virtual stage's output, from its number in the model and the micro-batch's input and fields."""
@@ -67,7 +69,7 @@ class Runtime:
     observer: Observer = field(default_factory=Observer)
     losses: list[torch.Tensor] = field(default_factory=list)
     _arriving: dict[tuple[str, int, int], Arrival] = field(default_factory=dict)
-    _alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _alive: dict[tuple[int, int], tuple[torch.Tensor, _Received | None]] = field(default_factory=dict)
     _leaving: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def run(self, instructions: Iterable[Any]) -> None:
@@ -90,10 +92,12 @@ class Runtime:
 
     def _forward(self, micro_batch: int, virtual_stage: int) -> None:
         x, fields = self.micro_batches[micro_batch]
+        received = None
         if self._number(virtual_stage) > 0:
             x = self._arriving.pop(("activation", micro_batch, virtual_stage)).take()
+            received = _Received(x.shape, x.dtype, x.device)
             if torch.is_grad_enabled() and x.is_floating_point():
-                x.requires_grad_()
+                x = _Entrance.apply(received.anchor, x, received)
         self.observer.before_forward(micro_batch, virtual_stage)
         y = self.virtual_stages[virtual_stage](x, fields)
         if self._number(virtual_stage) == len(self.virtual_stages) * self.num_stages - 1:
@@ -103,18 +107,18 @@ class Runtime:
             self._leaving["activation", micro_batch, virtual_stage] = y.detach()
             _forget_values(y)
         if torch.is_grad_enabled():
-            self._alive[micro_batch, virtual_stage] = (x, y)
+            self._alive[micro_batch, virtual_stage] = (y, received)
 
     def _backward(self, micro_batch: int, virtual_stage: int) -> None:
-        x, y = self._alive.pop((micro_batch, virtual_stage))
+        y, received = self._alive.pop((micro_batch, virtual_stage))
         arriving = self._arriving.pop(("gradient", micro_batch, virtual_stage), None)
         grad = self.grad if arriving is None else arriving.take()
         self.observer.before_backward(micro_batch, virtual_stage, y)
         if y.requires_grad:  # it does not if this and all earlier stages have no parameters
             torch.autograd.backward(y, grad)
         self.observer.after_backward(micro_batch, virtual_stage)
-        if self._number(virtual_stage) > 0:
-            self._leaving["gradient", micro_batch, virtual_stage] = torch.zeros_like(x) if x.grad is None else x.grad
+        if received is not None:
+            self._leaving["gradient", micro_batch, virtual_stage] = received.gradient()
 
     def _receive(self, what: str, micro_batch: int, virtual_stage: int) -> None:
         assert self.transport is not None
@@ -132,7 +136,73 @@ class Runtime:
         self.transport.send(link, self._leaving.pop((what, micro_batch, virtual_stage)))
 
 
+class _Received:
+    """A stage's input of a micro-batch: what its gradient needs, which is not its values."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        self._how: dict[str, Any] = {"size": shape, "dtype": dtype, "device": device}
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self.grad: torch.Tensor | None = None
+
+    def gradient(self) -> torch.Tensor:
+        """Zeros if the stage's output does not depend on the input."""
+        return torch.zeros(**self._how) if self.grad is None else self.grad
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets autograd alone keep a stage's input: a leaf would be kept until its gradient is there.
+
+    Where the stage's first layers are recomputed, and their input is kept on the host, the device keeps none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, received: _Received) -> torch.Tensor:
+        ctx.received = received
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        ctx.received.grad = grad
+        return None, None, None
+
+
 def _forget_values(y: torch.Tensor) -> None:
     """Free the values of a stage's output once they are sent: autograd needs the output as a node of the graph only."""
     if y.requires_grad and y._base is None:
         y.data = y.new_empty(1).expand(y.shape)
+
+
+class Arrival:
+    """A tensor that is being received."""
+
+    def __init__(self, link: Link, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        self._tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._work = dist.irecv(self._tensor, link.peer, group=link.group)
+
+    def take(self) -> torch.Tensor:
+        """The tensor. On a GPU later work of the current stream waits for its arrival, not the host."""
+        assert self._work is not None
+        self._work.wait()
+        return self._tensor
+
+
+class Transport:
+    """Sends tensors without waiting, and keeps each alive until it is sent."""
+
+    def __init__(self, links: Links):
+        self.links = links
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def send(self, link: Link, tensor: torch.Tensor) -> None:
+        """Start sending."""
+        tensor = tensor.contiguous()
+        self._leaving.append((dist.isend(tensor, link.peer, group=link.group), tensor))
+        # While a step is recorded, nothing is sent, so no send is complete.
+        recording = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        while tensor.is_cuda and not recording and self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+
+    def flush(self) -> None:
+        """Wait for all sends. On a GPU the current stream waits, not the host."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()

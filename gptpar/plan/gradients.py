@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gptpar.config import Config
-from gptpar.config.checks.offload import offload_gradients_obstacles
+from gptpar.config.sections.offload import offload_gradients_obstacles
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gptpar.config import Config
-from gptpar.config.checks.precision import graph_obstacles
+from gptpar.config.sections.precision import graph_obstacles
 
 
 def wants_graph(config: Config, num_copies: int) -> bool:

@@ -23,9 +23,9 @@ from gptpar.offload.machine import KEPT_FREE
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
 
-UPDATE_BYTES = 26
-"""Bytes of host memory that an update moves for each element beside its gradient: three fp32 numbers are read and
-written, a 16-bit weight is written."""
+WEIGHT_BYTES = 2
+"""Bytes of the 16-bit weight that an update writes to host memory. It also reads the gradient, and reads and writes the
+master weight and the states."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     """The speed on a cluster, where a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
     slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
-    moved = UPDATE_BYTES + (job.wide_size if job.host_sums else job.offloaded_gradient_size)
+    moved = 2 * max(update.state_bytes(job.wide_size) for update in job.updates) + WEIGHT_BYTES
+    moved += job.wide_size if job.host_sums else job.offloaded_gradient_size
     update, speculate = (slower * moved / rate for rate in (s.host_rate, s.host_rate_aside))
     return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)
 

@@ -11,7 +11,8 @@ from itertools import chain, pairwise
 import torch
 
 from gptpar.config import Config, ModelConfig, RecomputeConfig
-from gptpar.engine.ranges import Home
+from gptpar.config.sections.parallel import groups_gathered
+from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
@@ -26,12 +27,14 @@ from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
-from gptpar.topology.mesh import COPIES, Mesh
+from gptpar.topology.mesh import COPIES, EXPERT, Mesh, copies_over
 
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
 Groups = Sequence[Sequence[tuple[int, ...]]]
 """For each virtual stage of a stage: the groups of blocks, by number, that are recomputed together."""
+BUFFERS_OF_GATHERED = 4
+"""In backward attention holds the gathered keys and values, their gradients, the sum of these, and its copy to send."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Job:
         Where the expert axis divides the data axis, this is the number of shards of a rank's experts. Other parameters,
         few beside experts, have more shards, and are counted with too much memory.
         """
-        return self.num_copies // self.mesh.expert if self.zero_stage else 1
+        return Place(self.mesh, zero_stage=self.zero_stage).shards(copies_over((EXPERT,)))
 
     @cached_property
     def ratio(self) -> float:
@@ -236,20 +239,25 @@ class Job:
         if self.config.data.reset_attention_mask:
             documents = self.document_lengths or (length,)
         shape = BatchShape(self.tokens, length, dtype, self.device_type, documents, 1 if gathers else self.mesh.context)
-        gathered, costs = self._gathered_bytes, costs_of(self.layers, shape)
-        if not gathered:
-            return costs
-        return [replace(cost, kept=cost.kept + gathered) if cost.attention else cost for cost in costs]
+        return [self._over_context(cost) if cost.attention else cost for cost in costs_of(self.layers, shape)]
 
-    @property
-    def _gathered_bytes(self) -> float:
-        """Bytes of others' or copied keys and values that attention keeps, for each token that a process has."""
-        size, groups = self.mesh.context, self.shape.num_query_groups // self.mesh.tensor
-        if size == 1 or "core_attn" in self.config.recompute.recompute_modules:
-            return 0.0
-        gathers = self.config.parallel.cp_comm_type == "allgather"
-        more = groups * size if gathers else math.lcm(groups, size) - groups
-        return 2.0 * more * self.shape.kv_channels * self.element_size
+    def _over_context(self, cost: Cost) -> Cost:
+        """An attention layer's, with what it computes, keeps and moves of others' tokens."""
+        size, parallel = self.mesh.context, self.config.parallel
+        if size == 1:
+            return cost
+        groups, heads = (n // self.mesh.tensor for n in (self.shape.num_query_groups, self.shape.num_attention_heads))
+        of_head = self.shape.kv_channels * self.element_size
+        if parallel.cp_comm_type == "a2a":
+            more = 2.0 * (math.lcm(groups, size) - groups) * of_head  # copied keys and values
+        else:
+            at_once = groups_gathered(groups, 2 * of_head * self.tokens * size)
+            moved = BUFFERS_OF_GATHERED * 2 * at_once * of_head * size
+            cost, more = replace(cost, workspace=cost.workspace + moved), 0.0
+            if self.config.model.attention_dropout:  # of all tokens' queries
+                again, more = (cost.attention + cost.masked) * (size - 1), 2.0 * heads * of_head * (size - 1)
+                cost = replace(cost, masked=cost.masked + again)
+        return cost if "core_attn" in self.config.recompute.recompute_modules else replace(cost, kept=cost.kept + more)
 
     @property
     def updates(self) -> tuple[Update, ...]:

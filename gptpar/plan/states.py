@@ -43,6 +43,6 @@ def state_bytes(group_ranges: Sequence[GroupRange], updates: Sequence[Update], l
     Args:
         updates: by group.
         length: of the vector.
-        size: bytes of a number.
+        size: bytes of a number that is not rounded.
     """
-    return size * (length + sum(StateLayout(group_ranges, updates, length).lengths.values()))
+    return size * length + StateLayout(group_ranges, updates, length).num_bytes(size)

@@ -213,12 +213,12 @@ class _Costs:
         return forward, backward
 
     def _context_transfer(self, cost: Cost) -> float:
-        """Seconds in which attention sends heads over the context axis, in each pass."""
+        """Seconds in which attention sends heads over the context axis: half of them in each pass."""
         job, size, shape = self._job, self._job.mesh.context, self._job.shape
         if size == 1 or not cost.attention:
             return 0.0
         heads = job.config.parallel.heads_sent(shape.num_attention_heads, shape.num_query_groups)
-        sent = heads[job.config.parallel.cp_comm_type] * shape.kv_channels * job.element_size
+        sent = heads[job.config.parallel.cp_comm_type] / 2 * shape.kv_channels * job.element_size
         return sent * job.tokens * (size - 1) / self._context_rate + 2 * self._sustained.transfer
 
     def _transfer(self, width: int) -> tuple[float, float]:

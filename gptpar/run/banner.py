@@ -144,8 +144,17 @@ def _layout(config: Config, topology: Topology) -> list[Row]:
     return [
         Row("processes", f"{mesh.world_size}", f"{mesh.describe()}, ZeRO-{config.parallel.zero_stage}"),
         Row("device", name, reason),
-        Row("number format", config.precision.dtype, "master weights, moments and gradient sums in fp32 or wider"),
+        Row("number format", config.precision.dtype, _wide_formats(config.optimizer)),
     ]
+
+
+def _wide_formats(optimizer: OptimizerConfig) -> str:
+    """What is kept in other number formats than the model's parameters."""
+    if not (rounded := optimizer.rounded_moments):
+        return "master weights, moments and gradient sums in fp32 or wider"
+    rest = "" if len(rounded) > 1 else ", the other moment"
+    kept = " and ".join(sorted(rounded))
+    return f"master weights{rest} and gradient sums in fp32 or wider; {kept} in bf16, rounded stochastically"
 
 
 def _run(config: Config, plan: BatchPlan) -> list[Row]:

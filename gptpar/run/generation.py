@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_tensors
+from gptpar.checkpoint import Manifest, find_checkpoints, first_usable, read_manifest, read_tensors
 from gptpar.config import ModelConfig
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError
@@ -18,6 +19,8 @@ from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.run.resume import instead_of
+
+T = TypeVar("T")
 
 
 def load_model(
@@ -66,8 +69,8 @@ def load_stages(
     Raises:
         CheckpointError: none that can be read.
     """
-    problems: list[str] = []
-    for path in _candidates(folder, iteration):
+
+    def use(path: Path) -> LoadedStages:
         try:
             manifest = read_manifest(path)
             stored = stored_model(path, manifest.meta)
@@ -75,11 +78,11 @@ def load_stages(
             stages = build(stored)
             _fill(stages, path, manifest, stored.model, device, dtype)
         except CheckpointError as error:
-            problems.append(str(error))
             print(f"skipped a checkpoint: {error}", file=sys.stderr)
-            continue
+            raise
         return LoadedStages(stages, stored, path, manifest.iteration)
-    raise CheckpointError(_none_of(folder, problems))
+
+    return _first(folder, iteration, use)
 
 
 def newest_model(folder: Path, iteration: int | None = None) -> StoredModel:
@@ -88,13 +91,7 @@ def newest_model(folder: Path, iteration: int | None = None) -> StoredModel:
     Raises:
         CheckpointError: none that can be read.
     """
-    problems: list[str] = []
-    for path in _candidates(folder, iteration):
-        try:
-            return stored_model(path, read_manifest(path).meta)
-        except CheckpointError as error:
-            problems.append(str(error))
-    raise CheckpointError(_none_of(folder, problems))
+    return _first(folder, iteration, lambda path: stored_model(path, read_manifest(path).meta))
 
 
 def _candidates(folder: Path, iteration: int | None) -> list[Path]:
@@ -114,8 +111,12 @@ def _candidates(folder: Path, iteration: int | None) -> list[Path]:
     return found
 
 
-def _none_of(folder: Path, problems: Sequence[str]) -> str:
-    return f"no checkpoint in {folder} can be read:\n" + "\n".join(problems)
+def _first(folder: Path, iteration: int | None, use: Callable[[Path], T]) -> T:
+    """What ``use`` makes of the newest checkpoint that it accepts."""
+    problems: list[str] = []
+    if (found := first_usable(_candidates(folder, iteration), use, problems)) is None:
+        raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
+    return found
 
 
 def _fill(
@@ -151,11 +152,13 @@ def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> 
         CheckpointError: a size that no tensor has.
     """
     largest = max((size for entry in manifest.tensors.values() for size in entry.shape), default=0)
-    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(
-        ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), largest
-    )
-    for name, limit in (limits | {"padded_vocab_size": largest}).items():
-        if getattr(model, name) > limit:
+    sizes = ["hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "padded_vocab_size"]
+    sizes += ["num_experts", "moe_ffn_hidden_size"]
+    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(sizes, largest)
+    if not all(model.blocks_with_experts(model.num_layers)):
+        limits["ffn_hidden_size"] = largest
+    for name, limit in limits.items():
+        if (getattr(model, name) or 0) > limit:
             raise CheckpointError(
                 f"the meta of {path} says {name} {getattr(model, name):,}, but it holds {len(manifest.tensors):,} "
                 f"tensors, none longer than {largest:,}; take another checkpoint with --ckpt-step N"

@@ -18,9 +18,9 @@ from pathlib import Path
 from gptpar.checkpoint import find_checkpoints
 from gptpar.checkpoint.copies import Copies
 from gptpar.checkpoint.folders import remove_checkpoint
-from gptpar.checkpoint.planner import who_writes
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.ring import COPIES, Ring
+from gptpar.checkpoint.storage import who_writes
 from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import GptparError
 from gptpar.reporting.banner import format_bytes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gptpar.checkpoint import DamagedCheckpoint, Manifest, checkpoints_in, read_manifest
+from gptpar.checkpoint import Manifest, checkpoints_in, first_usable, read_manifest
 from gptpar.config import CheckpointConfig, Flags
 from gptpar.config.flags import ParsedFlags
 from gptpar.reporting.records import IterationRecord
@@ -45,10 +44,7 @@ def newest_of_own(checkpoint: CheckpointConfig) -> Manifest | None:
     if not has_begun():
         return None
     folders = [Path(one) for one in (memory_folder(), checkpoint.save, checkpoint.save_local) if one]
-    for _, path in checkpoints_in(folders):
-        with contextlib.suppress(DamagedCheckpoint):  # the one before it is taken
-            return read_manifest(path)
-    return None
+    return first_usable((path for _, path in checkpoints_in(folders)), read_manifest)
 
 
 class RecoveryTimes(Sink):

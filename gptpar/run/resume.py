@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from gptpar.checkpoint import (
     HINT_NAME,
-    DamagedCheckpoint,
     Manifest,
     checkpoints_in,
     edited_hint,
     find_checkpoints,
+    first_usable,
     load_checkpoint,
     read_manifest,
 )
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
+from gptpar.optim.adam_update import STATES
 from gptpar.optim.optimizers import updates_of
+from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.schedule import Schedule
 from gptpar.run.accept import (
     Inputs,
@@ -34,7 +37,7 @@ from gptpar.run.run_folder.branches import branch_with
 from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.run.trainer import Trainer
 from gptpar.system.restart import memory_folder
-from gptpar.topology.tensor_parts import kind_of
+from gptpar.topology.tensor_parts import TensorParts, kind_of
 
 _NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
 
@@ -100,10 +103,9 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
     required = c.exit_on_missing_checkpoint or c.begins_anew or config.logging.skip_train or c.ckpt_step is not None
     if not found and not required and branch is None:
         return None
-    for number, path in found:
-        if c.ckpt_step in (None, number):
-            with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
-                return read_manifest(path)
+    chosen = [path for number, path in found if c.ckpt_step in (None, number)]
+    if (manifest := first_usable(chosen, read_manifest)) is not None:  # load_checkpoint will name those before
+        return manifest
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
     elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
     raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}: {instead_of(found)}")
@@ -171,6 +173,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         iteration=c.ckpt_step,
         strict=not weights_only,
         may_stay=lambda name: _is_dropped(config, name),
+        may_cast=lambda name: _is_rounded(manifest, name, targets[name].dtype),
         apart=memory_folder(),
         report=_only_missing(say),
     )
@@ -191,6 +194,8 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
+        for sentence in _other_formats(manifest, targets):
+            say(f" > {sentence}")
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:
@@ -205,7 +210,8 @@ def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
     if (folder := checkpoint.load_hf) is not None:
         kept_with = Path(checkpoint.save) if checkpoint.save and trainer.topology.is_main else None
         weights = trainer.engine.optimizer.state_tensors()["weights"]
-        kind = start_from_hf(Path(folder), weights, kept_with)
+        mixture = trainer.config.model if checkpoint.moe_use_upcycling else None
+        kind = start_from_hf(Path(folder), weights, kept_with, mixture)
         trainer.engine.publish()
         say(f" > weights of the {kind} model in {folder}")
     return Progress()
@@ -216,6 +222,21 @@ def _is_dropped(config: Config, name: str) -> bool:
     of_matrices, of_others = updates_of(config.optimizer)
     kind = kind_of(name)
     return of_matrices is not None and kind in of_others.states and kind not in of_matrices.states
+
+
+def _is_rounded(manifest: Manifest, name: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor is a moment that is kept in 16 bits either in the checkpoint or here, and in fp32 else."""
+    return kind_of(name) in STATES and {manifest.tensors[name].dtype, dtype} == {KEPT_IN, torch.float32}
+
+
+def _other_formats(manifest: Manifest, targets: Mapping[str, TensorParts]) -> Iterator[str]:
+    """What a resume did to moments that the checkpoint has in another number format."""
+    for kind in STATES:
+        names = [name for name in targets if kind_of(name) == kind and name in manifest.tensors]
+        if any(_is_rounded(manifest, name, targets[name].dtype) for name in names):
+            narrows = targets[names[0]].dtype == KEPT_IN
+            how = "bf16: fp32 was rounded to nearest once" if narrows else "fp32 again, exactly as they were in bf16"
+            yield f"the values of {kind} are {how}"
 
 
 def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -61,6 +61,7 @@ _BY_RULE = {
         "model.attention_dropout model.hidden_dropout model.z_loss_weight model.moe_router_bias_update_rate "
         "model.moe_router_load_balancing_type model.moe_aux_loss_coeff model.moe_z_loss_coeff "
         "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
+        "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype "
         "optimizer.optimizer optimizer.clip_grad optimizer.weight_decay_override optimizer.lr_override "
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
     ),

@@ -1,4 +1,4 @@
-"""Notes what each worker is doing, in a record that outlives it, for the message about its death."""
+"""Notes what each worker is doing, in a record that outlives it, and finds signs of life."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gptpar.errors import GptparError, first_line
@@ -23,6 +23,8 @@ More than ``command_line.OTHERS_FIRST_SECONDS``, for which a failing worker may 
 
 SLOT_BYTES = 255
 START = "start-up"
+COUNTED_BYTES = 2**20
+"""Fewer bytes are no sign of life: a thread that polls a small file reads them, too."""
 _PREFIX = "rank"
 # Messages of gloo, NCCL and the store when the process at the other end of a connection is gone or does not answer.
 _LOST = re.compile(
@@ -137,3 +139,29 @@ def _path(folder: Path, rank: int) -> Path:
 def _slice(number: int) -> slice:
     slot = number % 2
     return slice(1 + slot * SLOT_BYTES, 1 + (slot + 1) * SLOT_BYTES)
+
+
+class SignsOfLife:
+    """Follows the notes of all workers of a folder, and the bytes that they read and write."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._notes: dict[int, bytes] = {}
+        self._bytes: dict[int, int] = {}
+        self._last = time.monotonic()
+
+    def silence(self, processes: Iterable[int]) -> float:
+        """Seconds since any of the processes showed a sign of life, as seen by the calls of this method."""
+        notes, moved = records(self._folder), {process: bytes_moved(process) for process in processes}
+        grown = any(count - self._bytes.get(process, 0) >= COUNTED_BYTES for process, count in moved.items())
+        if notes != self._notes or grown:
+            self._notes, self._bytes, self._last = notes, moved, time.monotonic()
+        return time.monotonic() - self._last
+
+
+def bytes_moved(process: int) -> int:
+    """Bytes that a process has read and written, by Linux's count; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{process}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return 0

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gptpar
+from gptpar.adapter.guards import order_watch
 from gptpar.errors import GptparError
-from gptpar.guards import order_watch
 from tests.any_module.pipeline_layers import Divided, data_of, layers, loss_of
 from tests.spawn import spawn
 

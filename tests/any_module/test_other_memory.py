@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gptpar.adapter.guards.memory_watch import MemoryWatch
 from gptpar.adapter.units import find_units
 from gptpar.errors import GptparError
-from gptpar.guards.memory_watch import MemoryWatch
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, Training

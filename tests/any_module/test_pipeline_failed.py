@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gptpar
-from gptpar.guards import failed_passes
+from gptpar.adapter.guards import failed_passes
 from tests.any_module.pipeline_layers import Divided, data_of, fp64, layers, loss_of
 from tests.any_module.rank_pool import RankPool, RanksFailed
 

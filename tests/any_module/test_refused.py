@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gptpar.adapter.guards import failed_passes
 from gptpar.errors import GptparError
-from gptpar.guards import failed_passes
 from tests.any_module.case import Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.compare import problems

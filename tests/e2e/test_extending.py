@@ -17,6 +17,7 @@ EXAMPLES = {
     "Another norm": (2, "combinations compute the same as one process"),
     "A preset": (1, "596.05 M parameters"),
     "Another layer": (2, "combinations compute the same as one process"),
+    "Another axis": (4, "equal losses and norms"),
     "An optimizer over matrices": (3, "compute the same as one process"),
 }
 """How many files an example changes, and what its commands print.

@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 DEFERRED_INIT = "gptpar/adapter/deferred.py"
 TAPE = "gptpar/adapter/tape.py"
 UNITS = "gptpar/adapter/units.py"
-REFUSALS = "gptpar/guards/refusals.py"
+REFUSALS = "gptpar/adapter/guards/refusals.py"
 DEFERRED_TESTS = "tests/unit/adapter/test_deferred.py"
 VALUES_TESTS = "tests/unit/adapter/test_deferred_values.py"
 UNIT_TESTS = "tests/unit/adapter/test_units.py"

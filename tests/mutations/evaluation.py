@@ -18,7 +18,7 @@ EVALUATION = [
     ),
     Mutation(
         "last-window-of-a-text-reaches-back-by-nothing",
-        "gptpar/run/evaluation/rows.py",
+        "gptpar/run/evaluation/tasks.py",
         "ids[max(0, end - context) : end + 1]",
         "ids[start : end + 1]",
         (*ITEMS_TESTS, *SCORES_TESTS),

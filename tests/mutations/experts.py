@@ -6,10 +6,32 @@ from tests.mutations.mutation import Mutation
 
 UNIT_TESTS = ("tests/unit/model/test_experts.py",)
 LAYOUT_TESTS = ("tests/ranks/test_experts.py",)
+HUGGING_FACE_TESTS = ("tests/unit/exchange/test_huggingface.py",)
 ROUTING, BALANCE = "gptpar/model/experts/routing.py", "gptpar/model/experts/balance.py"
 PRODUCTS, LAYER = "gptpar/model/experts/products.py", "gptpar/model/experts/layer.py"
 
 EXPERTS = [
+    Mutation(
+        "gates-and-values-of-experts-change-places",
+        "gptpar/model/families/mixtures.py",
+        "halves = {gate: 0, up: 1}",
+        "halves = {gate: 1, up: 0}",
+        HUGGING_FACE_TESTS,
+    ),
+    Mutation(
+        "weights-over-all-experts-are-divided",
+        "gptpar/model/families/mixtures.py",
+        '"moe_router_pre_softmax": not normalised',
+        '"moe_router_pre_softmax": normalised',
+        HUGGING_FACE_TESTS,
+    ),
+    Mutation(
+        "every-process-reads-all-experts-of-a-folder",
+        "gptpar/exchange/hf_import.py",
+        " if _is_held(part, views[name], weights[name])]",
+        "]",
+        ("tests/ranks/test_hf_mixtures.py",),
+    ),
     Mutation(
         "balance-loss-times-the-tensor-ranks",
         ROUTING,

@@ -75,8 +75,8 @@ GRADIENTS = [
     Mutation(
         "shard-of-the-wrong-rank",
         "gptpar/engine/ranges.py",
-        "return self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0",
-        "return unit.shards - 1 - self.mesh.position(self.rank, *unit.copies_over) if self.zero_stage else 0",
+        "return self.mesh.position(self.rank, *self.sharded_over(unit.copies_over))",
+        "return unit.shards - 1 - self.mesh.position(self.rank, *self.sharded_over(unit.copies_over))",
         (TWO_WAYS,),
     ),
     Mutation(
@@ -96,8 +96,8 @@ GRADIENTS = [
     Mutation(
         "tensor-sum-dropped-before-the-cut",
         REDUCER,
-        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
-        "",
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n        self._give_out",
+        "        self._give_out",
         (RATIOS_ON_RANKS,),
     ),
     Mutation(

@@ -13,15 +13,15 @@ MATRICES = [
     Mutation(
         "matrices-of-a-shard-orthogonalized",
         "gptpar/engine/matrix_homes.py",
-        "(*(unit.copies_over if place.zero_stage else ()), *_dividing(param.info, update))",
+        "(*place.sharded_over(unit.copies_over), *_dividing(param.info, update))",
         "_dividing(param.info, update)",
         HOMES,
     ),
     Mutation(
         "matrices-of-a-tensor-rank-orthogonalized",
         "gptpar/engine/matrix_homes.py",
-        "(*(unit.copies_over if place.zero_stage else ()), *_dividing(param.info, update))",
-        "unit.copies_over if place.zero_stage else ()",
+        "(*place.sharded_over(unit.copies_over), *_dividing(param.info, update))",
+        "place.sharded_over(unit.copies_over)",
         HOMES,
     ),
     Mutation(

@@ -112,6 +112,13 @@ MODEL_OPTIONS = [
         LOADER_TESTS,
     ),
     Mutation(
+        "padding-joins-the-document-before",
+        "gptpar/data/documents.py",
+        "~(empty_BS & follow_ends(empty_BS))",
+        "~empty_BS",
+        LOADER_TESTS,
+    ),
+    Mutation(
         "a-sample-goes-on-with-the-document-before",
         "gptpar/data/documents.py",
         "    starts_BS = starts_BS.copy()\n    starts_BS[:, 0] = True\n",

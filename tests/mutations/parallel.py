@@ -11,8 +11,44 @@ SPLIT_MODEL = "tests/ranks/test_tensor_parallel.py::test_split_models_equal_the_
 UNEVEN_VOCABULARY = "tests/ranks/test_tensor_parallel.py::test_an_uneven_vocabulary"
 STAGES = "tests/ranks/test_pipeline_module.py::test_stages_agree_with_one_process"
 MASKS = "tests/ranks/test_tensor_parallel.py::test_dropouts_masks_are_the_whole_models"
+CONTEXT, GATHERING = "gptpar/context_parallel.py", ("tests/unit/test_context_parallel.py",)
 
 PARALLEL = [
+    Mutation(
+        "late-chunks-in-the-order-of-ranks",
+        CONTEXT,
+        "whole = torch.cat([early, late.flip(2)], 2)",
+        "whole = torch.cat([early, late], 2)",
+        GATHERING,
+    ),
+    Mutation(
+        "gradient-of-a-chunk-of-keys-lost",
+        CONTEXT,
+        "whole[number % 2, :, : x.shape[1]] += x",
+        "whole[number % 2, :, : x.shape[1]] = x",
+        GATHERING,
+    ),
+    Mutation(
+        "dropout-of-the-first-groups-for-all",
+        CONTEXT,
+        "first_group=dropout.first_group + number * at_once",
+        "first_group=dropout.first_group",
+        GATHERING,
+    ),
+    Mutation(
+        "gathered-keys-kept",
+        CONTEXT,
+        "        result = y.detach()\n        saved.forget()\n",
+        "        result = y.detach()\n",
+        GATHERING,
+    ),
+    Mutation(
+        "gathered-keys-viewed-from-their-start",
+        CONTEXT,
+        "return number, x.shape, x.stride(), x.storage_offset()",
+        "return number, x.shape, x.stride(), 0",
+        GATHERING,
+    ),
     Mutation(
         "column-layers-input-gradient-not-summed",
         OPERATORS,
@@ -113,7 +149,7 @@ PARALLEL = [
     ),
     Mutation(
         "arriving-tensor-not-waited-for",
-        "gptpar/pipeline/transport.py",
+        "gptpar/pipeline/runtime.py",
         "        self._work.wait()\n        return self._tensor",
         "        return self._tensor",
         (f"{STAGES}[2-2-options0]",),

@@ -9,6 +9,7 @@ SEAM = "gptpar/optim/elementwise.py"
 LOOP = "csrc/cpu_adam_loop.h"
 INSTRUCTION_SETS = "tests/unit/optim/test_adam_update.py::test_every_instruction_set_computes_the_definition"
 ROUNDED = "tests/unit/optim/test_adam_update.py::test_each_operation_is_rounded_by_itself"
+ROUNDED_MOMENTS = "tests/unit/optim/test_rounded_states.py"
 NUMBERS = "tests/unit/optim/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
 TORCH_ADAMW = "tests/unit/engine/test_flat_optimizer.py::test_it_is_torchs_adamw"
 GROUPS = "tests/unit/engine/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
@@ -115,6 +116,27 @@ UPDATE = [
         "m = m + rest1 * (g - m)\n    v =",
         "m = (1 - rest1) * m + rest1 * g\n    v =",
         (INSTRUCTION_SETS,),
+    ),
+    Mutation(
+        "both-moments-rounded-by-one-draw",
+        LOOP,
+        "V::upper(fresh[j].draws)",
+        "V::lower(fresh[j].draws)",
+        (f"{ROUNDED_MOMENTS}::test_every_instruction_set_computes_the_definition",),
+    ),
+    Mutation(
+        "moments-rounded-by-the-same-draws-in-each-step",
+        "gptpar/optim/rounded_states.py",
+        "return mixed_number(step)",
+        "return mixed_number(1)",
+        (f"{ROUNDED_MOMENTS}::test_the_key_on_the_device_is_that_of_the_host",),
+    ),
+    Mutation(
+        "moments-cut-off",
+        "gptpar/optim/rounded_states.py",
+        "(wide.view(torch.int32) + draw >> 16)",
+        "(wide.view(torch.int32) >> 16)",
+        (f"{ROUNDED_MOMENTS}::test_a_number_is_rounded_up_by_as_many_draws_as_its_fraction",),
     ),
     Mutation(
         "denormals-flushed",

@@ -49,10 +49,10 @@ USER_MODULES = [
     ),
     Mutation(
         "pass-that-failed-on-one-process-forgotten",
-        "gptpar/guards/failed_passes.py",
+        "gptpar/adapter/guards/failed_passes.py",
         "        if len(set(places)) == 1:\n",
         "        if places:\n",
-        ("tests/unit/guards/test_failed_passes.py",),
+        ("tests/unit/adapter/test_failed_passes.py",),
     ),
     Mutation(
         "error-after-exchange-not-noted",
@@ -84,7 +84,7 @@ USER_MODULES = [
     ),
     Mutation(
         "loss-scale-never-negative",
-        "gptpar/run/stored.py",
+        "gptpar/run/accept.py",
         '"init_lr", "tolerance")',
         '"init_lr")',
         ("tests/unit/run/test_resume.py::test_a_run_of_fp16_goes_on_after_any_number_of_overflows",),

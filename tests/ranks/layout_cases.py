@@ -17,6 +17,8 @@ from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 
 WORDS = [*SMALL.split(), "--fp64"]
+FEWER_SAMPLES = [*WORDS, "--global-batch-size", "4"]
+"""Two processes of the data axis still add up two micro-batches each."""
 STEPS = 2
 TOLERANCE = 1e-10
 """Largest relative difference, in fp64."""

@@ -11,16 +11,17 @@ from gptpar.cli.check_layouts import MODELS, case_config
 from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.config.sections import parallel
 from gptpar.data.loader import MicroBatch
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import ALONE, STEPS, TOLERANCE, VARIANTS, WORDS, case
+from tests.ranks.layout_cases import ALONE, FEWER_SAMPLES, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
 A2A, GATHER = ("--cp-comm-type", "a2a"), ("--cp-comm-type", "allgather")
 DROPOUT = [*WORDS, "--hidden-dropout", "0.2", "--micro-batch-size", "2"]
 DROPPED_PROBABILITIES = [*WORDS, "--attention-dropout", "0.3", "--hidden-dropout", "0.2", "--micro-batch-size", "2"]
-GPT, BLOOM, LLAMA, MUON = ([*WORDS, *MODELS[name].split()] for name in ("gpt", "bloom", "llama", "muon"))
+GPT, BLOOM, LLAMA, MUON = ([*FEWER_SAMPLES, *MODELS[name].split()] for name in ("gpt", "bloom", "llama", "muon"))
 DOCUMENTS = [*WORDS, *MODELS["documents"].split(), "--micro-batch-size", "2"]
 PER_TOKEN = [*DOCUMENTS, "--calculate-per-token-loss"]
 FEW_GROUPS = [*LLAMA, "--num-query-groups", "2"]
@@ -45,6 +46,7 @@ CASES = [
     (MUON, case(Mesh(tensor=2, context=2), *GATHER, "--zero-stage", "3")),
     (DROPOUT, case(Mesh(tensor=2, context=2), *GATHER, "--sequence-parallel", *VARIANTS["every 2"])),
     (DROPPED_PROBABILITIES, case(Mesh(data=2, context=2), *A2A, "--zero-stage", "3")),
+    (DROPPED_PROBABILITIES, case(Mesh(context=4), *GATHER, "--zero-stage", "1", *VARIANTS["selective"])),
     (DROPPED_PROBABILITIES, case(Mesh(pipeline=2, context=2), *A2A, *VARIANTS["full recompute"])),
 ]
 """Those of one model resume each other's checkpoints, the first one what one process saved."""
@@ -89,6 +91,7 @@ def _run_all(rank: int, folder: Path, models: list[str]) -> list[tuple[Outcome, 
         if this.mesh not in topologies:
             topologies[this.mesh] = make_topology(this.mesh, rank, torch.device("cpu"))
         run = CaseRun(case_config(words, this, 4), topologies[this.mesh])
+        parallel.MAX_GATHERED_BYTES = 1 + number % 2 * 2**20  # in every second case a group at a time
         run.train(0, STEPS)
         run.save(folder / str(number), STEPS)
         run.resume(saved[NAMES[id(words)]])

@@ -18,7 +18,7 @@ from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.placement import REPLICATED, Placement
-from tests.ranks.layout_cases import ALONE, STEPS, TOLERANCE, VARIANTS, WORDS, case
+from tests.ranks.layout_cases import ALONE, FEWER_SAMPLES, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
 CASES = [
@@ -41,12 +41,12 @@ CASES = [
 ]
 """Each resumes what the one before saved, the first what one process saved."""
 
-UNEVEN = [*WORDS, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
+UNEVEN = [*FEWER_SAMPLES, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
-DROPOUT = [*WORDS, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
-BLOOM = [*WORDS, *MODELS["bloom"].split()]
-LLAMA = [*WORDS, *MODELS["llama"].split()]
-DOCUMENTS = [*WORDS, *MODELS["documents"].split()]
+DROPOUT = [*FEWER_SAMPLES, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
+BLOOM = [*FEWER_SAMPLES, *MODELS["bloom"].split()]
+LLAMA = [*FEWER_SAMPLES, *MODELS["llama"].split()]
+DOCUMENTS = [*FEWER_SAMPLES, *MODELS["documents"].split()]
 DROPPED_DOCUMENTS = [*DOCUMENTS, "--attention-dropout", "0.3"]
 SINGLE = [
     (UNEVEN, case(Mesh(tensor=4))),  # shares of 24, 25, 24 and 25 rows

@@ -11,7 +11,7 @@ from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import STEPS, TOLERANCE, VARIANTS, WORDS, case
+from tests.ranks.layout_cases import FEWER_SAMPLES, STEPS, TOLERANCE, VARIANTS, case
 from tests.spawn import spawn
 
 pytestmark = pytest.mark.fast
@@ -30,7 +30,7 @@ def run_all(rank: int) -> list[Outcome]:
     """Every case in turn in the same processes; the main one has the outcomes."""
     outcomes = []
     for this in CASES:
-        run = CaseRun(case_config(WORDS, this, 2), make_topology(this.mesh, rank, torch.device("cpu")))
+        run = CaseRun(case_config(FEWER_SAMPLES, this, 2), make_topology(this.mesh, rank, torch.device("cpu")))
         run.train(0, STEPS)
         run.trainer.close()
         outcomes.append(run.outcome)
@@ -46,7 +46,7 @@ def outcomes() -> list[Outcome]:
 @pytest.fixture(scope="module")
 def alone() -> Outcome:
     """The reference."""
-    run = CaseRun(case_config(WORDS, case(Mesh()), 1), Topology(Mesh(), 0, torch.device("cpu")))
+    run = CaseRun(case_config(FEWER_SAMPLES, case(Mesh()), 1), Topology(Mesh(), 0, torch.device("cpu")))
     run.train(0, STEPS)
     return run.outcome
 

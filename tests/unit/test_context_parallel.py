@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gptpar.context_parallel as context_parallel
 from gptpar.config.flags import parse_flags
+from gptpar.config.sections import parallel
+from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
-from gptpar.context_parallel import ContextSplit, copies_of_groups
+from gptpar.context_parallel import ContextSplit, attend_by_gathering, copies_of_groups
 from gptpar.data.loader import MicroBatch
-from gptpar.model.core_attention import core_attention
+from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.dropout import seed_fields, seeds_field
 from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
+from gptpar.tensor_parallel.cost import Cost
 from gptpar.topology.mesh import Mesh
+from tests.one_by_one import OneByOne
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
@@ -59,12 +65,17 @@ WINDOWS = f"{WHOLE} --window-size 16 --bf16"
 @pytest.mark.parametrize(
     ("flags", "way", "reason"),
     [
-        (f"--num-attention-heads 8 {WINDOWS}", "a2a", "8 by a2a, 16 by allgather"),
-        (f"--num-attention-heads 8 --num-query-groups 1 {WINDOWS}", "allgather", "6 by a2a, 2 by allgather"),
+        (f"--num-attention-heads 8 {WINDOWS}", "a2a", "16 by a2a, 48 by allgather"),
+        (f"--num-attention-heads 8 --num-query-groups 1 {WINDOWS}", "allgather", "12 by a2a, 6 by allgather"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE} --bf16", "a2a", "whole samples have a faster kernel"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE}", "a2a", "a mask in memory without --bf16"),
         ("--num-attention-heads 2 --seq-length 64 --attention-dropout 0", "allgather", "2 heads do not divide over 4"),
-        ("--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1", "a2a", "dropout"),
+        (
+            "--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1",
+            "a2a",
+            "for all tokens",
+        ),
+        ("--num-attention-heads 8 --num-query-groups 2 --seq-length 64 --attention-dropout 0.1", "allgather", "groups"),
         ("--num-attention-heads 4 --num-query-groups 1 --seq-length 60 --attention-dropout 0", "a2a", "8 chunks"),
     ],
 )
@@ -117,18 +128,112 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
 
 
-def test_gathered_keys_and_values_are_in_the_plan() -> None:
-    """They are as large as those of all tokens; heads that are exchanged are as large as before."""
-    shape = "--num-attention-heads 8 --num-query-groups 4 --seq-length 4096 --attention-dropout 0 --bf16"
-    sizes, times = {}, {}
-    for way in ("a2a", "allgather"):
-        config, _ = resolve(parse_flags([*TINY.split(), *shape.split(), "--cp-comm-type", way]), 4)
+@pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31]])
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "heads", "groups", "at_once"), [(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)]
+)
+def test_keys_and_values_are_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    heads: int,
+    groups: int,
+    at_once: int,
+    batch: int,
+    has_kernel: bool,
+    starts: list[int] | None,
+) -> None:
+    """Outputs and gradients are those of one process, and of others' tokens nothing is kept for the backward pass."""
+    monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: has_kernel)
+    monkeypatch.setattr(context_parallel, "varlen_attention", _kernel)
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * 16 * 8 * 8)
+    torch.manual_seed(0)
+    cu_seqlens = None
+    if starts is not None:
+        cu_seqlens = torch.tensor([*starts, *[16 * batch] * 3], dtype=torch.int32).clamp(max=16 * batch)
+    whole = [torch.randn(batch, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
+    how = cu_seqlens, None, 7, 0.3
+    wanted = core_attention(whole[0], whole[1], whole[2], *how)
+    grad = torch.randn_like(wanted)
+    d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
+    gathered: list[StorageWeakRef] = []
+
+    def noted(*args: Any, gather: Any = context_parallel._gathered) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = gather(*args)
+        gathered.extend(StorageWeakRef(x.untyped_storage()) for x in found)
+        return found
+
+    monkeypatch.setattr(context_parallel, "_gathered", noted)
+    for split in ranks.splits:
+        ranks.rank, places = split.rank, split.places(1, 16)[0]
+        q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
+        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, *how)
+        assert gathered and all(one.expired() for one in gathered)
+        torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
+        for _ in range(2):  # a graph can be used again
+            (found,) = torch.autograd.grad(y, q, grad[:, :, places], retain_graph=True)
+            torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
+    for found, d in zip(ranks.gradients() / 2, (d_k, d_v), strict=True):
+        torch.testing.assert_close(found, d, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "heads", "groups"), [(2, 4, 2), (4, 3, 3)])
+def test_dropped_probabilities_are_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, size: int, heads: int, groups: int
+) -> None:
+    """A group at a time, on a tensor rank whose groups are not the first."""
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", 1)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
+    seeds = seed_fields(["layers.0"], 1234, 3, 1, torch.device("cpu"))[seeds_field("layers.0")]
+    how = torch.tensor([0, 5, 16, 32], dtype=torch.int32), AttentionDropout(0.3, seeds, groups, 2 * groups), 7, 0.3
+    wanted = core_attention(whole[0], whole[1], whole[2], *how)
+    grad = torch.randn_like(wanted)
+    d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
+    for split in ranks.splits:
+        ranks.rank, places = split.rank, split.places(1, 16)[0]
+        q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
+        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, *how)
+        torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
+        (found,) = torch.autograd.grad(y, q, grad[:, :, places])
+        torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ranks.gradients(), torch.stack([d_k, d_v]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("groups", "megabytes", "at_once"), [(8, 64, 4), (8, 256, 1), (8, 300, 1), (6, 60, 3), (3, 1, 3)]
+)
+def test_groups_are_gathered_in_equal_parts(groups: int, megabytes: int, at_once: int) -> None:
+    assert groups_gathered(groups, megabytes << 20) == at_once
+
+
+def test_what_attention_has_of_others_tokens_is_in_the_plan() -> None:
+    """Copies of groups are kept by a2a; by allgather nothing is, but buffers of all tokens come and go."""
+    shape = "--num-attention-heads 8 --seq-length 4096 --bf16"
+
+    def planned(flags: str) -> tuple[float, Cost, float]:
+        config, _ = resolve(parse_flags([*TINY.split(), *shape.split(), *flags.split()]), 4)
         job = Job(config, config.parallel.mesh(4))
         assert job.tokens == 1024 and job.num_copies == 4
         block = next(number for number in job.layers.blocks)
-        sizes[way], times[way] = job.kept(block), step_time(job, make_cluster("h100", "bf16")).total
-    assert sizes["allgather"] - sizes["a2a"] == 4096 * 2 * 4 * 8 * 2
-    assert times["a2a"] > 0 and times["allgather"] > 0
+        return job.kept(block), job.costs[block], step_time(job, make_cluster("h100", "bf16")).total
+
+    for groups, copies in ((4, 0), (2, 2)):
+        flags = f"--num-query-groups {groups} --attention-dropout 0 --cp-comm-type"
+        by_heads, by_gathering = planned(f"{flags} a2a"), planned(f"{flags} allgather")
+        assert by_heads[0] - by_gathering[0] == 1024 * 2 * copies * 8 * 2
+        assert by_gathering[1].workspace - by_heads[1].workspace == 4 * 2 * groups * 8 * 2 * 4
+        assert by_heads[2] > 0 and by_gathering[2] > 0
+    flags = "--num-query-groups 2 --cp-comm-type allgather --attention-dropout"
+    (kept, cost, time), (kept_of_all, of_all, longer) = planned(f"{flags} 0"), planned(f"{flags} 0.1")
+    assert of_all.attention == cost.attention and longer > time
+    assert of_all.masked + of_all.attention == 4 * (cost.masked + cost.attention)
+    assert kept_of_all - kept == 1024 * 2 * 8 * 8 * 2 * 3
 
 
 def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gptpar.cli.benchmark.table import Measurement, draw, json_line, table, vary
 from gptpar.cli.flags import add_flags
 from gptpar.cli.launch import is_worker, workers_wanted
 from gptpar.config.flags import ParsedFlags
-from gptpar.config.ranges import range_problems
+from gptpar.config.validate import range_problems
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS
 from gptpar.plan.planner import Plan

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.adapter.user_module import is_named_in
-from gptpar.cli.check_layouts import module
+from gptpar.cli.check_layouts import module_training
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
@@ -39,7 +39,7 @@ MODELS: dict[str, str] = _SMALL["models"]
 def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
     if is_named_in(argv):
-        return module.main(argv)
+        return module_training.main(argv)
     if any(word.split("=", 1)[0] == "--config" for word in argv):
         raise ConfigError(
             [

@@ -19,8 +19,7 @@ from typing import Protocol
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
-from gptpar.system.activity import START, all_activities
-from gptpar.system.life import SignsOfLife
+from gptpar.system.activity import START, SignsOfLife, all_activities
 from gptpar.system.processes import children
 from gptpar.system.restart import was_stopped
 from gptpar.system.stop import AT_ONCE_SECONDS, SAME_REQUEST_SECONDS, Stopped, handling

@@ -23,8 +23,7 @@ from gptpar.cli.launch.relay import Relay, patience, tell
 from gptpar.cli.launch.rendezvous import LocalStore
 from gptpar.cli.launch.template import Template
 from gptpar.cli.launch.worker import LAUNCHER_VARIABLE
-from gptpar.system.activity import FOLDER_VARIABLE, START, forget_records, last_activity
-from gptpar.system.life import SignsOfLife
+from gptpar.system.activity import FOLDER_VARIABLE, START, SignsOfLife, forget_records, last_activity
 from gptpar.system.processes import is_stopped
 from gptpar.system.restart import MEMORY_VARIABLE, Restart, forget_final, is_final
 

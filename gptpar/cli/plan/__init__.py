@@ -14,9 +14,9 @@ from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
 from gptpar.config.derive import expand_preset
 from gptpar.config.flags import ParsedFlags, parse_flags
-from gptpar.config.ranges import range_problems
 from gptpar.config.run_file import run_file_text
 from gptpar.config.schedule_lengths import without_lengths
+from gptpar.config.validate import range_problems
 from gptpar.data.documents import lengths_in_corpora
 from gptpar.errors import ConfigError, DataError
 from gptpar.exchange import take_shape_of_hf

@@ -80,7 +80,7 @@ def _context(flags: Flags) -> Iterator[str]:
 
 
 def _context_heads(flags: Flags, name: str) -> Iterator[str]:
-    """By a2a each process must have equally many heads, and dropout is that of one process only there."""
+    """By a2a each process must have equally many heads, and with dropout of attention whole groups of them."""
     m, p = flags.model, flags.parallel
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))
@@ -90,12 +90,11 @@ def _context_heads(flags: Flags, name: str) -> Iterator[str]:
             f"{name}: {heads} heads of a tensor rank are not divisible by {size}: give --cp-comm-type allgather; sizes "
             f"that fit: {fit}."
         )
-    if m.attention_dropout and (p.cp_comm_type == "allgather" or groups % size):
-        most = max((i for i in range(1, size + 1) if groups % i == 0), default=1)
+    if m.attention_dropout and p.cp_comm_type == "a2a" and groups % size:
         yield (
-            f"{name}: masks of --attention-dropout {m.attention_dropout:g} are those of one process by --cp-comm-type "
-            f"a2a alone, and if the {groups} query group(s) of a tensor rank are divisible by the size: give "
-            f"--attention-dropout 0, or --cp-comm-type a2a with a size such as {most}."
+            f"{name}: masks of --attention-dropout {m.attention_dropout:g} belong to whole query groups, and the "
+            f"{groups} of a tensor rank are not divisible by {size}: give --cp-comm-type allgather, which computes "
+            "attention for all tokens, or --attention-dropout 0."
         )
 
 

@@ -1,11 +1,18 @@
-"""Flags of the batch and of the length of the run."""
+"""Flags of the batch and of the length of the run, and whether steps can be cut evenly and saved in time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import NEVER, Open, flag
+from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
+from gptpar.config.fields import NEVER, Missing, Open, completed, flag
+
+if TYPE_CHECKING:
+    from gptpar.config import CheckpointConfig, Flags
+
 
 MEASURED_STEPS = 10
 """Steps after which ``--train-minutes`` fixes the length of a run. The first of them also warms up and is not timed."""
@@ -97,3 +104,223 @@ def is_one_micro_batch(batch: BatchConfig[None]) -> bool:
     """Whether every step of one process is a single micro-batch."""
     grows = batch.rampup_batch_size is not None or batch.batch_sizes is not None
     return not grows and batch.global_batch_size == batch.micro_batch_size
+
+
+MAX_INCREMENTS = 10_000
+MAX_TOKENS = 10**18
+"""Positions in the data are 64-bit numbers; beyond this not even a sum of them would fit."""
+
+
+def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
+    """Whether every step's batch can be cut evenly."""
+    b = flags.batch
+    data_parallel = flags.parallel.data_parallel_size(world_size)
+    yield from _schedule(flags, data_parallel)
+    if b.micro_batch_size is None:
+        yield _why_no_micro_batch(b, data_parallel)
+    elif b.batch_sizes is None:
+        unit = b.micro_batch_size * data_parallel
+        yield from _global(b, data_parallel, unit)
+        if b.rampup_batch_size is not None:
+            yield from _rampup(b.rampup_batch_size, b.global_batch_size or unit, unit)
+
+
+def _why_no_micro_batch(b: BatchFlags, data_parallel: int) -> str:
+    """It is missing, or the numbers that it follows from do not divide."""
+    steps = b.gradient_accumulation_steps
+    if b.global_batch_size and steps and steps > 0:
+        return (
+            f"--global-batch-size {b.global_batch_size} is not a multiple of --gradient-accumulation-steps {steps} x "
+            f"{data_parallel} data-parallel process(es) = {steps * data_parallel}, so there is no --micro-batch-size "
+            "for it: change one of them."
+        )
+    return Missing("--micro-batch-size is missing: the number of samples one process runs at once, for example 4.")
+
+
+def _global(b: BatchFlags, data_parallel: int, unit: int) -> Iterator[str]:
+    """Whether micro-batches make up the global batch.
+
+    Args:
+        unit: samples of one micro-batch on all data-parallel processes.
+    """
+    steps = b.gradient_accumulation_steps
+    if b.global_batch_size is not None and b.global_batch_size % unit:
+        yield (
+            f"--global-batch-size {b.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{b.micro_batch_size} x {data_parallel} data-parallel process(es) = {unit}: "
+            f"the nearest that fits is {max(unit, round(b.global_batch_size / unit) * unit)}."
+        )
+    elif b.global_batch_size is not None and steps and steps > 0 and b.global_batch_size != unit * steps:
+        yield (
+            f"--global-batch-size {b.global_batch_size} is not --micro-batch-size {b.micro_batch_size} x "
+            f"--gradient-accumulation-steps {steps} x {data_parallel} data-parallel process(es) = {unit * steps}: drop "
+            "one of the three, or make them agree."
+        )
+
+
+def _rampup(ramp: tuple[int, ...], target: int, unit: int) -> Iterator[str]:
+    if len(ramp) != 3:
+        yield f"--rampup-batch-size takes START INCREMENT SAMPLES; {len(ramp)} value(s) were given."
+        return
+    start, increment, samples = ramp
+    if min(ramp) < 1 or start > target:
+        yield f"--rampup-batch-size {start} {increment} {samples}: positive numbers and a start <= {target} are needed."
+        return
+    if (target - start) // increment > MAX_INCREMENTS:
+        count = (target - start) // increment
+        yield (
+            f"--rampup-batch-size: from {start} to {target} by {increment} is {count:,} steps; at most "
+            f"{MAX_INCREMENTS:,} can be: choose a larger increment."
+        )
+    if (target - start) % increment:
+        yield f"--rampup-batch-size: from {start} to {target} is not a whole number of steps of {increment}."
+    if start % unit or increment % unit:
+        yield (
+            f"--rampup-batch-size: start {start} and increment {increment} must be multiples of "
+            f"micro-batch x data-parallel = {unit}, or some steps could not be cut."
+        )
+
+
+def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
+    """--step-batch-size-schedule: whether it can be read, each of its sizes be cut, and nothing contradicts it."""
+    b, name = flags.batch, "--step-batch-size-schedule"
+    if b.step_batch_size_schedule is None:
+        return
+    if b.rampup_batch_size is not None:
+        yield f"{name} and --rampup-batch-size both say how the batch grows: keep one."
+    if b.gradient_accumulation_steps is not None:
+        yield f"--gradient-accumulation-steps is the same for all steps, which {name} is not: drop one of them."
+    if not flags.model.seq_length:
+        return
+    try:
+        sizes = BatchSizes(read_schedule(b.step_batch_size_schedule, flags.model.seq_length))
+    except ValueError as error:
+        yield f"{name}: {error}."
+        return
+    unit = (b.micro_batch_size or 0) * data_parallel
+    if unit and (uneven := [size for _, size in sizes.steps if size % unit]):
+        yield (
+            f"{name}: {', '.join(map(str, uneven))}: not a multiple of --micro-batch-size {b.micro_batch_size} x "
+            f"{data_parallel} data-parallel process(es) = {unit}; choose such sizes (a run that is past the first ones "
+            "may begin with the one it has reached)."
+        )
+    if b.global_batch_size != sizes.last:
+        yield (
+            f"--global-batch-size {b.global_batch_size} is not the last size {sizes.last} of {name}: drop it, or make "
+            "them agree."
+        )
+
+
+def check_duration(flags: Flags) -> Iterator[str]:
+    """How long to train, and when to save."""
+    b, c = flags.batch, flags.checkpoint
+    if not flags.logging.skip_train:
+        yield from _length(b)
+    elif not c.load:
+        yield "--skip-train evaluates a checkpoint: give --load."
+    if b.rampup_batch_size is not None and b.train_iters is not None:
+        yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
+    if b.train_minutes is not None:
+        yield from _fitted_length(flags)
+    yield from _saves(c)
+    yield from _countable(flags)
+
+
+def _exports(c: CheckpointConfig) -> Iterator[str]:
+    """What is exported to Hugging Face."""
+    if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
+        yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
+    elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:
+        yield (
+            f"--save-hf-interval {c.save_hf_interval} is no multiple of --save-interval {c.save_interval}: only a "
+            "checkpoint can be exported."
+        )
+
+
+def _saves(c: CheckpointConfig) -> Iterator[str]:
+    """When to save, and where."""
+    for name in ("--save-interval-minutes", "--save-local"):  # --save-interval is Megatron's, which ignores it
+        if getattr(c, name[2:].replace("-", "_")) is not None and not c.save:
+            yield f"{name} is given but --save is not: say where to save."
+    yield from _exports(c)
+    intervals = c.save_local_interval, c.save_local_interval_minutes
+    if c.save_local is None and any(interval is not None for interval in intervals):
+        yield "--save-local-interval or -minutes is given but --save-local is not: say where to save."
+    elif c.save_local is not None and all(interval is None for interval in intervals):
+        yield f"--save-local {c.save_local} is never used: give --save-local-interval or --save-local-interval-minutes."
+    elif c.save_local is not None and c.save and Path(c.save_local).resolve() == Path(c.save).resolve():
+        yield f"--save-local {c.save_local} is --save itself: choose another folder, on a disk of this machine."
+
+
+def _length(b: BatchFlags) -> Iterator[str]:
+    """The run's length is said once."""
+    if b.train_iters is None and b.train_samples is None and b.train_tokens is None:
+        yield Missing("how long to train is not said: give --train-iters, --train-samples or --train-tokens.")
+    elif b.train_iters is not None and b.train_samples is not None:
+        yield "how long to train is said twice (--train-iters and --train-samples): keep one."
+
+
+def _countable(flags: Flags) -> Iterator[str]:
+    b, log, length = flags.batch, flags.logging, flags.model.seq_length or 1
+    if b.global_batch_size is None:
+        return
+    samples = b.train_samples or (b.train_iters or 0) * _largest(b)
+    if samples * length > MAX_TOKENS:
+        yield (
+            f"the run would read {samples:.3g} samples x {length:,} tokens, more than the {MAX_TOKENS:.0e} that can be "
+            "counted: shorten it, or lower the batch or --seq-length."
+        )
+    turns = (b.train_iters or samples // b.global_batch_size) // (log.eval_interval or 1) + 1
+    if log.eval_iters * turns * b.global_batch_size * length > MAX_TOKENS:
+        yield (
+            f"{turns:.3g} evaluations of --eval-iters {log.eval_iters} would read more than the {MAX_TOKENS:.0e} "
+            "tokens that can be counted: lower it, or raise --eval-interval."
+        )
+
+
+def _largest(batch: BatchFlags) -> int:
+    sizes = [size for _, size in batch.batch_sizes or ()]
+    return max([batch.global_batch_size or 1, *sizes])
+
+
+def _fitted_length(flags: Flags) -> Iterator[str]:
+    """The first steps are taken before their number is known: their learning rate must not depend on it."""
+    b, o = flags.batch, flags.optimizer
+    minutes = f"--train-minutes {b.train_minutes:g}"
+    if b.train_iters is None:
+        yield f"{minutes} lowers --train-iters, which is missing: give the most steps that the run may take."
+    if o.lr_warmup_fraction is not None:
+        yield (
+            f"{minutes} chooses the number of steps after the first ten, so --lr-warmup-fraction "
+            f"{o.lr_warmup_fraction:g} has no length before that: give --lr-warmup-iters."
+        )
+    elif o.lr_decay_style != "constant" and o.lr_warmup_iters < MEASURED_STEPS and not _has_own_lengths(flags):
+        yield (
+            f"{minutes} chooses the number of steps after the first {MEASURED_STEPS}, whose learning rate would follow "
+            f"a decay of another length: give --lr-warmup-iters {MEASURED_STEPS} or more, or --lr-decay-iters."
+        )
+    if o.weight_decay_incr_style != "constant":
+        yield (
+            f"{minutes} chooses the number of steps after the first ten, so --weight-decay-incr-style "
+            f"{o.weight_decay_incr_style} has no length before that: keep the weight decay constant."
+        )
+
+
+def _has_own_lengths(flags: Flags) -> bool:
+    """Whether warm-up or decay are measured otherwise than in steps of this run."""
+    o = flags.optimizer
+    lengths = (o.lr_decay_iters, o.lr_decay_samples, o.lr_decay_tokens, o.lr_warmup_samples, o.lr_warmup_tokens)
+    return any(lengths) or o.scheduler is not None
+
+
+def check_first_step(flags: Flags) -> Iterator[str]:
+    """Whether there is anything to train; the batches and the length must be in order."""
+    if flags.logging.skip_train:
+        return
+    b = completed(BatchConfig, flags.batch)
+    samples, first = run_samples(b), BatchSizes.of(b).at(0)
+    if samples < first:
+        yield (
+            f"the run has no step: it ends after {samples:,} samples, and its first batch has {first:,}: train on "
+            "more, or lower the batch."
+        )

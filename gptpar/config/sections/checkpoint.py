@@ -22,6 +22,9 @@ class CheckpointConfig:
         "Hugging Face folder to begin with: its model, weights and tokenizer (once --load holds a checkpoint, the run "
         "goes on from that)",
     )
+    moe_use_upcycling: bool = flag(
+        False, "with --load-hf: each of --num-experts begins as a copy of the dense model's MLP"
+    )
     save_interval: int | None = flag(
         None,
         "steps between checkpoints; 0 is none (the last step is always saved)",

@@ -1,11 +1,18 @@
-"""Flags of the data: paths, splits, loaders, seed, masks of documents."""
+"""Flags of the data (paths, splits, loaders, seed, masks of documents), and whether its files are there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import Open, flag
+from gptpar.config.fields import Missing, Open, flag
+from gptpar.system.data_flags import split_weights
+
+if TYPE_CHECKING:
+    from gptpar.config import CheckpointConfig, Flags
+
 
 SPLIT = "969, 30, 1"
 """Megatron's default shares of training, validation and test."""
@@ -71,3 +78,106 @@ class DataFlags(DataConfig[None]):
         "train, valid and test",
         metavar="FILE",
     )
+
+
+SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes no larger one
+
+
+def check_data(flags: Flags) -> Iterator[str]:
+    """Where tokens come from."""
+    d, t = flags.data, flags.tokenizer
+    yield from _sources(d)
+    if _has_parts(d) and d.split is not None:
+        yield "--split cuts one --data-path into three; with --train-data-path it has no meaning: drop it."
+    if d.data_sharding and d.dataloader_type != "cyclic":
+        yield "--data-sharding is Megatron's order for --dataloader-type cyclic: add that, or drop --data-sharding."
+    if d.seed >= SEED_LIMIT:
+        yield f"--seed is {d.seed}; the data order takes seeds below 2^32 = {SEED_LIMIT}."
+    if flags.logging.full_validation:
+        yield from _full_validation(d)
+    yield from _tasks(flags)
+    if t.tokenizer_type is None and t.vocab_size is None:
+        yield Missing("the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size.")
+    if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
+        yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
+
+
+def _sources(d: DataFlags) -> Iterator[str]:
+    """Exactly one source of data."""
+    sources = {"--mock-data": d.mock_data, "--data-path": bool(d.data_path), "--train-data-path": _has_parts(d)}
+    given = [name for name, present in sources.items() if present]
+    if not given:
+        yield Missing("there is nothing to train on: give --data-path PREFIX (see gptpar preprocess), or --mock-data.")
+    elif len(given) > 1:
+        yield f"data is given twice ({' and '.join(given)}): keep one."
+
+
+def _has_parts(d: DataFlags) -> bool:
+    """Whether training, validation and test have paths of their own."""
+    return any((d.train_data_path, d.valid_data_path, d.test_data_path))
+
+
+def _full_validation(d: DataFlags) -> Iterator[str]:
+    path = d.data_path or d.valid_data_path
+    if d.mock_data:
+        yield "--full-validation reads a validation set to its end, which --mock-data lack: give a corpus, or drop it."
+    elif path is None and d.train_data_path:
+        yield "--full-validation has no validation set to read: give --valid-data-path."
+    elif path is not None and 1 < len(_prefixes(path)) < len(path):
+        name = "--data-path" if d.data_path else "--valid-data-path"
+        yield (
+            f"--full-validation reads each sample of {len(_prefixes(path))} corpora once, but the weights of {name} "
+            "repeat or leave out some: give validation's corpora without weights, with --train-data-path and "
+            "--valid-data-path."
+        )
+
+
+def _tasks(flags: Flags) -> Iterator[str]:
+    log = flags.logging
+    if log.eval_tasks and flags.tokenizer.tokenizer_type is None:
+        yield Missing("--eval-tasks reads text: give --tokenizer-type and its files.")
+    unused = {"--eval-limit": log.eval_limit, "--eval-tasks-interval": log.eval_tasks_interval}
+    if not log.eval_tasks and (given := [name for name, value in unused.items() if value is not None]):
+        yield f"{' and '.join(given)} without --eval-tasks has no effect: give its files, or leave it out."
+
+
+def check_files(flags: Flags) -> Iterator[str]:
+    """Whether the files that must be there are there."""
+    yield from _corpora(flags.data)
+    yield from _folders(flags.checkpoint, flags.logging.csv_dir)
+    yield from _loads(flags.checkpoint)
+    switch = flags.batch.kill_switch_path
+    if switch is not None and Path(switch).exists():
+        yield f"--kill-switch-path {switch} is there already, so the run would stop at once: remove it."
+
+
+def _corpora(d: DataFlags) -> Iterator[str]:
+    for paths in (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path):
+        for prefix in _prefixes(paths or ()):
+            missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+            if missing:
+                remedy = "give the path without .bin or .idx"
+                if not prefix.endswith((".bin", ".idx")):
+                    remedy = "gptpar preprocess makes them from text"
+                yield f"the data set {prefix} is not complete: {' and '.join(missing)} not found; {remedy}."
+
+
+def _folders(c: CheckpointConfig, csv_dir: str | None) -> Iterator[str]:
+    if c.load and not Path(c.load).exists() and c.load != c.save:
+        yield f"--load {c.load}: there is no such folder."
+    for name, folder in (("--save", c.save), ("--save-local", c.save_local), ("--csv-dir", csv_dir)):
+        if folder and Path(folder).exists() and not Path(folder).is_dir():
+            yield f"{name} {folder} is a file; a folder is needed."
+
+
+def _loads(c: CheckpointConfig) -> Iterator[str]:
+    if c.finetune and c.reset_iteration:
+        yield "--finetune and --reset-iteration exclude each other: only the second keeps the optimizer's moments."
+    if (c.ckpt_step is not None or c.begins_anew or c.no_load_lr_state) and not c.load:
+        yield (
+            "--ckpt-step, --finetune, --reset-iteration and --no-load-lr-state need --load, the folder to load from."
+        )
+
+
+def _prefixes(paths: tuple[str, ...]) -> list[str]:
+    return split_weights(paths)[0]

@@ -1,12 +1,22 @@
-"""Flags of the optimizer, its learning rate and weight decay, and their schedules."""
+"""Flags of the optimizer, its learning rate and weight decay, and their schedules; whether these fit together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeAlias
 
-from gptpar.config.fields import Open, flag, on_unless
+from gptpar.config.batch_sizes import BatchSizes, run_samples
+from gptpar.config.fields import Missing, Open, completed, flag, flag_name, on_unless
+from gptpar.config.overrides import override_problems
+from gptpar.config.schedule_lengths import schedule_lengths
+from gptpar.config.sections.batch import BatchConfig
 
+if TYPE_CHECKING:
+    from gptpar.config import Flags
+
+
+MOMENT_DTYPES = ("fp32", "bf16")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
@@ -63,6 +73,13 @@ class OptimizerConfig(Generic[Open]):
     adam_bias_correction: bool = on_unless(
         "--no-adam-bias-correction", "do not correct the moments' bias towards their initial zeros (as BERT's Adam)"
     )
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "number format in which AdamW's first moment is kept: fp32 (fp64 in a run with --fp64), or bf16 with "
+        "stochastic rounding, which takes 2 bytes less for each parameter",
+        choices=MOMENT_DTYPES,
+    )
+    exp_avg_sq_dtype: str = flag("fp32", "the same for AdamW's second moment", choices=MOMENT_DTYPES)
     lion_beta1: float = flag(0.9, "weight of the momentum in the sign that is the update")
     lion_beta2: float = flag(0.99, "decay of the momentum")
     muon_momentum: float = flag(0.95, "Muon: decay of the momentum", least=0)
@@ -112,5 +129,175 @@ class OptimizerConfig(Generic[Open]):
     )
     end_weight_decay: float | Open = flag(None, "weight decay at the end", least=0, complete=0.0)
 
+    @property
+    def rounded_moments(self) -> frozenset[str]:
+        """The states that are kept in 16 bits."""
+        return frozenset(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
+
 
 OptimizerFlags: TypeAlias = OptimizerConfig[None]
+
+
+def check_schedule(flags: Flags) -> Iterator[str]:
+    """Learning rate, weight decay and the optimizer's numbers."""
+    o = flags.optimizer
+    yield from _learning_rates(flags)
+    yield from _units(flags)
+    yield from _warmup(o)
+    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
+        yield Missing(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
+        )
+    yield from _weight_decay(o)
+    yield from override_problems("--weight-decay-override", o.weight_decay_override)
+    yield from override_problems("--lr-override", o.lr_override)
+    yield from _betas(o)
+    yield from _moments(o)
+    yield from _muon(o)
+    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
+    if flags.checkpoint.no_load_lr_state and o.use_checkpoint_opt_param_scheduler:
+        yield "--no-load-lr-state and --use-checkpoint-opt-param-scheduler exclude each other."
+
+
+def _learning_rates(flags: Flags) -> Iterator[str]:
+    """The peak, and the rates on both sides of it."""
+    o = flags.optimizer
+    if o.lr is None:
+        if not flags.logging.skip_train:
+            yield Missing("--lr is missing: the peak learning rate, for example 3e-4.")
+        return
+    for name, rate in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
+        if not 0 <= rate <= o.lr:
+            yield f"{name} {rate:g} must lie between 0 and --lr {o.lr:g}."
+    yield from _decoupled_rates(o)
+
+
+def _decoupled_rates(o: OptimizerFlags) -> Iterator[str]:
+    """The rates of the token embedding and the output layer."""
+    if o.decoupled_lr is None:
+        if o.decoupled_min_lr is not None:
+            yield "--decoupled-min-lr is the lowest rate of --decoupled-lr: give that flag, too."
+        return
+    lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+    if lowest > o.decoupled_lr:
+        name = "--min-lr" if o.decoupled_min_lr is None else "--decoupled-min-lr"
+        yield f"{name} {lowest:g} is more than --decoupled-lr {o.decoupled_lr:g}: lower it, or give --decoupled-min-lr."
+    if o.scheduler is not None:
+        yield (
+            "--decoupled-lr follows the schedule of --lr-decay-style, and the DeepSpeed configuration has a scheduler "
+            "of its own: leave one of them out, or give --lr-override 'embedding*=FACTOR'."
+        )
+
+
+def _units(flags: Flags) -> Iterator[str]:
+    """Lengths of the schedule are counted as the run's length is: in iterations or in samples."""
+    o = flags.optimizer
+    in_iterations = {
+        "--lr-decay-iters": o.lr_decay_iters,
+        "--lr-wsd-decay-iters": o.lr_wsd_decay_iters,
+        "--lr-warmup-iters": o.lr_warmup_iters or None,
+    }
+    in_samples = {
+        "--lr-decay-samples": o.lr_decay_samples,
+        "--lr-wsd-decay-samples": o.lr_wsd_decay_samples,
+        "--lr-warmup-samples": o.lr_warmup_samples or None,
+    }
+    wrong, unit = (in_iterations, "samples") if flags.batch.train_iters is None else (in_samples, "iterations")
+    for name, value in wrong.items():
+        if value is not None and not flags.logging.skip_train:
+            yield f"{name} {value}: this run is measured in {unit}; use the flag that counts {unit}."
+
+
+def _warmup(o: OptimizerFlags) -> Iterator[str]:
+    warmups = (o.lr_warmup_iters or o.lr_warmup_samples, o.lr_warmup_fraction, o.lr_warmup_tokens)
+    if sum(w is not None and w != 0 for w in warmups) > 1:
+        yield "the warm-up is given more than once (iterations or samples, fraction, tokens): keep one."
+    if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction < 1:
+        yield f"--lr-warmup-fraction {o.lr_warmup_fraction:g} must be at least 0 and less than 1."
+
+
+def _weight_decay(o: OptimizerFlags) -> Iterator[str]:
+    style, start, end = o.weight_decay_incr_style, o.start_weight_decay, o.end_weight_decay
+    if style == "constant":
+        if (start, end) != (None, None):
+            yield (
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: add it, "
+                "or give --weight-decay instead."
+            )
+    elif start is None or end is None:
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
+    elif not 0 <= start <= end:
+        yield (
+            f"the weight decay is to grow from {start:g} to {end:g}: both must be at least 0 and the end not below "
+            "the start."
+        )
+
+
+def _betas(o: OptimizerFlags) -> Iterator[str]:
+    for name, first, second in (("adam", o.adam_beta1, o.adam_beta2), ("lion", o.lion_beta1, o.lion_beta2)):
+        if not (0 <= first < 1 and 0 <= second < 1):
+            yield f"--{name}-beta1 {first:g} and --{name}-beta2 {second:g} must be at least 0 and less than 1."
+
+
+def _moments(o: OptimizerFlags) -> Iterator[str]:
+    """Rounded moments are AdamW's."""
+    for name in sorted(o.rounded_moments) if o.optimizer != "adam" else ():
+        yield (
+            f"{flag_name(f'{name}_dtype')} bf16 is built for --optimizer adam alone, and this run has --optimizer "
+            f"{o.optimizer}: leave one of them out."
+        )
+
+
+def _muon(o: OptimizerFlags) -> Iterator[str]:
+    """Muon's momentum, coefficients and learning rate."""
+    if not 0 <= o.muon_momentum < 1:
+        yield f"--muon-momentum {o.muon_momentum:g} must be at least 0 and less than 1."
+    if o.muon_coefficient_type == "quintic" and o.muon_num_ns_steps % 5:
+        yield (
+            f"--muon-num-ns-steps {o.muon_num_ns_steps}: the five sets of --muon-coefficient-type quintic belong "
+            "together, so it takes 5, 10, ... iterations; or choose simple or polar_express."
+        )
+    if o.muon_lr not in (None, o.lr) and o.scheduler is not None:
+        yield (
+            "--muon-lr follows the schedule of --lr-decay-style, and the DeepSpeed configuration has a scheduler that "
+            "gives all parameters one rate: leave one of them out."
+        )
+    elif o.muon_lr and not o.lr and o.lr is not None:
+        yield f"--muon-lr {o.muon_lr:g} follows the schedule of --lr, which is {o.lr:g}: give a rate above 0."
+
+
+def check_schedule_lengths(flags: Flags) -> Iterator[str]:
+    """Whether warm-up, decay and WSD's tail fit into each other; the batches and the length must be in order."""
+    o, seq_length = flags.optimizer, flags.model.seq_length
+    if flags.logging.skip_train or not seq_length or o.scheduler is not None:
+        return
+    batch = completed(BatchConfig, flags.batch)
+    lengths = schedule_lengths(completed(OptimizerConfig, o), batch, seq_length, run_samples(batch))
+    warmup, decay = lengths.warmup, lengths.decay
+
+    def in_unit_of(name: str, length: float) -> int:
+        """A length of the schedule in what the field counts: tokens, samples or steps."""
+        if name.endswith("tokens"):
+            return int(length)
+        samples = int(length) // seq_length if lengths.in_tokens else int(length)
+        return BatchSizes.of(batch).steps_within(samples) if name.endswith("iters") else samples
+
+    given = _given(o, ("lr_warmup_tokens", "lr_warmup_samples", "lr_warmup_iters"))
+    if given and warmup >= decay:
+        name, value = given
+        whole = in_unit_of(name, decay)
+        yield f"{flag_name(name)} {value} must be less than the decay's {whole}, or --lr is never reached."
+    given = _given(o, ("lr_wsd_decay_samples", "lr_wsd_decay_iters"))
+    if o.lr_decay_style == "WSD" and given and warmup < decay and lengths.tail > decay - warmup:
+        name, value = given
+        ends = (in_unit_of(name, end) for end in (decay, warmup))
+        yield (
+            f"{flag_name(name)} {value} must be at most what the warm-up leaves of the decay, "
+            f"{' - '.join(map(str, ends))}, or the rate falls as soon as the warm-up is over."
+        )
+
+
+def _given(optimizer: OptimizerFlags, names: tuple[str, ...]) -> tuple[str, int] | None:
+    """The first of these fields that says something, and its value."""
+    return next(((name, value) for name in names if (value := getattr(optimizer, name))), None)

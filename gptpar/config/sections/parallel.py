@@ -11,6 +11,8 @@ from gptpar.topology.mesh import Mesh
 
 SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron's names of the ZeRO stages."""
+MAX_GATHERED_BYTES = 256 * 2**20
+"""Attention gathers keys and values of so many bytes at once over the context axis, or those of one group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +87,17 @@ class ParallelConfig(Generic[Open]):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def heads_sent(self, num_heads: int, num_groups: int) -> dict[str, float]:
-        """``--cp-comm-type`` -> heads that one attention layer sends for each token of a sample, forward.
+        """``--cp-comm-type`` -> heads that one attention layer sends for each token of a sample, forward and backward.
 
-        By a2a queries, keys, values and outputs; a group is sent to each rank that has some of its queries. By
-        allgather keys and values, to everyone.
+        By a2a queries, keys, values and outputs, and their gradients; a group is sent to each rank that has some of its
+        queries. By allgather keys and values twice, to everyone, and their gradients.
 
         Args:
             num_heads, num_groups: of query heads, and of key/value heads.
         """
         size, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         heads, groups = num_heads // tensor, num_groups // tensor
-        return {"a2a": 2 * (heads + math.lcm(groups, size)) / size, "allgather": 2.0 * groups}
+        return {"a2a": 4 * (heads + math.lcm(groups, size)) / size, "allgather": 6.0 * groups}
 
     def num_copies(self, world_size: int) -> int:
         """How often ``world_size`` processes hold the model; at least 1, also if they are too few."""
@@ -110,6 +112,16 @@ class ParallelConfig(Generic[Open]):
         sizes = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         axes = {"context": self.context_parallel_size, "expert": self.expert_model_parallel_size}
         return Mesh(self.data_parallel_size(world_size), *sizes, **axes)
+
+
+def groups_gathered(num_groups: int, bytes_of_group: int) -> int:
+    """Key/value heads that attention gathers at once over the context axis.
+
+    Args:
+        bytes_of_group: keys and values of one head, of all tokens of a micro-batch.
+    """
+    times = -(-num_groups * bytes_of_group // MAX_GATHERED_BYTES)
+    return -(-num_groups // max(1, min(num_groups, times)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,15 @@
-"""Flags of restarts after a worker's death, and of copies in memory."""
+"""Flags of restarts after a worker's death, and of copies in memory, and whether they find a whole state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gptpar.config.fields import flag
+
+if TYPE_CHECKING:
+    from gptpar.config import Flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +31,14 @@ class RecoveryConfig:
         "of several machines keeps its own files and its neighbour's",
         least=1,
     )
+
+
+def check_recovery(flags: Flags) -> Iterator[str]:
+    """Whether there will be a whole state to go on from."""
+    r, c = flags.recovery, flags.checkpoint
+    asked = {"--max-restarts": r.max_restarts, "--mirror-interval": r.mirror_interval}
+    for name, value in asked.items():
+        if value and c.no_save_optim:
+            yield (
+                f"{name} {value} with --no-save-optim: a restart would find no optimizer state; leave one of them out."
+            )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from gptpar.adapter.guards.order_watch import OrderWatch
 from gptpar.adapter.options import EngineOptions
 from gptpar.adapter.weights import Weights
 from gptpar.checkpoint.saver import Saver
 from gptpar.deepspeed.engines.batches import BatchSource
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
 from gptpar.engine.engine import Engine
-from gptpar.guards.order_watch import OrderWatch
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.skip_step import SkipStep
 from gptpar.topology.groups import Topology

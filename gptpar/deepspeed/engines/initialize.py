@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptpar.adapter.build import build_engine, move_buffers
 from gptpar.adapter.deferred import Recording
+from gptpar.adapter.guards.agreement import require_same_model
+from gptpar.adapter.guards.order_watch import OrderWatch
 from gptpar.adapter.module_stage import ROOT, ModuleStage
 from gptpar.adapter.options import EngineOptions, ModelKind, read_options
 from gptpar.adapter.pipeline_module import PipelineModule
@@ -31,8 +33,6 @@ from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
 from gptpar.deepspeed.engines.schedulers import ClientScheduler, scheduler_of
 from gptpar.deepspeed.engines.training_engine import TIMEOUT_MINUTES
 from gptpar.errors import GptparError, ModelError
-from gptpar.guards.order_watch import OrderWatch
-from gptpar.guards.same_model import require_same_model
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology, make_topology

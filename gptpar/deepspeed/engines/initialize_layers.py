@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.adapter.build import build_engine, move_buffers
+from gptpar.adapter.guards.agreement import require_same_model
+from gptpar.adapter.guards.order_watch import OrderWatch
 from gptpar.adapter.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.adapter.options import EngineOptions
 from gptpar.adapter.pipeline_module import PipelineModule, seeded
 from gptpar.deepspeed.engines.client_optimizer import ClientOptimizer, groups_of
 from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
 from gptpar.errors import ModelError
-from gptpar.guards.order_watch import OrderWatch
-from gptpar.guards.same_model import require_same_model
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none

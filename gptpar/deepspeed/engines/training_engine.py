@@ -16,6 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.adapter.engine_parts import EngineParts
+from gptpar.adapter.guards.agreement import FINE, Agreement
+from gptpar.adapter.guards.memory_watch import some_of
+from gptpar.adapter.guards.not_copied import NotCopied
 from gptpar.adapter.monitor import Monitor, Point, make_monitor
 from gptpar.adapter.options import EngineOptions
 from gptpar.checkpoint.save import print_report
@@ -31,9 +34,6 @@ from gptpar.deepspeed.engines.whole_tensors import WholeTensors
 from gptpar.engine.readings import Readings
 from gptpar.engine.training_step import StepUpdate
 from gptpar.errors import GptparError
-from gptpar.guards.agreement import FINE, Agreement
-from gptpar.guards.memory_watch import some_of
-from gptpar.guards.not_copied import NotCopied
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step
 
 TIMEOUT_MINUTES = 30.0

@@ -183,7 +183,7 @@ def _numel(part: RankPart) -> int:
 
 
 def progress_meta(found: Found, seq_length: int) -> dict[str, Any]:
-    """The meta that lets a run go on; as ``run/stored.py`` reads it.
+    """The meta that lets a run go on; as ``run/accept.py`` reads it.
 
     The loss scale of fp16 begins anew.
 

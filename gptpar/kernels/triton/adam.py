@@ -1,5 +1,7 @@
 """AdamW on a GPU as :mod:`gptpar.optim.adam_update` defines it (N1 to N6, E1 to E4), in one pass over memory.
 
+Moments in bfloat16 are rounded as :mod:`gptpar.optim.rounded_states` says.
+
 By default Triton fuses products with sums, divides approximately, and flushes denormals in libdevice: the kernels here
 turn all three off.
 """
@@ -13,8 +15,9 @@ import triton.language as tl
 ELEMENTS, NUM_WARPS = 2048, 8
 """Elements and warps of one Triton program."""
 
-NUM_NUMBERS = 8
-"""scale, rest1, beta2, rest2, floor, size, decay, skipped (not 0: nothing changes)."""
+NUM_NUMBERS = 9
+"""scale, rest1, beta2, rest2, floor, size, decay, the bits of the key for rounded moments, skipped (not 0: nothing
+changes)."""
 
 IEEE = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Launch options: every operation is rounded by itself, denormals are kept."""
@@ -28,6 +31,21 @@ def _power(base, exponent, BITS: tl.constexpr):
         base = base * base
         exponent = exponent // 2
     return result
+
+
+@triton.jit
+def _mixed(x):
+    """:mod:`gptpar.kernels.lowbias` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _rounded(x, draw):
+    bits = x.to(tl.uint32, bitcast=True)
+    upper = ((tl.where(x == x, bits + draw, 0x7FC00000)) >> 16).to(tl.uint16)
+    return upper.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -53,7 +71,8 @@ def _numbers(given, norm, steps, out, BITS: tl.constexpr):
     tl.store(out + 4, (eps * root).to(tl.float32))
     tl.store(out + 5, size.to(tl.float32))
     tl.store(out + 6, (one - lr * weight_decay).to(tl.float32))
-    tl.store(out + 7, tl.where(finite, 0.0, 1.0))
+    tl.store(out + 7, _mixed(step.to(tl.uint32)).to(tl.float32, bitcast=True))
+    tl.store(out + 8, tl.where(finite, 0.0, 1.0))
 
 
 def step_numbers(
@@ -75,14 +94,16 @@ def step_numbers(
 def _update(
     weights, exp_avg, exp_avg_sq, grad, parameters, decays, numbers, length,
     BLOCK: tl.constexpr, WRITES_PARAMETERS: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr, ROUNDS_SECOND: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < length
     scale, rest1, beta2, rest2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
-    floor, size, decay, skipped = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
+    floor, size, decay, skipped = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 8)
     if skipped == 0.0:
         g = tl.load(grad + at, mask=inside).to(tl.float32) * scale
-        old_m, old_v = tl.load(exp_avg + at, mask=inside), tl.load(exp_avg_sq + at, mask=inside)
+        old_m = tl.load(exp_avg + at, mask=inside).to(tl.float32)
+        old_v = tl.load(exp_avg_sq + at, mask=inside).to(tl.float32)
         m = old_m + rest1 * (g - old_m)
         v = beta2 * old_v + (rest2 * g) * g
         kept = decay
@@ -90,6 +111,12 @@ def _update(
             kept = tl.where(tl.load(decays + at // BLOCK, mask=inside, other=0), decay, 1.0)
         w = kept * tl.load(weights + at, mask=inside) - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
         tl.store(weights + at, w, mask=inside)
+        if ROUNDS_FIRST or ROUNDS_SECOND:
+            key = tl.load(numbers + 7).to(tl.uint32, bitcast=True)
+            first, second = old_m.to(tl.uint32, bitcast=True), old_v.to(tl.uint32, bitcast=True)
+            draws = _mixed(key ^ ((first & 0xFFFF0000) | (second >> 16)))
+            m = _rounded(m, draws & 0xFFFF) if ROUNDS_FIRST else m
+            v = _rounded(v, draws >> 16) if ROUNDS_SECOND else v
         tl.store(exp_avg + at, m, mask=inside)
         tl.store(exp_avg_sq + at, v, mask=inside)
         if WRITES_PARAMETERS:
@@ -106,7 +133,7 @@ def update(
     block: int,
     numbers: torch.Tensor,
 ) -> None:
-    """Update vectors [n]; all are fp32 but the gradient and the model parameters.
+    """Update vectors [n]; all are fp32 but the gradient, the model parameters and moments in bfloat16.
 
     Args:
         parameters: [n] the model parameters to write; ``None``: the weights are the model parameters.
@@ -119,5 +146,6 @@ def update(
         weights, exp_avg, exp_avg_sq, grad, weights if parameters is None else parameters,
         weights if decays is None else decays, numbers, length,
         BLOCK=block, WRITES_PARAMETERS=parameters is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
+        ROUNDS_FIRST=exp_avg.dtype == torch.bfloat16, ROUNDS_SECOND=exp_avg_sq.dtype == torch.bfloat16,
         num_warps=NUM_WARPS, **IEEE,
     )  # fmt: skip

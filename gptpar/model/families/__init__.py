@@ -20,10 +20,14 @@ from gptpar.model.families.fields import HfConfig, rotary_layers, windows_of
 from gptpar.model.families.gpt2 import GPT2_NAMES, gpt2, gpt2_fields
 from gptpar.model.families.gpt_neox import GPT_NEOX_NAMES, gpt_neox, gpt_neox_fields
 from gptpar.model.families.llama import LLAMA_NAMES, llama, llama_fields
+from gptpar.model.families.mixtral import MIXTRAL_NAMES, mixtral, mixtral_fields
+from gptpar.model.families.mixtures import blocks_of, layer_list
 from gptpar.model.families.names import HfTensor, WeightNames, hf_tensors
 from gptpar.model.families.olmo2 import olmo2, olmo2_fields
+from gptpar.model.families.olmoe import olmoe, olmoe_fields
 from gptpar.model.families.qwen2 import qwen2, qwen2_fields
 from gptpar.model.families.qwen3 import qwen3, qwen3_fields
+from gptpar.model.families.qwen3_moe import qwen3_moe, qwen3_moe_fields
 from gptpar.model.families.smollm3 import smollm3, smollm3_fields
 
 
@@ -50,8 +54,18 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qwen3, qwen3_fields, LLAMA_NAMES),
     "olmo2": Family(olmo2, olmo2_fields, LLAMA_NAMES),
     "smollm3": Family(smollm3, smollm3_fields, LLAMA_NAMES),
+    "olmoe": Family(olmoe, olmoe_fields, LLAMA_NAMES),
+    "qwen3_moe": Family(qwen3_moe, qwen3_moe_fields, LLAMA_NAMES),
+    "mixtral": Family(mixtral, mixtral_fields, MIXTRAL_NAMES),
 }
 """``model_type`` -> family."""
+
+LACKING = {
+    "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head",
+    "gpt_oss": "attention sinks, biases of experts and of the router, and a SwiGLU that is clamped",
+}
+LACKING["deepseek_v3"] = f"{LACKING['deepseek_v2']}, and the prediction of several tokens"
+"""``model_type`` of mixtures that are not known -> what gptpar lacks for them."""
 
 TRAINING_ONLY = frozenset(
     {
@@ -80,7 +94,8 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError([f"model_type {kind!r} is not known; gptpar knows {', '.join(FAMILIES)}."])
+        lacking = f": gptpar lacks {LACKING[kind]}" if kind in LACKING else ""
+        raise ConfigError([f"model_type {kind!r} is not known{lacking}; gptpar knows {', '.join(FAMILIES)}."])
     config = HfConfig(hf_config)
     if config.get("quantization_config", {}):
         config.problems.append(
@@ -144,11 +159,15 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "qk_layernorm_scope": not model.qk_layernorm,
         "mlp_activation": model.swiglu,
         "add_qkv_bias": model.add_bias_linear,
+        "ffn_hidden_size": all(blocks_of(model)),
     }
     found = {name: value for name, value in found.items() if not off.get(name, False)}
     found["max_position_embeddings"] = model.max_position_embeddings if learned else None
     if rope:
         found["rope_pattern"] = "".join("NR"[has] for has in rotary_layers(model))
+    if model.has_experts:
+        found["moe_layer_freq"] = layer_list(blocks_of(model))
+        found["moe_ffn_hidden_size"] = model.width_of_experts(model.ffn_hidden_size)
     return found | {"window_size": windows_of(model)}
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
 from gptpar.model.block import Block
+from gptpar.model.experts.layer import Experts
 from gptpar.model.families.fields import HfConfig, gate_field, positions_field, rotary_fields
+from gptpar.model.families.mixtures import expert_names
 from gptpar.model.families.names import WHOLE, WeightNames, Within, part, projections
 
 
@@ -103,6 +105,8 @@ def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
         "mlp.up": {"mlp.gate_proj": part(0), "mlp.up_proj": part(1)},
         "mlp.down": {"mlp.down_proj": WHOLE},
         "mlp_post_norm": {"post_feedforward_layernorm": WHOLE},
+        "mlp.router": {"mlp.gate": WHOLE},
+        **(expert_names(block.mlp, "mlp") if isinstance(block.mlp, Experts) else {}),
     }
 
 

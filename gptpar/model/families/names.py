@@ -53,6 +53,11 @@ def part(index: int) -> Within:
     return Within(lambda ours: ours[index])
 
 
+def of_expert(number: int, half: int | None = None) -> Within:
+    """One expert's matrix; of its gated first product, the gate (0) or the value (1)."""
+    return Within(lambda ours: ours[number] if half is None else ours[number, half])
+
+
 def rows(number: int) -> Within:
     """The vocabulary without the rows that only pad it."""
     return Within(lambda ours: ours[:number])
@@ -107,6 +112,8 @@ class HfTensor:
 class WeightNames:
     """A family's names of weights, without ``weight`` and ``bias``.
 
+    Parameters with a name of their own (those of experts) stand there under it, with transformers' whole names.
+
     Attributes:
         base: prefix of all names but the LM head's; files of older versions may lack it.
         ends: names of layers around the blocks: ours -> transformers'.
@@ -140,14 +147,16 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
         table = names.block(built) if is_block else None
         for ours, parameter in built.named_parameters():
             inner, _, end = ours.rpartition(".")
-            if table is not None:
-                theirs = table[inner]
-            else:
+            theirs: Mapping[str, Within]
+            if table is None:
                 theirs = {names.ends[layer.spec.name]: rows(vocab_rows) if is_vocabulary else WHOLE}
+            else:
+                theirs = table[inner] if end in ("weight", "bias") else table[ours]
             for name, place in theirs.items():
                 view = place.view(parameter)
                 shape = _merged(tuple(view.shape), place.merged, 1 if end == "bias" else min(2, parameter.dim()))
-                yield HfTensor(f"{prefix}{name}.{end}", f"{layer.spec.name}.{ours}", place, shape)
+                name = f"{prefix}{name}.{end}" if end in ("weight", "bias") else f"{prefix}{name}"
+                yield HfTensor(name, f"{layer.spec.name}.{ours}", place, shape)
 
 
 def _merged(shape: tuple[int, ...], first: int, num_dims: int) -> tuple[int, ...]:

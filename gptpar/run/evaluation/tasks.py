@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.errors import ConfigError
 from gptpar.run.evaluation.items import MAX_PROBLEMS, Document, Item, Question, all_problems, read_items
-from gptpar.run.evaluation.rows import TokenRow, continuation_rows, document_rows
 
 SAMPLE_SEED = 1234
 """Seed that draws the items of ``--eval-limit``: the same in every run, so that runs can be compared."""
@@ -139,3 +138,57 @@ def read_tasks(paths: Sequence[str], tokenizer: Tokenizer, context: int, limit: 
     if problems := [problem for _, found in made for problem in found]:
         raise ConfigError(problems)
     return [task for task, _ in made]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row of tokens, the last of which are scored.
+
+    Attributes:
+        tokens: one more than the model reads: the last token is only predicted.
+        num_scored: number of tokens at the end that are scored.
+    """
+
+    tokens: Sequence[int]
+    num_scored: int
+
+    def __len__(self) -> int:
+        """Number of tokens that the model reads."""
+        return len(self.tokens) - 1
+
+
+def continuation_rows(tokenizer: Tokenizer, query: str, continuations: Sequence[str], context: int) -> list[TokenRow]:
+    """A row for each continuation of a query.
+
+    Args:
+        context: the most tokens that the model reads.
+
+    Raises:
+        ValueError: a continuation has no tokens of its own, or more than the context; a part of a sentence.
+    """
+    stripped = query.rstrip()
+    space = query[len(stripped) :]
+    encode = tokenizer.encode if stripped else tokenizer.encode_document
+    query_ids = encode(stripped)
+    rows = []
+    for number, continuation in enumerate(continuations):
+        ids = encode(stripped + space + continuation)
+        scored = len(ids) - len(query_ids)
+        if scored <= 0:
+            raise ValueError(f"choice {number} (counted from 0) has no tokens beside those of the query")
+        if scored > context:
+            raise ValueError(f"choice {number} (counted from 0) has {scored:,} tokens, the model reads {context:,}")
+        rows.append(TokenRow(ids[-(context + 1) :], scored))
+    return rows
+
+
+def document_rows(tokenizer: Tokenizer, text: str, context: int) -> Iterator[TokenRow]:
+    """The windows of a document; each of its tokens is scored in one of them.
+
+    Args:
+        context: the most tokens that the model reads.
+    """
+    ids = tokenizer.encode_document(text)
+    for start in range(0, len(ids) - 1, context):
+        end = min(start + context, len(ids) - 1)
+        yield TokenRow(ids[max(0, end - context) : end + 1], end - start)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.checkpoint.describe import summary_of
 from gptpar.cli.inspect import main as inspect
+from gptpar.cli.inspect import summary_of
 
 SAVED = Path(__file__).parents[2] / "fixtures" / "checkpoints" / "bf16-zero3-cpu"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli import doctor
-from gptpar.cli.doctor import machine
-from gptpar.cli.doctor.finding import Finding
+from gptpar.cli.doctor import Finding
 from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
@@ -18,7 +17,7 @@ from gptpar.system import native
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which nothing is slow or short."""
     for name in ("MIN_COPY", "MIN_DISK_RATE", "MIN_SHARED", "MIN_MEMORY", "MIN_DISK"):
-        monkeypatch.setattr(machine, name, 0)
+        monkeypatch.setattr(doctor, name, 0)
 
 
 def found(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]]]:
@@ -31,7 +30,7 @@ def found(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[s
 def test_a_good_machine_is_told_in_one_screen(
     fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "core_quota", lambda: None)
+    monkeypatch.setattr(doctor, "core_quota", lambda: None)
     status = doctor.main(["--folder", str(tmp_path), "--mib", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert status == 0, lines
@@ -50,7 +49,7 @@ def test_numbers_are_told_as_json(fast: None, tmp_path: Path, capsys: pytest.Cap
 def test_a_slow_disk_and_a_folder_that_is_not_there_warn(
     fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "MIN_DISK_RATE", 1e15)
+    monkeypatch.setattr(doctor, "MIN_DISK_RATE", 1e15)
     status, findings = found(tmp_path, capsys)
     assert status == 1 and not findings["disk write"]["ok"] and "--save-local" in str(findings["disk write"]["advice"])
     status, findings = found(tmp_path / "no", capsys)

@@ -170,7 +170,7 @@ def test_a_resumed_run_has_the_same_plan() -> None:
 
 
 def test_what_the_first_steps_would_depend_on_is_refused() -> None:
-    from gptpar.config.checks.batch import check_duration
+    from gptpar.config.sections.batch import check_duration
 
     config = tiny_config().update("batch", train_iters=None, train_samples=100, train_minutes=5.0)
     config = config.update("optimizer", lr_warmup_fraction=0.1, weight_decay_incr_style="linear")

@@ -16,9 +16,9 @@ from gptpar.cli.plan import make_planner
 from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
-from gptpar.config.checks.precision import graph_obstacles
 from gptpar.config.complete import complete
 from gptpar.config.flags import parse_flags
+from gptpar.config.sections.precision import graph_obstacles
 from gptpar.config.stored import stored_config
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError

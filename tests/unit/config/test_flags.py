@@ -51,11 +51,20 @@ def test_every_preset_resolves(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "vocab_size", "billions"), [("7B", 32000, 6.738), ("8B", 128256, 8.030), ("70B", 128256, 70.554)]
+    ("preset", "vocab_size", "billions", "active"),
+    [
+        *(("7B", 32000, 6.738, 6.738), ("8B", 128256, 8.030, 8.030), ("70B", 128256, 70.554, 70.554)),
+        *(("OLMoE-1B-7B", 50304, 6.919, 1.282), ("Qwen3-30B-A3B", 151936, 30.532, 3.353)),
+        ("Mixtral-8x7B", 32000, 46.703, 12.880),
+    ],
 )
-def test_llamas_presets_have_the_published_numbers_of_parameters(preset: str, vocab_size: int, billions: float) -> None:
+def test_presets_have_the_published_numbers_of_parameters(
+    preset: str, vocab_size: int, billions: float, active: float
+) -> None:
     config, _ = resolve(parse_flags(f"{GOOD} --preset {preset} --vocab-size {vocab_size}".split()), 1)
-    assert gpt_model(complete(config).model).num_parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+    model = gpt_model(complete(config).model)
+    assert model.num_parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert model.num_active_parameters / 1e9 == pytest.approx(active, abs=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -167,11 +167,11 @@ WORLD = 8
             ],
         ),
         (
-            "--context-parallel-size 4 --num-query-groups 2 --attention-dropout 0.1",
+            "--context-parallel-size 4 --cp-comm-type a2a --num-query-groups 2 --attention-dropout 0.1",
             [
-                "--context-parallel-size 4 with --cp-comm-type a2a: masks of --attention-dropout 0.1 are those of one "
-                "process by --cp-comm-type a2a alone, and if the 2 query group(s) of a tensor rank are divisible by "
-                "the size: give --attention-dropout 0, or --cp-comm-type a2a with a size such as 2."
+                "--context-parallel-size 4 with --cp-comm-type a2a: masks of --attention-dropout 0.1 belong to whole "
+                "query groups, and the 2 of a tensor rank are not divisible by 4: give --cp-comm-type allgather, which "
+                "computes attention for all tokens, or --attention-dropout 0."
             ],
         ),
     ],

@@ -40,7 +40,7 @@ def problems(flags: str) -> list[str]:
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22 --overlap-p2p-communication-warmup-flush",
         "--microbatch-group-size-per-virtual-pipeline-stage 4 --num-distributed-optimizer-instances 1",
         "--enable-cuda-graph --cuda-graph-impl none --cuda-graph-scope full --te-rng-tracker --log-level info",
-        "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --sgd-momentum 0.9",
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --sgd-momentum 0.9",
         "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor 2 --use-pin-memory",
         "--remote-device cpu --profile-backward --cross-entropy-fusion-impl te",
         "--profile --profile-step-start 8 --profile-step-end 12 --profile-ranks 0 1 --use-pytorch-profiler",
@@ -139,8 +139,8 @@ def test_the_gated_unit_of_bigscience_has_the_plain_width() -> None:
 
 
 def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
-    assert problems("--exp-avg-dtype fp8 --remote-device nvme --vocab-extra-ids") == [
-        "--exp-avg-dtype fp8: master weights, moments and gradient sums are always fp32; leave it out, or give fp32.",
+    assert problems("--main-params-dtype fp16 --remote-device nvme --vocab-extra-ids") == [
+        "--main-params-dtype fp16: master weights and gradient sums are always fp32; leave it out, or give fp32.",
         "--remote-device nvme: what leaves the GPU is said by --cpu-optimizer and --cpu-parameters; leave it out, or "
         "give none or cpu.",
         "--vocab-extra-ids: ids that no tokenizer has are for T5 alone; leave it out, or give 0.",

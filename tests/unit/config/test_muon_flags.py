@@ -50,6 +50,8 @@ def test_megatrons_distributed_muon_is_muon() -> None:
         ("--muon-no-nesterov --muon-nesterov", "keep one"),
         ("--adaptive-muon-beta2 0.9", "an optimizer other than AdamW, Lion and Muon is not part of gptpar"),
         ("--lr 0 --muon-lr 0.02", "give a rate above 0"),
+        ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16 is built for --optimizer adam alone"),
+        ("--exp-avg-dtype fp8", "--exp-avg-dtype fp8"),
     ],
 )
 def test_a_wrong_flag_is_told(flags: str, problem: str) -> None:

@@ -15,11 +15,17 @@ EOD, LENGTH = 9, 64
 
 def test_documents_of_samples() -> None:
     samples = np.array([[1, 9, 9, 2, 3, 9, 4], [9, 1, 2, 3, 4, 5, 9]])
-    documents = Documents.of(samples, EOD, 1)
+    documents = Documents.of(samples, EOD, 1, False)
     assert documents.lengths == (2, 1, 3, 1, 5) and documents.mean_length == 12 / 5
     assert documents.room == 8  # 2.5 on average, and 4 deviations of 0.5
-    whole = Documents.of(np.array([[1, 2, 3], [4, 5, 9]]), EOD, 4)
+    whole = Documents.of(np.array([[1, 2, 3], [4, 5, 9]]), EOD, 4, True)
     assert whole.lengths == (2, 2) and whole.room == 0
+
+
+def test_padding_of_a_pack_is_one_document_where_it_does_not_count() -> None:
+    samples = np.array([[1, 2, 9, 3, 9, 9, 9, 9, 9], [9, 9, 9, 4, 5, 9, 9, 9, 6]])
+    assert Documents.of(samples, EOD, 1, True).lengths == (3, 2, 3, 1, 2, 3, 2)
+    assert Documents.of(samples, EOD, 1, False).lengths == (3, 2, 1, 1, 1, 1, 1, 1, 3, 1, 1)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -27,7 +33,7 @@ def test_documents_of_samples() -> None:
 def test_hardly_a_micro_batch_has_more_documents_than_there_is_room_for(size: int, share: float) -> None:
     random = np.random.default_rng(0)
     ends = random.random((64 + 1000 * size, LENGTH)) < share
-    room = Documents.of(np.where(ends[:64], EOD, 1), EOD, size).room
+    room = Documents.of(np.where(ends[:64], EOD, 1), EOD, size, False).room
     counts = [len(cumulative_lengths(part, room)) for part in np.split(ends[64:], 1000)]
     assert np.mean(np.array(counts) > room + 1) < 0.005
     assert room <= 2.5 * size * (1 + LENGTH * share) + 8

@@ -14,7 +14,7 @@ import pytest
 
 from gptpar.cli.merge import main as merge_main
 from gptpar.cli.preprocess import main
-from gptpar.data.progress import CorpusProgress
+from gptpar.data.preprocess import CorpusProgress
 from gptpar.errors import ConfigError, DataError
 
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.data.readers import find_inputs, parse_block, read_blocks, read_documents
-from gptpar.data.zst import ZstdReader
+from gptpar.data.readers import ZstdReader, find_inputs, parse_block, read_blocks, read_documents
 from gptpar.errors import DataError
 
 TEXTS = ["one", "", "zwei é\n\t", "日本😀\u2028", "x" * 5000]

@@ -10,9 +10,9 @@ import torch
 from gptpar.pipeline import Stage
 from gptpar.run.generation import load_model
 from tests.helpers import random_tokens
-from tests.unit.model.test_families import CASES, theirs
+from tests.unit.model.test_families import CASES, VOCAB_SIZE, theirs
 
-VOCAB = 61
+VOCAB = VOCAB_SIZE
 
 
 def save_theirs(folder: Path, fields: dict[str, Any] | str, **options: Any) -> Any:

@@ -36,6 +36,8 @@ MODELS = {
     "gpt2": WIDE,
     "llama": WIDE + " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--num-query-groups 2 --untie-embeddings-and-output-weights",
+    "qwen3_moe": WIDE + " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-experts 16 --moe-ffn-hidden-size 48 --moe-layer-freq 2 --qk-layernorm --num-query-groups 2",
 }
 
 

@@ -105,6 +105,10 @@ WINDOWS = "--window-size 4 --window-pattern SF"
         (LLAMA + "--qk-layernorm " + WINDOWS, "qwen3"),
         (LLAMA + "--qk-layernorm --qk-layernorm-scope width --norm-placement post", "olmo2"),
         (LLAMA + "--no-rope-freq 2", "smollm3"),
+        (LLAMA + "--num-experts 4 --qk-layernorm --qk-layernorm-scope width", "olmoe"),
+        (LLAMA + "--num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24 --qk-layernorm", "qwen3_moe"),
+        (LLAMA + "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --qk-layernorm", "qwen3_moe"),
+        (LLAMA + "--num-experts 4 --window-size 4 --moe-z-loss-coeff 1e-3", "mixtral"),
         (LLAMA + "--rope-pattern NR " + WINDOWS, "smollm3"),
         (LLAMA + "--rope-scaling-type linear --rope-scaling-factor 4", "llama"),
         (LLAMA + "--rope-scaling-type dynamic --original-max-position-embeddings 8", "llama"),
@@ -130,6 +134,16 @@ def test_the_family_follows_from_the_model(flags: str, kind: str) -> None:
         ("--mlp-activation geglu", "gpt2", "--mlp-activation is geglu, and there it is gelu."),
         (LLAMA.replace("--swiglu", "--squared-relu"), "llama", "--swiglu is False, and there it is True"),
         (LLAMA + "--attention-output-gate", "llama", "--attention-output-gate is True"),
+        (LLAMA + "--num-experts 4 --moe-layer-freq 2", "qwen3_moe", "--qk-layernorm is False, and there it is True"),
+        *(
+            (LLAMA + f"--num-experts 4 --{flag}", "mixtral", f"--{name} is {value}, and there it is ")
+            for flag, name, value in (
+                ("moe-router-score-function sigmoid", "moe-router-score-function", "sigmoid"),
+                ("moe-router-topk-scaling-factor 2", "moe-router-topk-scaling-factor", "2.0"),
+                ("moe-router-enable-expert-bias", "moe-router-enable-expert-bias", "True"),
+                ("moe-shared-expert-intermediate-size 8", "moe-shared-expert-intermediate-size", "8"),
+            )
+        ),
     ],
 )
 def test_what_no_family_computes_is_told(flags: str, kind: str, told: str) -> None:

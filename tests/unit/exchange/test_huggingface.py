@@ -25,7 +25,7 @@ from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
 
-FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2")
+FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2", "Qwen3-MoE, some blocks and windows", "Mixtral")
 CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -54,7 +54,7 @@ def test_what_is_written_anew_is_loaded_unedited(name: str, tmp_path: Path) -> N
     convert([str(run), str(out), "--max-shard-size", "9KB"])
     assert (out / "model.safetensors.index.json").exists()
     loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+        out, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
     )
     assert type(loaded) is type(reference)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -69,7 +69,9 @@ def test_what_is_written_anew_is_loaded_unedited(name: str, tmp_path: Path) -> N
     [
         "GPT-2",
         "Llama 3",
+        "OLMoE",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-NeoX", "Qwen2", "Qwen3", "OLMo-2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "Mixtral")),
     ],
 )
 def test_greedy_text_is_the_same(name: str, tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ def test_what_no_tokenizer_json_can_say_is_told(tmp_path: Path) -> None:
         tokenizer_files(config, 16)
 
 
+def test_a_normalization_that_the_library_reads_otherwise_is_told_with_a_text(tmp_path: Path) -> None:
+    """SentencePiece's default replaces the longest text that it knows; the library replaces whole graphemes."""
+    config = config_of(tmp_path, trained("unigram"))
+    with pytest.raises(TokenizerError, match=r"[1-9]\d* of 4,\d+ odd texts have other ids.*--no-tokenizer"):
+        tokenizer_files(config, 16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "char"])
 @pytest.mark.parametrize("settings", [IDENTITY, LLAMA, BARE, BARE | USER], ids=["trims", "llama", "bare", "user"])

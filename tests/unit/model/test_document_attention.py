@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from gptpar.data.documents import cumulative_lengths, follow_ends
+from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.model import core_attention as core
 from gptpar.model import varlen_attention as varlen
 from gptpar.model.attention_dropout import _one_call_a_group
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
+from tests.gpu.training import run
 
 BATCH, LENGTH, WIDTH = 2, 24, 8
 DOCUMENTS = {
@@ -156,3 +160,25 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     assert torch.equal(y, q + k.repeat_interleave(2, 1))
     assert [how for how, _ in calls] == [(cu_seqlens, window, 0.3, 0.4)] * 2
     assert calls[0][1] != calls[1][1]
+
+
+@pytest.mark.parametrize("flags", ["", "--position-embedding-type rope --window-size 4"])
+def test_joined_padding_changes_no_number_of_a_training(flags: str) -> None:
+    """Losses and weights, against a document for each token of padding."""
+    rules = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+
+    def joined(tokens_BT: torch.Tensor) -> MicroBatch:
+        tokens_BT = torch.where(tokens_BT < 12, 3, tokens_BT)
+        tokens_BT[:, -6:] = 3
+        return make_micro_batch(tokens_BT.numpy(), eod=3, **rules)
+
+    def apart(tokens_BT: torch.Tensor) -> MicroBatch:
+        batch = joined(tokens_BT)
+        cu_seqlens = cumulative_lengths(follow_ends((batch.tokens_BS == 3).numpy()))
+        assert cu_seqlens is not None and batch.cu_seqlens is not None
+        assert len(set(cu_seqlens.tolist())) > len(set(batch.cu_seqlens.tolist()))
+        return replace(batch, cu_seqlens=torch.from_numpy(cu_seqlens))
+
+    (losses, weights), (wanted_losses, wanted) = (run("cpu", f"--fp64 {flags}", make) for make in (joined, apart))
+    assert losses == pytest.approx(wanted_losses, rel=1e-12)
+    torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)

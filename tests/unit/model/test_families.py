@@ -20,8 +20,9 @@ from tests.helpers import random_tokens
 
 transformers = pytest.importorskip("transformers")
 
+VOCAB_SIZE = 61
 LLAMA = {
-    "vocab_size": 61,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -46,6 +47,8 @@ YARN = {**ROTARY_5, "rope_type": "yarn", "factor": 8.0, "original_max_position_e
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+OLMOE = {**LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}
+QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 16}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "pad_token_id": 0}
 CASES: dict[str, dict[str, Any]] = {
     "GPT-2": GPT2,
@@ -104,6 +107,16 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "OLMoE": OLMOE,
+    "OLMoE, normalised": {**OLMOE, "norm_topk_prob": True, "num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "Qwen3-MoE": {**QWEN3_MOE, "num_experts": 5, "norm_topk_prob": True},
+    "Qwen3-MoE, some blocks and windows": {
+        **QWEN3_MOE,
+        **{"decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3], "intermediate_size": 40},
+        **{"use_sliding_window": True, "sliding_window": 5, "rope_parameters": YARN, "tie_word_embeddings": True},
+    },
+    "Mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral, windows": {**LLAMA, "model_type": "mixtral", "sliding_window": 5, "head_dim": 16, "hidden_act": "gelu"},
 }
 
 
@@ -115,7 +128,7 @@ def theirs(fields: dict[str, Any]) -> Any:
     """Their model in fp64, with weights in which mistakes show."""
     kind = fields["model_type"]
     config = transformers.AutoConfig.for_model(**fields)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval().double()
     assert config.model_type == kind
     for number, parameter in enumerate(model.parameters()):
@@ -190,11 +203,17 @@ def of_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[t
                 yield f"layers.{i}.attention.qkv.{end}", by_group(model, q, k, v)
             if gate is not None and up is not None:
                 yield f"layers.{i}.mlp.up.{end}", torch.stack([gate, up])
+    for i in range(model.num_layers):  # those with experts, whose halves lie one after the other
+        prefix = f"model.layers.{i}.mlp"
+        if (router := weights.get(f"{prefix}.gate.weight")) is not None:
+            yield f"layers.{i}.mlp.router.weight", router
+            yield f"layers.{i}.mlp.up", weights[f"{prefix}.experts.gate_up_proj"].unflatten(1, (2, -1))
+            yield f"layers.{i}.mlp.down", weights[f"{prefix}.experts.down_proj"]
 
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(
-    ("llama", "qwen2", "qwen3", "olmo2", "smollm3"), of_llama
+    ("llama", "qwen2", "qwen3", "olmo2", "smollm3", "olmoe", "qwen3_moe", "mixtral"), of_llama
 )
 
 
@@ -264,6 +283,17 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not known; gptpar knows gpt2, "),
         ({}, "model_type None is not known"),
+        (
+            {"model_type": "deepseek_v2"},
+            "gptpar lacks attention over latent keys and values .*; gptpar knows",
+        ),
+        ({"model_type": "deepseek_v3"}, "and the prediction of several tokens; gptpar knows gpt2, "),
+        ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),
+        ({**OLMOE, "num_experts": 1}, "olmoe: no block has two experts or more"),
+        ({**OLMOE, "head_dim": 16}, "head_dim is 16, and gptpar computes with 8 alone"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2], "num_experts": 4}, "qwen3_moe: no block has two experts or more"),
+        ({**LLAMA, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, and gptpar"),
+        ({**LLAMA, "model_type": "mixtral"}, "num_experts_per_tok is missing in the config.json: a mixtral model"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({**GPT2, "activation_function": "mish"}, "activation_function is 'mish', and gptpar has gelu_new"),
         ({**NEOX, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.config.checks.precision import graph_obstacles
 from gptpar.config.derive import derive
 from gptpar.config.flags import parse_flags
+from gptpar.config.sections.precision import graph_obstacles
 from gptpar.config.validate import find_problems, resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload import build, machine

@@ -19,10 +19,14 @@ def state_after(words: str, ratio: str, *, count: int) -> tuple[str, int]:
     return found, sum(norm > 0.9 for norm in norms)
 
 
+ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
 @pytest.mark.parametrize(
     "dtype",
     [
         "--bf16",
+        f"--bf16 {ROUNDED}",
         *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("--fp64", "", "--fp16 --initial-loss-scale 3000")),
     ],
 )

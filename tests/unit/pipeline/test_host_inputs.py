@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline import host_inputs
 from gptpar.pipeline.host_inputs import HostInput, HostInputs
 from gptpar.pipeline.recompute import Keep, recomputed
+from gptpar.pipeline.runtime import Runtime
+from gptpar.pipeline.schedules import Backward, Forward
+from gptpar.pipeline.stage import Stage
 from tests.unit.pipeline.recomputed import gradients, layer
 
 
@@ -119,3 +126,25 @@ def test_inputs_are_on_the_host_between_the_passes() -> None:
     (found,) = torch.autograd.grad(y.sum(), x)
     two = torch.tensor(2.0, dtype=torch.float64)
     assert torch.allclose(found, 2 * two.exp() * two.exp().cos(), rtol=1e-14, atol=0) and host.returned == [2.0]
+
+
+def test_the_device_does_not_keep_a_later_stage_s_input() -> None:
+    """Its host copy is the only one between the passes, and the gradient that goes back is that of plain layers."""
+    torch.manual_seed(0)
+    specs = [LayerSpec(nn.Linear, 4, 4, dtype=torch.float64, name=name) for name in "ab"]
+    keep = Keep(host=OnCpu())
+    stage = Stage(specs, build=LayerSpec.build, recompute=[("a",), ("b",)], keep=keep)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    a, b = stage.layers
+    wanted_x = x.clone().requires_grad_()
+    wanted = torch.autograd.grad(b(a(wanted_x)).sum(), [wanted_x, *stage.parameters()])
+    memory, arrived = StorageWeakRef(x.untyped_storage()), [x]
+    how: Any = {"boundary": None, "transport": None, "loss_fn": lambda y, fields: y.sum()}
+    runtime = Runtime([stage], 1, 2, micro_batches=[(torch.empty(0), {})], **how)
+    runtime._arriving["activation", 0, 0] = cast(Any, SimpleNamespace(take=arrived.pop))
+    del x
+    runtime.run([Forward(0, 0)])
+    assert memory.expired()
+    runtime.run([Backward(0, 0)])
+    found = [runtime._leaving["gradient", 0, 0], *(parameter.grad for parameter in stage.parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -16,7 +16,6 @@ ROWS = [
     ["reporting"],
     ["offload"],
     ["exchange"],
-    ["guards"],
     ["adapter"],
     ["any_module"],
     ["context_parallel", "plan"],

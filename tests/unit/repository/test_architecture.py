@@ -23,7 +23,7 @@ FIRST_USER_OF_STANDALONE = ROW_OF["reporting"]
 
 PURE = [
     "adapter/units.py",
-    "guards/refusals.py",
+    "adapter/guards/refusals.py",
     "config",
     "topology/mesh.py",
     "topology/placement.py",

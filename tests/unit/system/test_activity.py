@@ -13,8 +13,7 @@ import pytest
 
 from gptpar.cli.launch.failure import Failure
 from gptpar.system import activity
-from gptpar.system.activity import SLOT_BYTES, START, Activity, LostRankError, last_activity
-from gptpar.system.life import COUNTED_BYTES, SignsOfLife
+from gptpar.system.activity import COUNTED_BYTES, SLOT_BYTES, START, Activity, LostRankError, SignsOfLife, last_activity
 
 GLOO = "[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29092: Connection reset by peer. This is typically"
 NCCL = "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28\nncclRemoteError"

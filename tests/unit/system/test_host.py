@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.config.checks.offload import check_offload
-from gptpar.config.checks.precision import graph_obstacles
+from gptpar.config.sections.offload import check_offload
+from gptpar.config.sections.precision import graph_obstacles
 from gptpar.offload.buckets import buckets_of
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gptpar.data.indexed import IndexedDatasetWriter
-from gptpar.system import command_line, surroundings
+from gptpar.system import command_line
 from gptpar.system.files import MAX_TEXT_BYTES, read_regular
 
 
@@ -30,7 +30,7 @@ def test_closed_streams_become_the_null_device() -> None:
         for number in (0, 1, 2):
             os.close(number)
         sys.stdout = sys.stderr = None  # as Python itself has it then
-        surroundings.open_standard_streams()
+        command_line.open_standard_streams()
         print("to nowhere", flush=True)
         print("to nowhere", file=sys.stderr, flush=True)
         paths = {os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)}
@@ -57,9 +57,9 @@ def test_the_limit_of_open_files_is_raised() -> None:
     if not pid:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
-        surroundings.prepare_process()
+        command_line.prepare_process()
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        os._exit(soft != min(surroundings.OPEN_FILES, hard if hard >= 0 else surroundings.OPEN_FILES))
+        os._exit(soft != min(command_line.OPEN_FILES, hard if hard >= 0 else command_line.OPEN_FILES))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from gptpar.data.tokenizer import bpe_kernel, build_tokenizer
+from gptpar.data.tokenizer import bpe, build_tokenizer
 from gptpar.data.tokenizer.base import Tokenizer
 from gptpar.data.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet, last_cut
 from gptpar.errors import NativeBuildError, TokenizerError
@@ -98,7 +98,7 @@ def test_a_vocabulary_whose_ids_do_not_begin_with_the_bytes():
     letters = {bytes([byte]): 1000 - byte for byte in byte_alphabet().values()}
     ranks = letters | {b"bc": 1001, b"ab": 1002, b"abc": 1003, b"ca": 1004}
     plain = tiktoken.Encoding("plain", pat_str=PIECES, mergeable_ranks=ranks, special_tokens={})
-    kernel = bpe_kernel.BPEKernel.build(ranks, plain.encode_ordinary)
+    kernel = bpe.BPEKernel.build(ranks, plain.encode_ordinary)
     assert kernel is not None
     for text in texts_of("abc", 200, 40):
         assert kernel.encode_batch([text.encode()])[0].tolist() == plain.encode_ordinary(text)
@@ -108,15 +108,15 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def no_compiler(*_: object) -> None:
         raise NativeBuildError("no C++ compiler found")
 
-    monkeypatch.setattr(bpe_kernel.native, "load", no_compiler)
-    bpe_kernel._library.cache_clear()
+    monkeypatch.setattr(bpe.native, "load", no_compiler)
+    bpe._library.cache_clear()
     try:
         tokenizer = write_files(tmp_path, *small_vocabulary(25))
         with pytest.warns(UserWarning, match="tiktoken alone, the same but slower: no C"):
             assert not tokenizer.threads
         assert as_lists(tokenizer, EDGES, 281) == [[*tokenizer.encode(text), 281] if text else [] for text in EDGES]
     finally:
-        bpe_kernel._library.cache_clear()
+        bpe._library.cache_clear()
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from gptpar.data.tokenizer import build_tokenizer
 from gptpar.data.tokenizer.train import train
 from gptpar.errors import ConfigError
 from gptpar.run.evaluation.items import Document, Question, all_problems, read_items
-from gptpar.run.evaluation.rows import TokenRow, continuation_rows, document_rows
-from gptpar.run.evaluation.tasks import read_tasks
+from gptpar.run.evaluation.tasks import TokenRow, continuation_rows, document_rows, read_tasks
 from tests.unit.data.tokenizer.test_hf import UNIGRAM, tokenizer_of
 from tests.unit.run.evaluation.task_files import write_lines
 

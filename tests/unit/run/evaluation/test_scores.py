@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from gptpar.data.tokenizer import build_tokenizer
-from gptpar.run.evaluation.batches import plan_batches
-from gptpar.run.evaluation.evaluator import Evaluator
+from gptpar.run.evaluation.evaluator import Evaluator, plan_batches
 from gptpar.run.evaluation.items import Document, Question
 from gptpar.run.evaluation.tasks import Task, read_tasks, sampled
 from gptpar.run.trainer import Trainer

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gptpar.adapter.guards.agreement import REMEDY
 from gptpar.errors import GptparError
-from gptpar.guards.agreement import REMEDY
 from gptpar.system import quiet_end
 from gptpar.topology.groups import Topology
 

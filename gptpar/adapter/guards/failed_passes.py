@@ -11,8 +11,8 @@ import time
 
 import torch.distributed as dist
 
+from gptpar.adapter.guards.order_watch import OrderWatch
 from gptpar.errors import GptparError
-from gptpar.guards.order_watch import OrderWatch
 from gptpar.topology.groups import Topology
 
 WAIT_SECONDS = 30.0

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gptpar.adapter.guards import failed_passes
+from gptpar.adapter.guards.failed_passes import FailedPasses
+from gptpar.adapter.guards.order_watch import OrderWatch
 from gptpar.errors import GptparError
-from gptpar.guards import failed_passes
-from gptpar.guards.failed_passes import FailedPasses
-from gptpar.guards.order_watch import OrderWatch
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gptpar.adapter.guards import order_watch
+from gptpar.adapter.guards.agreement import REMEDY
+from gptpar.adapter.guards.order_watch import ALL_CALL, OrderWatch
 from gptpar.errors import GptparError
-from gptpar.guards import order_watch
-from gptpar.guards.agreement import REMEDY
-from gptpar.guards.order_watch import ALL_CALL, OrderWatch
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 

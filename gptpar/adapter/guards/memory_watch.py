@@ -29,7 +29,7 @@ class MemoryWatch:
         parameters: by name, in the engine's memory.
         scopes: path -> module; together they have all parameters.
         transient: whether parameters have memory only while they are gathered. While they have none, it cannot be
-            replaced (:mod:`gptpar.guards.read_guard`), so that it is enough to compare while they have.
+            replaced (:mod:`gptpar.adapter.guards.read_guard`), so that it is enough to compare while they have.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], scopes: Mapping[str, nn.Module], *, transient: bool):

@@ -1,14 +1,20 @@
-"""Checks that all processes have run the same units in a step, because collectives match by their order alone."""
+"""Checks that all processes have the same model, and have run the same units in a step.
+
+Collectives match by their order alone, so that a difference would exchange parts of different parameters.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, ModelError
+from gptpar.topology.agreement import require_same
 from gptpar.topology.groups import Topology
 
 MODULUS = 2**20
@@ -91,3 +97,28 @@ def _first_difference(passes: Sequence[Passes]) -> str:
             )
             return f"At call {place + 1}, {told}."
     return "The calls are the same, but divided differently over forward passes."
+
+
+def require_same_model(
+    model: nn.Module, groups: Sequence[dict[str, Any]], processes: dist.ProcessGroup | None = None
+) -> None:
+    """Check that all processes train the same parameters with the same hyperparameters; all call this together.
+
+    Args:
+        groups: of the optimizer.
+        processes: those that hold the same parameters; ``None``: all.
+
+    Raises:
+        ModelError: on each of them: parameters differ in name, order, shape, dtype or ``requires_grad``, or groups in
+            their parameters or in a plain value.
+    """
+    facts, names = {}, {}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        trained = "trained" if p.requires_grad else "frozen"
+        facts[f"parameter {number}"] = f"{name} ({list(p.shape)}, {str(p.dtype).removeprefix('torch.')}, {trained})"
+        names[p] = str(number)
+    for number, group in enumerate(groups):
+        plain = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str | tuple)}
+        facts |= {f"{key} of parameter group {number}": str(value) for key, value in plain.items()}
+        facts[f"parameter group {number}"] = "parameters " + " ".join(names[p] for p in group["params"])
+    require_same(facts, "all processes have to build the same model and optimizer.", processes, ModelError)

@@ -5,7 +5,7 @@ reads them. A parameter is never copied for that, and remains the same object. W
 own class again, so that forward and backward passes see plain parameters. Where an optimizer works ahead, units are
 guarded from their final gradient to the step, too. The optimizer takes its work back for a reader, such as a hook amid
 a backward pass. Where gradients are not in ``.grad``, all units are guarded from the last backward pass to the step, so
-that torch's clipping is noticed.
+that torch's clipping is noticed. :class:`ReadWatch` finds, in a module's first pass, which parameters are read early.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
@@ -233,3 +234,32 @@ def refuse_clipping(reader: FrameType | None) -> None:
             "gradients are in the engine and not in parameter.grad. Set gradient_clipping in the configuration: each "
             "step clips by it, and engine.get_global_grad_norm() has the norm."
         )
+
+
+class ReadWatch(TorchDispatchMode):
+    """Calls a function with every tensor that an operator is about to read, another one with those it will change.
+
+    A block's parameters are gathered before it is called. Code that reads them at another time would read old values,
+    or none at all. Inside of compiled functions, operators cannot be observed, and a function whose first call is under
+    a mode stays uncompiled forever; so run code uncompiled meanwhile.
+
+    Args:
+        look: takes each tensor, and may gather its values.
+        note_change: takes each tensor that is about to be changed in place.
+    """
+
+    def __init__(self, look: Callable[[torch.Tensor], None], note_change: Callable[[torch.Tensor], None]):
+        super().__init__()
+        self._look, self._note_change = look, note_change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            for tensor in tensors_in((args, kwargs or {})):
+                self._look(tensor)
+        if func._schema.is_mutable:
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            for one in func._schema.arguments:
+                if one.alias_info is not None and one.alias_info.is_write:
+                    for tensor in tensors_in(given.get(one.name)):
+                        self._note_change(tensor)
+        return func(*args, **(kwargs or {}))

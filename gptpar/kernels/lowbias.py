@@ -1,0 +1,27 @@
+"""``lowbias32`` (Ellis 2018), a permutation of 32 bits: each bit of the result depends on each bit of the input."""
+
+from __future__ import annotations
+
+import torch
+
+# Products of int32 wrap around on every device; not every operator of torch takes unsigned integers.
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """Permute each int32 element, in place; returns the argument."""
+    x = fold(x, 16).mul_(FIRST)
+    x = fold(x, 15).mul_(SECOND)
+    return fold(x, 16)
+
+
+def mixed_number(x: int) -> int:
+    """The same permutation of a number of 32 bits without a sign."""
+    x = (x ^ x >> 16) * FIRST % 2**32
+    x = (x ^ x >> 15) * SECOND % 2**32
+    return x ^ x >> 16
+
+
+def fold(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x ^= x >> bits`` in int32, shifting zeros in."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_(2 ** (32 - bits) - 1))

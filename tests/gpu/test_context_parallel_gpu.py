@@ -1,0 +1,124 @@
+"""Context parallelism on GPUs: what a kernel computes of gathered keys, what is kept, and training on two GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gptpar.config.sections import parallel
+from gptpar.context_parallel import attend_by_gathering
+from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
+from tests.one_by_one import OneByOne
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+HEADS, GROUPS, LENGTH, WIDTH = 8, 4, 256, 64
+TOLERANCE = 2e-2
+"""Of numbers of about 1, whose bf16 copies differ from them by up to 2^-8."""
+
+
+def inputs(batch: int, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(batch, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, dtype=dtype, device=DEVICE).requires_grad_() for shape in shapes]
+
+
+def documents(batch: int) -> torch.Tensor:
+    """Of one token, across the borders of chunks, and as long as a sample."""
+    starts = [0, 1, 50, 90, 130, 200, *range(LENGTH, batch * LENGTH, LENGTH)]
+    return torch.tensor(starts + [batch * LENGTH] * (17 - len(starts)), dtype=torch.int32, device=DEVICE)
+
+
+def seeds() -> LayerSeeds:
+    return seed_fields(["layers.0"], 1234, 3, 1, torch.device(DEVICE))[seeds_field("layers.0")]
+
+
+def by_ranks(
+    monkeypatch: pytest.MonkeyPatch, size: int, whole: list[torch.Tensor], grad: torch.Tensor, *how: Any
+) -> list[torch.Tensor]:
+    """Output and gradients of whole samples, from ranks one after the other."""
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
+    y, d_q = torch.empty_like(grad), torch.empty_like(grad)
+    for split in ranks.splits:
+        ranks.rank, places = split.rank, split.places(1, grad.shape[2])[0].to(DEVICE)
+        own = [x.detach()[:, :, places].requires_grad_() for x in whole]
+        mine = attend_by_gathering(split, cast(Any, ranks), own[0], own[1], own[2], *how)
+        y[:, :, places] = mine.detach()
+        (d_q[:, :, places],) = torch.autograd.grad(mine, own[0], grad[:, :, places])
+    return [y, d_q, *ranks.gradients()]
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("size", "at_once"), [(2, 4), (4, 1), (4, 3)])
+def test_gathered_keys_are_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, size: int, at_once: int, batch: int, window: int | None, has_documents: bool
+) -> None:
+    """The kernel of variable length with more keys than queries, against a mask in fp64 with all of them."""
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * LENGTH * WIDTH * 2)
+    whole, cu_seqlens = inputs(batch), documents(batch) if has_documents else None
+    wide = [x.detach().double().requires_grad_() for x in whole]
+    wanted = core_attention(wide[0], wide[1], wide[2], cu_seqlens, None, window, 0.2)
+    grad = torch.randn_like(whole[0])
+    wanted_all = [wanted.detach(), *torch.autograd.grad(wanted, wide, grad.double())]
+    found = by_ranks(monkeypatch, size, whole, grad, cu_seqlens, None, window, 0.2)
+    for got, right in zip(found, wanted_all, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=TOLERANCE, atol=TOLERANCE * right.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_dropped_probabilities_are_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_documents: bool
+) -> None:
+    """A mask that differed in a few places would show in outputs of about 1."""
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", 1)
+    whole, cu_seqlens = inputs(2, dtype), documents(2) if has_documents else None
+    dropout = AttentionDropout(0.3, seeds(), 0, GROUPS)
+    wanted = core_attention(whole[0], whole[1], whole[2], cu_seqlens, dropout, None, 0.2)
+    grad = torch.randn_like(wanted)
+    wanted_all = [wanted.detach(), *torch.autograd.grad(wanted, whole, grad)]
+    found = by_ranks(monkeypatch, 2, whole, grad, cu_seqlens, dropout, None, 0.2)
+    for got, right in zip(found, wanted_all, strict=True):
+        torch.testing.assert_close(got, right, rtol=0, atol=TOLERANCE * right.abs().max().item())
+    other = core_attention(whole[0], whole[1], whole[2], cu_seqlens, dropout._replace(p=1e-9), None, 0.2)
+    assert (other - wanted).abs().max() > 0.1
+
+
+def test_no_gathered_keys_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the passes there are a rank's own tokens alone, and within them the keys of one group at a time."""
+    size, length = 4, 16384
+    whole = inputs(1, length=length)
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", 1)
+    places = ranks.splits[0].places(1, length)[0].to(DEVICE)
+    q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
+    of_group = 2 * length * WIDTH * 2
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = attend_by_gathering(ranks.splits[0], cast(Any, ranks), q, k, v)
+    statistics = HEADS * length // size * 4
+    assert torch.cuda.memory_allocated() - before <= 3 * y.nbytes + 2 * statistics + 2**20
+    assert torch.cuda.max_memory_allocated() - before <= 4 * y.nbytes + 2 * statistics + 4 * of_group + 2**20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("flags", ["--model documents", "--model llama", "--model gpt --attention-dropout 0.2"])
+def test_training_on_two_gpus_is_that_on_one(flags: str) -> None:
+    """Both ways over the context axis with ZeRO and recomputation, in bf16; each resumes the one before."""
+    words = f"check-layouts --nproc 2 --only cp2 --pairwise --bf16 {flags}".split()
+    ran = subprocess.run(
+        [sys.executable, "-m", "gptpar", *words], env=dict(os.environ), capture_output=True, text=True, timeout=900
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert "compute the same as one process" in ran.stdout

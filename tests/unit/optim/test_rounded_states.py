@@ -1,0 +1,139 @@
+"""Rounded moments: right on average, the same bits from every implementation, and draws that are random numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gptpar.optim.adam_arguments import AdamStep
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.rounded_states import draws_of, key_of, key_on_device, rounded
+from tests.unit.optim.cpu_adam_runs import with_isa
+from tests.unit.optim.update_cases import STEPS, cases, same, update
+
+FP32, BF16 = torch.float32, torch.bfloat16
+FORMATS = [(BF16, BF16), (BF16, FP32), (FP32, BF16)]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("isa", [0, 1, 2])
+def test_every_instruction_set_computes_the_definition(
+    isas: list[int], isa: int, formats: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """All bit patterns, edges and the usual; in place and beside, at every alignment of a vector's end."""
+    if isa not in isas:
+        pytest.skip("not this processor's")
+    for (p, m, v, g), step, apart in itertools.product(cases(), (1, 999_999), (False, True)):
+        how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, step, 3.7)
+        old = [p, m.to(formats[0]), v.to(formats[1])]
+        wanted, low = [t.clone() for t in old], torch.empty(len(p), dtype=BF16)
+        update(wanted, g, how.numbers(), low=low, key=how.key)
+        ours, narrow = [t.clone() for t in old], torch.empty_like(low)
+        into = [torch.empty_like(t) for t in old] if apart else None
+        with_isa(isa, 2).steps(ours, g, [(0, len(p), how)], into=into, low=narrow)
+        for name, one, true in zip(("p", "m", "v", "low"), [*(into or ours), narrow], [*wanted, low], strict=True):
+            assert same(one, true), (name, step, apart)
+
+
+def test_any_cutting_of_a_vector_gives_the_same_bits(isas: list[int]) -> None:
+    cuts = [0, 1, 38, 64, 101, 4_129, 10_007]
+    p, m, v, g = cases()[2]
+    how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, 7)
+    for isa in isas:
+        whole, cut = ([p.clone(), m.to(BF16), v.to(BF16)] for _ in range(2))
+        with_isa(isa).steps(whole, g, [(0, len(p), how)])
+        for start, stop in itertools.pairwise(cuts):
+            with_isa(isa).steps([t[start:stop] for t in cut], g[start:stop], [(0, stop - start, how)])
+        assert all(map(same, cut, whole))
+
+
+def test_the_weights_follow_the_moments_before_rounding() -> None:
+    p, m, v, g = cases()[2]
+    how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, 5)
+    m, v = m.to(BF16), v.to(BF16)
+    exact, kept = [p.clone(), m.float(), v.float()], [p.clone(), m, v]
+    CpuAdam(1).steps(exact, g, [(0, len(p), how)])
+    CpuAdam(1).steps(kept, g, [(0, len(p), how)])
+    assert same(kept[0], exact[0])
+    for ours, true in zip(kept[1:], exact[1:], strict=True):
+        neighbours = [
+            (true.view(torch.int32) & -65536).view(FP32),
+            (true.view(torch.int32) + 65535 & -65536).view(FP32),
+        ]
+        assert bool(((ours.float() == neighbours[0]) | (ours.float() == neighbours[1])).all())
+        assert 0.3 < float((ours.float() == neighbours[0]).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_is_rounded_up_by_as_many_draws_as_its_fraction(sign: int) -> None:
+    draws = torch.arange(1 << 16, dtype=torch.int32)
+    for exponent, fraction in itertools.product((0, 1, 127, 254), (0, 1, 0x4000, 0x8000, 0xFFFF)):
+        lower = torch.tensor([exponent << 23 | 0x350000], dtype=torch.int32)
+        x = sign * (lower + fraction).view(FP32).expand(1 << 16)
+        found = rounded(x, draws).float().abs()
+        ends = lower.view(FP32), (lower + 0x10000).view(FP32)
+        assert [int((found == end).sum()) for end in ends] == [(1 << 16) - fraction, fraction]
+
+
+def test_what_is_no_number_stays_what_it_is() -> None:
+    x = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0])
+    for draw in (0, 1, 0xFFFF):
+        found = rounded(x, torch.full((6,), draw, dtype=torch.int32))
+        assert same(found, x.to(BF16))
+    most = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(FP32)  # the addition would make it -0, or 0
+    assert rounded(most, torch.full((2,), 0xFFFF, dtype=torch.int32)).isnan().all()
+
+
+def test_a_moment_that_moves_less_than_a_step_of_its_format_is_right_on_average() -> None:
+    """v moves by 1/1000 towards 2; rounded to nearest, it would stay at 1. m decays by 1/1000 from 1."""
+    n, steps = 20_000, 1_000
+    p, m, v, g = torch.zeros(n), torch.ones(n, dtype=BF16), torch.ones(n, dtype=BF16), torch.full((n,), 2.0**0.5)
+    m += torch.arange(n) % 64 / 128  # as many different states as a small model has
+    start = m.double()
+    assert (torch.ones(1) + 0.001).to(BF16).item() == 1
+    for step in range(1, steps + 1):
+        CpuAdam(1).step(p, m, v, g, AdamStep(0.0, 0.999, 0.999, 1e-8, 0.0, 1.0, step))
+    left = 0.999**steps
+    assert float(v.double().mean()) == pytest.approx(2 - left, rel=2e-3)
+    assert float(m.double().mean()) == pytest.approx(float(start.mean()) * left + 2**0.5 * (1 - left), rel=2e-3)
+    assert 0 < float(v.double().std()) < 0.1
+
+
+def test_draws_are_uniform_and_neither_steps_nor_halves_nor_states_repeat() -> None:
+    """Mean and variance of 32,768 draws, and correlations, within five standard deviations."""
+    n = 1 << 15
+    m = torch.arange(n, dtype=torch.int16).view(BF16)  # all that are not negative
+    found = [draws_of(m, torch.full((n,), 0.25), key_of(step)) for step in (1, 2, 3, 1_000_000)]
+    of_second = draws_of(torch.full((n,), 0.5, dtype=BF16), m, key_of(1))
+    halves = [half.double() / 2**16 for draws in (*found, of_second) for half in (draws & 0xFFFF, draws >> 16 & 0xFFFF)]
+    for half in halves:
+        assert abs(float(half.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
+        assert abs(float(half.var()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
+        counts = torch.histc(half.float(), 64, 0, 1)
+        assert float(((counts - n / 64).square() / (n / 64)).sum()) < 63 + 5 * (2 * 63) ** 0.5
+        assert abs(float(torch.corrcoef(torch.stack([half[:-1], half[1:]]))[0, 1])) < 5 / n**0.5
+    table = torch.corrcoef(torch.stack(halves[:8]))
+    assert float((table - torch.eye(8)).abs().max()) < 5 / n**0.5
+
+
+def test_the_key_on_the_device_is_that_of_the_host() -> None:
+    keys = [key_of(step) for step in STEPS]
+    assert [int(key_on_device(torch.tensor(float(step), dtype=torch.float64))) % 2**32 for step in STEPS] == keys
+    assert len(set(keys)) == len(STEPS) and all(0 <= key < 2**32 for key in keys)
+
+
+def test_in_double_precision_moments_are_rounded_by_the_same_draws(no_compiler: None) -> None:
+    """Moments of fp64 are fp32 before; where the new ones are fp32 numbers, the bits are those of an fp32 run."""
+    p, m, v, g = (t.clone() for t in cases()[2])
+    how = AdamStep(0.0, 0.5, 0.5, 1e-8, 0.0, 1.0, 3)
+    m, v, g = m.to(BF16), v.to(BF16), g.to(BF16).float()  # sums and products of 8 bits are exact
+    narrow, wide = [p.clone(), m.clone(), v.clone()], [p.double(), m.clone(), v.clone()]
+    with pytest.warns(UserWarning, match="no room for the dragon"):
+        adam = CpuAdam(1)
+    adam.steps(narrow, g, [(0, len(p), how)])
+    adam.steps(wide, g.double(), [(0, len(p), how)])
+    assert all(one.dtype == BF16 for one in wide[1:])
+    share = [float((a == b).float().mean()) for a, b in zip(narrow[1:], wide[1:], strict=True)]
+    assert min(share) > 0.999

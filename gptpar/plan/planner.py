@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from gptpar.config import Flags
+from gptpar.plan.floors import Floors, floors
 from gptpar.plan.gradients import GradientChoice, choose_gradients
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, memory_of_stages
 from gptpar.plan.mirror import MirrorCost, mirror_cost
 from gptpar.plan.space.candidate import Changes, configured, flags_of, with_changes
-from gptpar.plan.space.dimensions import VIRTUAL_STAGES
+from gptpar.plan.space.dimensions import OFFLOAD_GRADIENTS, VIRTUAL_STAGES
 from gptpar.plan.timing import StepTime, step_time, utilisation
 from gptpar.reporting.banner import format_bytes
 
@@ -45,6 +46,11 @@ class Plan:
     def time(self) -> StepTime:
         """Time of a step."""
         return step_time(self.job, self.cluster)
+
+    @cached_property
+    def floors(self) -> Floors:
+        """The least time of a step by products, bus and CPU."""
+        return floors(self.job, self.cluster)
 
     @cached_property
     def worst_stage(self) -> int:
@@ -89,16 +95,31 @@ class Plan:
         return self.job.config.batch.global_batch_size * self.job.shape.seq_length / self.time.total
 
     @property
+    def gpu_hours(self) -> float:
+        """GPU hours of a billion tokens."""
+        return self.job.mesh.world_size * 1e9 / self.tokens_per_second / 3600
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a part of the optimizer or the parameters are in host memory."""
+        return bool(self.job.ratio or self.job.config.offload.cpu_parameters)
+
+    @property
     def utilisation(self) -> float:
         """MFU, attention counted over its causal half."""
         return utilisation(self.job, self.cluster, self.time.total)
 
-    def flags(self) -> str:
-        """The changes as flags, with what ``auto`` has changed; default values are left out."""
-        words = flags_of({name: value for name, value in self.changes.items() if value != _usual(name)})
+    @property
+    def told(self) -> Changes:
+        """The changes with what ``auto`` has changed; default values are left out."""
+        changes = {name: value for name, value in self.changes.items() if value != _usual(name)}
         if self.gradients is not None and self.gradients.leave_at_once:
-            words += ["--offload-gradients", "on"]
-        return " ".join(words)
+            changes[OFFLOAD_GRADIENTS] = "on"
+        return changes
+
+    def flags(self) -> str:
+        """:attr:`told` as flags."""
+        return " ".join(flags_of(self.told))
 
     def shortage(self) -> str:
         """Why it does not fit: a sentence with the numbers; empty if it does."""
@@ -126,6 +147,7 @@ class Planner:
         world_size: number of GPUs.
         cluster: the machines.
         document_lengths: see :class:`~gptpar.plan.job.Job`.
+        chosen: what ``typed`` has beside the command line's values because the plan chose it; all plans name it.
     """
 
     def __init__(
@@ -135,9 +157,10 @@ class Planner:
         world_size: int,
         cluster: Cluster,
         document_lengths: tuple[int, ...] | None = None,
+        chosen: Changes | None = None,
     ):
         self.typed, self.given, self.world_size, self.cluster = typed, given, world_size, cluster
-        self.document_lengths = document_lengths
+        self.document_lengths, self.chosen = document_lengths, chosen or {}
 
     def plan(self, changes: Changes | None = None) -> Plan:
         """The plan of the command line with some changes.
@@ -145,9 +168,10 @@ class Planner:
         Raises:
             ConfigError: it cannot run, however large the memory.
         """
-        config = configured(with_changes(self.typed, changes or {}), self.world_size)
+        changes = {**self.chosen, **(changes or {})}
+        config = configured(with_changes(self.typed, changes), self.world_size)
         job = Job(config, config.parallel.mesh(self.world_size), document_lengths=self.document_lengths)
-        plan = self._with_gradients(Plan(job, self.cluster, changes or {}))
+        plan = self._with_gradients(Plan(job, self.cluster, changes))
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 
     def _with_gradients(self, plan: Plan) -> Plan:

@@ -47,7 +47,7 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
             yield {**plan.changes, d.ZERO_STAGE: stage}
     if mesh.tensor > 1 and not parallel.sequence_parallel:
         yield {**plan.changes, d.SEQUENCE_PARALLEL: True}
-    for name, size in ((d.TENSOR, mesh.tensor), (d.PIPELINE, mesh.pipeline)):
+    for name, size in ((d.TENSOR, mesh.tensor), (d.PIPELINE, mesh.pipeline), (d.CONTEXT, mesh.context)):
         yield {**plan.changes, name: 2 * size}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def _mirror(plan: Plan) -> list[Row]:
 
 
 def _times(plan: Plan) -> list[Row]:
-    time = plan.time
+    time, least = plan.time, plan.floors
     text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in TIMES if getattr(time, part) >= 5e-5)
     return [
         Row("time", f"{1e3 * time.total:.1f} ms", text),
@@ -158,6 +159,13 @@ def _times(plan: Plan) -> list[Row]:
         ),
         Row(
             "idle", f"{100 * time.idle:.1f} %", "of forward and backward: filling the pipeline, waiting, uneven stages"
+        ),
+        Row("cost", f"{plan.gpu_hours:,.1f} GPU hours", "for a billion tokens"),
+        Row(
+            "least time",
+            f"{1e3 * least.longest:.1f} ms",
+            f"products and attention {1e3 * least.products:.1f}"
+            + (f", bus {1e3 * least.bus:.1f}, the CPU's pass {1e3 * least.host:.1f}: all can overlap" * plan.on_host),
         ),
     ]
 
@@ -226,8 +234,7 @@ def verdict(plan: Plan, remedies: Sequence[Plan]) -> str:
 
 
 def _remedy(plan: Plan) -> str:
-    on_host = bool(plan.job.ratio or plan.job.config.offload.cpu_parameters)
-    host = f", {format_bytes(plan.host_need)} of a machine's memory" * on_host
+    host = f", {format_bytes(plan.host_need)} of a machine's memory" * plan.on_host
     return f"  {plan.flags():<44} {format_bytes(plan.need)} a GPU{host}, {1e3 * plan.time.total:.1f} ms a step"
 
 
@@ -282,9 +289,11 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         ],
         "ms_per_step": round(1e3 * time.total, 3),
         "ms": {part: round(1e3 * getattr(time, part), 3) for part in TIMES},
+        "least_ms": {part: round(1e3 * value, 3) for part, value in asdict(plan.floors).items()},
         "idle": round(time.idle, 4),
         "tokens_per_s": round(plan.tokens_per_second, 1),
         "mfu_causal": round(plan.utilisation, 4),
+        "gpu_hours_a_billion_tokens": round(plan.gpu_hours, 2),
     }
 
 

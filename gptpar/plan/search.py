@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from gptpar.config import Flags
 from gptpar.errors import ConfigError
 from gptpar.plan.planner import Plan, Planner
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option, with_changes
-from gptpar.plan.space.spaces import offloads, to_predict
+from gptpar.plan.space.dimensions import CPU_OPTIMIZER
+from gptpar.plan.space.spaces import rounds, to_predict
 
 
 @dataclass
@@ -31,36 +33,39 @@ class Search:
 
 
 def search(planner: Planner) -> Search:
-    """Judge all candidates. If none fits, judge all again with more and more in host memory, which is slower.
+    """Judge all candidates, in rounds (:func:`~gptpar.plan.space.spaces.rounds`) until some fit.
 
     Returns:
         The result of the last round.
     """
-    for offload in offloads(planner.given):
-        found = _judged(planner, offload)
+    for common in rounds(planner.typed, planner.given, planner.world_size):
+        found = _judged(planner, common)
         if found.accepted:
             break
-    found.accepted.sort(key=lambda plan: (plan.time.total, plan.need))
+    found.accepted.sort(key=lambda plan: (-plan.tokens_per_second, plan.need))
     return found
 
 
-def candidates(planner: Planner, offload: Option = UNCHANGED) -> Iterator[Candidate]:
-    """All layouts that a search judges, with the changes of ``offload``."""
+def candidates(planner: Planner, common: Option = UNCHANGED) -> Iterator[Candidate]:
+    """All layouts that a search judges, with the changes of ``common``."""
     nodes = planner.cluster.gpus_per_node
-    return to_predict(planner.typed, planner.given, planner.world_size, nodes, offload)
+    return to_predict(planner.typed, planner.given, planner.world_size, nodes, common)
 
 
-def _judged(planner: Planner, offload: Option) -> Search:
-    """The judgement of all candidates with the changes of ``offload``."""
-    result = Search(_on_host(planner.typed, offload))
+def _judged(planner: Planner, common: Sequence[Option]) -> Search:
+    """The judgement of all candidates with each of the changes in ``common``, the least first."""
+    result = Search(_on_host(planner.typed, common[0]))
     nearest = float("inf")
-    for candidate in candidates(planner, offload):
+    for candidate in chain.from_iterable(candidates(planner, option) for option in common):
         result.tried += 1
         try:
             plan = planner.plan(candidate.changes)
             shortage = plan.shortage()
         except ConfigError as error:
             _refuse(result, _reason(error.problems[0]), f"{candidate.name}: {error.problems[0]}")
+            continue
+        if len(common) > 1 and candidate.changes.get(CPU_OPTIMIZER) and not plan.on_host:
+            _refuse(result, "fits without the CPU optimizer", candidate.name)
             continue
         if not shortage:
             result.accepted.append(plan)

@@ -31,6 +31,14 @@ def read_count(text: str, most: int = MAX_COUNT) -> int:
     return int(number * scale)
 
 
+def count(text: str) -> int:
+    """An argparse type: a whole number, such as 512K."""
+    try:
+        return read_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def read_bytes(text: str, unit: str = "B") -> int:
     """Bytes: ``80GiB``, ``1.5 TB``, or a number alone in ``unit``; fractions of a byte are dropped.
 

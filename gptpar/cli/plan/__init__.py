@@ -6,28 +6,36 @@ import argparse
 import contextlib
 import dataclasses
 import json
+from typing import Any
 
 from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
+from gptpar.config.derive import expand_preset
 from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.run_file import run_file_text
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import range_problems
 from gptpar.data.documents import lengths_in_corpora
 from gptpar.errors import ConfigError, DataError
 from gptpar.exchange import take_shape_of_hf
-from gptpar.plan.hardware import GPUS, make_cluster
+from gptpar.plan.hardware import GPUS, make_cluster, peak_flops
 from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
+from gptpar.plan.space.candidate import Changes, with_changes
+from gptpar.plan.space.dimensions import GLOBAL_BATCH, PRECISIONS
 from gptpar.run.checkpoint_args import with_checkpoint_args
-from gptpar.system.quantities import positive_gib
+from gptpar.system.files import atomic_output
+from gptpar.system.quantities import count, positive_gib
+
+WRITTEN = "Chosen by gptpar plan. gptpar pretrain --config takes this file; other flags beside it count."
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "plan", gpus=tuple(GPUS), positive_gib=positive_gib)
+    add_flags(parser, "plan", gpus=tuple(GPUS), positive_gib=positive_gib, count=count)
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
@@ -51,6 +59,33 @@ def _length(parsed: ParsedFlags) -> dict[str, int]:
     return {"train_iters": 1} if ramp is None else {"train_samples": sum(ramp)}
 
 
+def _batch_of_tokens(parsed: ParsedFlags, problems: list[str]) -> Changes:
+    """``--batch-tokens`` in samples."""
+    tokens, batch = parsed.rest.batch_tokens, parsed.flags.batch
+    length = expand_preset(parsed.flags, parsed.given)[0].model.seq_length
+    if tokens is None or not length:
+        return {}
+    if batch.global_batch_size or batch.step_batch_size_schedule:
+        problems.append("--batch-tokens and --global-batch-size or a schedule of it both say the batch: keep one.")
+    if tokens < length:
+        problems.append(f"--batch-tokens {tokens:,} is less than a sample of {length:,} tokens: raise it.")
+    return {GLOBAL_BATCH: max(1, tokens // length)}
+
+
+def _chosen(parsed: ParsedFlags, problems: list[str]) -> Changes:
+    """What the plan itself chooses: the batch by its tokens; a search in bf16 where one GPU's micro-batch is open."""
+    options, chosen = parsed.rest, dict[str, Any](_batch_of_tokens(parsed, problems))
+    batch = with_changes(parsed.flags, chosen).batch
+    chooses = options.world_size == 1 and batch.micro_batch_size is None and batch.gradient_accumulation_steps is None
+    options.search = options.search or chooses
+    no_batch = batch.global_batch_size is None and batch.step_batch_size_schedule is None
+    if options.search and no_batch and options.world_size > 1:
+        problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
+    if chooses and not parsed.given & set(PRECISIONS) and peak_flops(GPUS[options.gpu].device, "bf16"):
+        chosen["precision.bf16"] = True
+    return chosen
+
+
 def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     """(the planner of a command line, the verb's own flags).
 
@@ -63,12 +98,10 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     data = parsed.flags.data
     parsed = _with_defaults(parsed)
     problems = [*parsed.problems, *range_problems(parsed.flags)]
-    batch = parsed.flags.batch
-    if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:
-        problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
+    options, chosen = parsed.rest, _chosen(parsed, problems)
     if problems:
         raise ConfigError(problems)
-    options = parsed.rest
+    parsed = dataclasses.replace(parsed, flags=with_changes(parsed.flags, chosen))
     sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
     machines = {name: getattr(options, name) for name in sizes}
     cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)
@@ -76,7 +109,8 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     if data.reset_attention_mask and path and length:
         with contextlib.suppress(DataError):  # a plan is often made where the corpus is not
             lengths = lengths_in_corpora(path, length)
-    return Planner(parsed.flags, parsed.given, options.world_size, cluster, lengths), options
+    options.typed = parsed.typed
+    return Planner(parsed.flags, parsed.given, options.world_size, cluster, lengths, chosen), options
 
 
 def main(argv: list[str]) -> int:
@@ -102,4 +136,7 @@ def main(argv: list[str]) -> int:
             print(search_text(found))
     if options.png is not None:
         draw(plan, options.png)
+    if options.write is not None:
+        with atomic_output(options.write) as file:
+            file.write(run_file_text({**options.typed, **plan.told}, WRITTEN).encode())
     return 0 if plan.fits else 1

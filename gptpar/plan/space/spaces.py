@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.config import Flags
+from gptpar.config.derive import expand_preset
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Changes, Option, product
 from gptpar.topology.mesh import Mesh
@@ -15,12 +16,16 @@ from gptpar.topology.mesh import Mesh
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_STAGES = (1, 2, 4)
 MAX_STAGES = 64
+MIN_CONTEXT_TOKENS = 2048
+"""The fewest tokens of a sample that a search gives a context rank; fewer are left to the data axis."""
+ONE_GPU_TOKENS = 1 << 18
+"""Tokens of a step that a search on one GPU begins with where the command line says no batch."""
 MAX_VIRTUAL_STAGES = 48
 """Limit of an interleaved pipeline's virtual stages in a search; balancing more would take a second for each layout."""
 
 
 def to_predict(
-    flags: Flags, given: Collection[str], num_processes: int, gpus_per_node: int, offload: Option = UNCHANGED
+    flags: Flags, given: Set[str], num_processes: int, gpus_per_node: int, common: Option = UNCHANGED
 ) -> Iterator[Candidate]:
     """All layouts that a search judges; fields that were typed stay as they are.
 
@@ -29,21 +34,22 @@ def to_predict(
         given: the fields that were typed, as ``section.field``.
         num_processes: number of GPUs.
         gpus_per_node: the largest size of the tensor axis.
-        offload: changes of all layouts, one of :func:`offloads`.
+        common: changes of all layouts, one of :func:`rounds`.
     """
-    parallel = flags.parallel
+    parallel, model = flags.parallel, expand_preset(flags, given)[0].model
     typed_tensor, typed_pipeline = d.TENSOR in given, d.PIPELINE in given
     within_a_node = [1 << i for i in range(min(gpus_per_node, num_processes).bit_length())]
     found = d.layouts(
         num_processes,
         [parallel.tensor_model_parallel_size] if typed_tensor else within_a_node,
         lambda rest: [parallel.pipeline_model_parallel_size] if typed_pipeline else d.divisors(rest, MAX_STAGES),
-        lambda rest: [parallel.context_parallel_size],
+        lambda rest: [parallel.context_parallel_size] if d.CONTEXT in given else _contexts(model.seq_length, rest),
     )
-
+    recomputed = _recomputed(model.num_layers or 0) if num_processes == 1 else (UNCHANGED, _FULL)
     searched = [
         d.Choices(d.TENSOR, lambda at: [at.tensor], "tp{}"),
         d.Choices(d.PIPELINE, lambda at: [at.pipeline], "pp{}"),
+        d.Choices(d.CONTEXT, lambda at: [at.context if at.context > 1 else None], "cp{}"),
         d.Choices(
             d.VIRTUAL_STAGES, lambda at: d.virtual_stages(at, VIRTUAL_STAGES, MAX_VIRTUAL_STAGES), "virtual stages {}"
         ),
@@ -51,15 +57,45 @@ def to_predict(
         d.Choices(d.SEQUENCE_PARALLEL, lambda at: [at.tensor > 1]),
         d.Choices(d.PARTITION, lambda at: ["flops" if at.pipeline > 1 else None]),
         d.Choices(d.MICRO_BATCH, lambda at: MICRO_BATCH_SIZES, "micro-batch {}"),
-        d.Choices(d.RECOMPUTE, lambda at: [None, "full"], "recompute {}"),
     ]
-    return product(found, [*(one for one in searched if _is_open(one.field, given)), d.fixed(offload)])
+    if any(name.startswith("recompute.") for name in given):
+        recomputed = (UNCHANGED,)
+    open_ones = [one for one in searched if _is_open(one.field, given)]
+    return product(found, [*open_ones, d.fixed(*recomputed), d.fixed(common)])
+
+
+def _contexts(seq_length: int | None, rest: int) -> list[int]:
+    """Sizes of the context axis for the samples' length: powers of two that leave every rank enough tokens."""
+    most = min(rest, (seq_length or 0) // MIN_CONTEXT_TOKENS)
+    return [1 << i for i in range(max(1, most).bit_length()) if rest % (1 << i) == 0]
+
+
+_FULL = Option({d.RECOMPUTE: "full"}, "recompute full")
+
+
+def _recomputed(num_layers: int) -> tuple[Option, ...]:
+    """What a search on one GPU may recompute, the cheapest first: parts of every block, or some whole blocks."""
+    parts = (("layernorm", "mlp_act"), ("layernorm", "mlp"))
+    quarters = dict.fromkeys(num_layers * i // 4 for i in (1, 2, 3))
+    modules = "recompute.recompute_modules"
+    return (
+        UNCHANGED,
+        *(Option({d.RECOMPUTE: "selective", modules: one}, f"recompute {' '.join(one)}") for one in parts),
+        *(
+            Option(
+                {**_FULL.changes, "recompute.recompute_method": "block", "recompute.recompute_num_layers": count},
+                f"recompute {count} blocks",
+            )
+            for count in quarters
+            if count
+        ),
+        _FULL,
+        Option({**_FULL.changes, "recompute.checkpoint_in_cpu": True}, "recompute full, inputs on the host"),
+    )
 
 
 def _is_open(field: str, given: Collection[str]) -> bool:
     """Whether the command line leaves a field to the search."""
-    if field == d.RECOMPUTE:
-        return not any(name.startswith("recompute.") for name in given)
     return field not in given and not (field == d.VIRTUAL_STAGES and d.LAYERS_PER_VIRTUAL_STAGE in given)
 
 
@@ -76,6 +112,23 @@ def offloads(given: Collection[str]) -> list[Option]:
         if new:
             found.append(Option(changes, ", ".join(words)))
     return found
+
+
+def rounds(flags: Flags, given: Set[str], num_processes: int) -> list[list[Option]]:
+    """The changes that a search tries in all layouts, round by round; a round that finds something is the last.
+
+    Several GPUs get more and more in host memory. One GPU may be faster with a larger micro-batch and more in host
+    memory, and all that is tried at once. If its command line has no batch, a step has ``ONE_GPU_TOKENS``; in a second
+    round it is one micro-batch, whose gradients need no sum.
+    """
+    moved = offloads(given)
+    if num_processes > 1:
+        return [[one] for one in moved]
+    batch, length = flags.batch, expand_preset(flags, given)[0].model.seq_length
+    if batch.global_batch_size or batch.step_batch_size_schedule or not length:
+        return [moved]
+    large = {d.GLOBAL_BATCH: max(1, ONE_GPU_TOKENS // length)}
+    return [[Option({**one.changes, **large}, one.name) for one in moved], moved]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from gptpar.cli.plan import make_planner
+from gptpar.cli.plan import main, make_planner
+from gptpar.errors import ConfigError
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json, search_text
 from gptpar.plan.search import candidates, search
@@ -63,6 +68,80 @@ def test_a_search_counts_each_layout_once() -> None:
     assert search_json(found)["on_host"] == ["the optimizer", "the parameters"]
 
 
+ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100 --recompute-granularity full"
+
+
+def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bf16 and the batch are chosen, the file says what the plan says, and the same plan follows from it."""
+    file = tmp_path / "chosen.toml"
+    words = f"--preset 350M {ONE_GPU} --gpu-memory 8 --host-memory 64".split()
+    assert main([*words, "--write", str(file), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    chosen = tomllib.loads(file.read_text())
+    assert chosen["precision"]["bf16"] is True and chosen["batch"]["global-batch-size"] == 256
+    assert "--bf16" in best["flags"] and best["gib"] <= 8
+    again = plan(f"--config {file} --gpu h100 --gpu-memory 8 --host-memory 64")
+    assert 1e3 * again.time.total == pytest.approx(best["ms_per_step"], abs=1e-3)
+    assert best["gpu_hours_a_billion_tokens"] == pytest.approx(1e9 / best["tokens_per_s"] / 3600, abs=0.01)
+
+
+def test_a_small_gpu_trains_with_everything_in_host_memory() -> None:
+    """The states of 1.3B are 18 GiB and more: a GPU of 6 has no room for them."""
+    planner, options = make_planner(f"--preset 1.3B {ONE_GPU} --gpu-memory 6 --host-memory 64".split())
+    assert options.search
+    found = search(planner)
+    best = found.accepted[0]
+    assert best.on_host and best.fits and best.job.ratio > 0.5
+    assert best.tokens_per_second == max(one.tokens_per_second for one in found.accepted)
+    assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
+
+
+def test_several_gpus_need_a_batch_and_typed_formats_stay() -> None:
+    with pytest.raises(ConfigError, match="--search needs --global-batch-size"):
+        make_planner(["--preset", "350M", "--world-size", "2", "--search"])
+    planner, _ = make_planner(f"--preset 350M {ONE_GPU} --fp16".split())
+    assert not planner.chosen and planner.typed.precision.fp16
+    assert not make_planner(f"--preset 350M {ONE_GPU} --micro-batch-size 4".split())[1].search
+
+
+def test_no_step_is_shorter_than_its_floors() -> None:
+    """All of 6.7B on the CPU: it moves 30 bytes a parameter after accumulation, and 28 for gradients that are no sums.
+
+    The bus carries sums of 4 bytes down at 55 GB/s, or gradients of 2 bytes with weights of 2 both ways at 89.
+    """
+    flags = f"{CALM} --preset 6.7B --seq-length 1024 --micro-batch-size 8 {OFFLOAD} 1 --gpu-memory 140"
+    summed, single = plan(f"{flags} --global-batch-size 256"), plan(f"{flags} --global-batch-size 8")
+    count = summed.job.num_parameters
+    for planned, seconds, moved in ((summed, 4 / 55e9, 30), (single, 4 / 89e9, 28)):
+        assert planned.floors.host == pytest.approx(moved * count / 150e9, rel=1e-3)
+        assert planned.floors.bus == pytest.approx(seconds * count, rel=1e-3)
+        assert planned.floors.longest < planned.time.total
+    on_host = plan(f"{flags} --global-batch-size 256 --offload-gradients on").floors
+    assert on_host.host == pytest.approx((30 + 32 * 12) * count / 150e9, rel=1e-3)
+    assert on_host.bus == pytest.approx(32 * 2 * count / 55e9, rel=1e-3)
+    assert summed.floors.products == pytest.approx(32 * single.floors.products)
+    weights = plan(f"{flags} --global-batch-size 256 --cpu-parameters").floors
+    assert weights.bus == pytest.approx(64 * 2 * count / 55e9, rel=1e-3)
+    assert plan(f"{CALM} --preset 350M --micro-batch-size 4").floors.bus == 0
+
+
+def test_a_batch_may_be_given_in_tokens() -> None:
+    flags = "--preset 350M --seq-length 1000 --micro-batch-size 4 --batch-tokens"
+    assert plan(f"{flags} 64K").job.config.batch.global_batch_size == 64
+    assert "--global-batch-size 64" in plan(f"{flags} 64.9K").flags()
+    with pytest.raises(ConfigError, match="--batch-tokens 999 is less than a sample of 1,000 tokens"):
+        plan(f"{flags} 999")
+    with pytest.raises(ConfigError, match="both say the batch"):
+        plan(f"{flags} 8K --global-batch-size 8")
+
+
+def test_more_context_ranks_are_a_remedy() -> None:
+    flags = f"{CALM} --preset 1.3B --seq-length 65536 --micro-batch-size 1 --global-batch-size 8 --world-size 8"
+    planner, _ = make_planner(f"{flags} --gpu-memory 60".split())
+    found = {remedy.flags(): remedy for remedy in remedies(planner, planner.plan())}
+    assert found["--context-parallel-size 2"].need < planner.plan().need
+
+
 @pytest.mark.parametrize(
     ("flags", "title"),
     [("", "--- search: "), ("--cpu-parameters", "--- search with the parameters in host memory: ")],
@@ -70,3 +149,21 @@ def test_a_search_counts_each_layout_once() -> None:
 def test_a_search_says_what_it_was_told_to_move(flags: str, title: str) -> None:
     planner, _ = make_planner(f"{CALM} --preset 350M --global-batch-size 8 --search {flags}".split())
     assert search_text(search(planner)).startswith(title)
+
+
+def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
+    """Nothing where it fits; else the fastest of what fits, which one GPU is asked at once."""
+    flags = f"{TEN_B} --global-batch-size 10 --search --gpu-memory "
+    best = {}
+    for memory in (200, 40, 12):
+        planner, _ = make_planner(f"{flags} {memory}".split())
+        found = search(planner)
+        best[memory] = found.accepted[0]
+        assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
+        assert search_json(found)["best"]["fits"]
+    assert "--cpu" not in best[200].flags()
+    assert "--cpu-optimizer --cpu-optimizer-ratio auto" in best[40].flags() and best[40].need < 40 * GIB
+    assert best[200].tokens_per_second > best[40].tokens_per_second > best[12].tokens_per_second
+    assert "--cpu-parameters" in best[12].flags() and best[12].need < 12 * GIB
+    planner, _ = make_planner(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5".split())
+    assert not search(planner).accepted  # what was typed stays

@@ -19,8 +19,7 @@ from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
 from gptpar.plan.planner import Plan
 from gptpar.plan.remedies import remedies
-from gptpar.plan.report import plan_text, search_json
-from gptpar.plan.search import search
+from gptpar.plan.report import plan_text
 from gptpar.run.banner import refuse_what_cannot_fit
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
@@ -367,20 +366,3 @@ def test_remedies_name_gradients_and_parameters_with_their_numbers() -> None:
     for remedy in changed[:2]:
         (row,) = [line for line in text.splitlines() if line.startswith(f"  {remedy.flags()} ")]
         assert f"{remedy.need / GIB:.2f} GiB a GPU, {remedy.host_need / GIB:.2f} GiB of a machine's memory" in row
-
-
-def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
-    """From the fastest on: nothing, the optimizer with its gradients, the parameters."""
-    flags = f"{TEN_B} --global-batch-size 10 --search --gpu-memory "
-    best = {}
-    for memory in (200, 40, 12):
-        planner, _ = make_planner(f"{flags} {memory}".split())
-        found = search(planner)
-        best[memory] = found.accepted[0]
-        assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
-        assert search_json(found)["best"]["fits"]
-    assert "--cpu" not in best[200].flags()
-    assert best[40].flags().endswith("--cpu-optimizer --cpu-optimizer-ratio auto --offload-gradients on")
-    assert "--cpu-parameters" in best[12].flags() and best[12].need < 12 * GIB
-    planner, _ = make_planner(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5".split())
-    assert not search(planner).accepted  # what was typed stays

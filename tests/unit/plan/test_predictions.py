@@ -290,7 +290,7 @@ def test_all_problems_of_the_flags_are_told() -> None:
         plan(SMALL + "--micro-batch-size 2 --world-size 6 --tensor-model-parallel-size 4")
     assert "6 processes cannot be cut into groups of 4 x 1" in str(caught.value)
     with pytest.raises(ConfigError, match="--search needs --global-batch-size"):
-        make_planner([*SMALL.split(), "--search"])
+        make_planner([*SMALL.split(), "--search", "--world-size", "2"])
     with pytest.raises(ConfigError, match="no known speed in fp64"):
         make_planner([*SMALL.replace("--bf16", "--fp64").split()])
 

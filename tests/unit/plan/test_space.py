@@ -17,6 +17,7 @@ from gptpar.plan.space.spaces import (
     CHOSEN,
     SweepValues,
     offloads,
+    rounds,
     to_measure,
     to_predict,
     to_prove,
@@ -109,6 +110,42 @@ def test_a_search_stays_within_a_node_and_below_its_limits() -> None:
     assert max(one.mesh.pipeline for one in every) == 64
     interleaved = [one for one in every if one.changes[d.VIRTUAL_STAGES] > 1]
     assert max(one.mesh.pipeline * one.changes[d.VIRTUAL_STAGES] for one in interleaved) <= 48
+
+
+def test_a_search_gives_long_samples_a_context_axis() -> None:
+    """With 4 GPUs: cp 2 where a rank keeps 2,048 tokens, cp 4 where the whole world does; one that is typed stays."""
+
+    def sizes(words: list[str], given: set[str]) -> set[tuple[int, ...]]:
+        found = to_predict(typed(words), given, 4, 8)
+        return {(at.mesh.data, at.mesh.tensor, at.mesh.pipeline, at.mesh.context) for at in found}
+
+    length = {"model.seq_length"}
+    assert {at[3] for at in sizes(["--preset", "124M"], set())} == {1}
+    four = sizes(["--seq-length", "4096"], length)
+    assert {at for at in four if at[3] > 1} == {(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)}
+    assert (1, 1, 1, 4) in sizes(["--seq-length", "8192"], length) and (1, 1, 1, 4) not in four
+    words = ["--seq-length", "8192", "--context-parallel-size", "2"]
+    assert {at[3] for at in sizes(words, {*length, d.CONTEXT})} == {2}
+
+
+def test_one_gpu_may_recompute_parts_and_some_blocks() -> None:
+    every = list(to_predict(typed(["--num-layers", "8"]), {"model.num_layers", d.MICRO_BATCH}, 1, 8))
+    assert [one.name.partition("recompute ")[2] for one in every] == [
+        *("", "layernorm mlp_act", "layernorm mlp", "2 blocks", "4 blocks", "6 blocks", "full"),
+        "full, inputs on the host",
+    ]
+    assert len(list(to_predict(typed(["--num-layers", "1"]), {d.MICRO_BATCH}, 1, 8))) == 5
+    given = {d.MICRO_BATCH, "recompute.recompute_granularity"}
+    assert len(list(to_predict(typed(["--recompute-granularity", "full"]), given, 1, 8))) == 1
+
+
+def test_one_gpu_is_searched_at_once_and_then_with_one_micro_batch_a_step() -> None:
+    """A length of 1,024: 256 samples are 262,144 tokens."""
+    large, small = rounds(typed(["--preset", "124M"]), set(), 1)
+    assert [one.changes.get(d.GLOBAL_BATCH) for one in (*large, *small)] == [256] * 3 + [None] * 3
+    assert [one.name for one in large] == [one.name for one in small] == [one.name for one in offloads(set())]
+    assert rounds(typed(["--global-batch-size", "8"]), {d.GLOBAL_BATCH}, 1) == [offloads(set())]
+    assert rounds(Flags(), set(), 2) == [[one] for one in offloads(set())]
 
 
 def test_offloads_go_from_nothing_to_everything_that_is_not_typed() -> None:

@@ -19,7 +19,7 @@ from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, chained_outcomes
 from tests.spawn import spawn
 
-NUM_EXPERTS, TOPK, SAVED, STEPS = 6, 2, 2, 4
+NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 4
 SIZES = "--global-batch-size 16 --micro-batch-size 2 --num-layers 4"
 EXPERTS = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -33,17 +33,18 @@ SIGMOID = (
 )
 SOFTMAX = "--moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax --moe-layer-freq 2"
 MODELS = {"sigmoid": SIGMOID, "softmax": SOFTMAX}
-EP2 = "--expert-model-parallel-size 2"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 CASES = [
-    (Mesh(data=4), "--micro-batch-size 4"),
-    (Mesh(data=4), f"--zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['full recompute'])}"),
+    (Mesh(data=2, context=2, expert=4), f"{EP4} {CP2} --zero-stage 2 --micro-batch-size 4"),
+    (Mesh(context=4), f"{CP4} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['full recompute'])}"),
     (Mesh(data=2, tensor=2), f"--zero-stage 2 --sequence-parallel {' '.join(VARIANTS['selective'])}"),
     (Mesh(tensor=2, pipeline=2), f"{TWO_STAGES} {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
     (Mesh(data=2, pipeline=2), f"--zero-stage 1 --micro-batch-size 4 {' '.join(VARIANTS['all on the CPU'])}"),
     (Mesh(tensor=4), " ".join(VARIANTS["every 2"])),
     (Mesh(data=4, expert=2), f"{EP2} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
-    (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 2 --sequence-parallel"),
+    (Mesh(tensor=2, context=2, expert=2), f"{EP2} {CP2} --cp-comm-type allgather --zero-stage 2 --sequence-parallel"),
     (Mesh(data=2, pipeline=2, expert=2), f"{EP2} --zero-stage 1 {TWO_STAGES} {' '.join(VARIANTS['full recompute'])}"),
     (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 3 --optimizer muon"),
 ]

@@ -33,11 +33,6 @@ def check_experts(flags: Flags) -> Iterator[str]:
 
 def _not_together(flags: Flags) -> Iterator[str]:
     """What experts do not go with yet."""
-    if (size := flags.parallel.context_parallel_size) > 1:
-        yield (
-            f"--context-parallel-size {size} and --num-experts {flags.model.num_experts} are "
-            "not proved together yet: drop one of them."
-        )
     again = flags.recompute
     if again.mlp_chunks_for_training > 1 or "mlp_act" in (again.recompute_modules or ()):
         yield (

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gptpar.config import ModelConfig
@@ -109,11 +110,13 @@ class Router(nn.Module):
             :class:`~gptpar.model.experts.balance.ExpertBalance`, as of the next two.
         last_E: choices of each expert in the step before, for the loss over the whole step.
         counts_E: int64, takes the number of tokens that chose each expert in this step.
+        context: the ranks that have other tokens of the same sequences; ``None``: this one has whole sequences.
     """
 
     bias_E: torch.Tensor | None = None
     last_E: torch.Tensor | None = None
     counts_E: torch.Tensor | None = None
+    context: dist.ProcessGroup | None = None
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__()
@@ -188,12 +191,21 @@ class Router(nn.Module):
             probabilities_NE = probabilities_NE / probabilities_NE.sum(-1, keepdim=True)
         if self.config.moe_router_load_balancing_type == OF_SEQUENCE:
             counts_BE = counts_of(chosen_NK.unflatten(0, (-1, seq_length)), self.num_experts)
+            if self.context is not None:
+                counts_BE = _summed(counts_BE, self.context)
             mean_BE = probabilities_NE.unflatten(0, (-1, seq_length)).mean(1)
         else:
             zeros = torch.zeros((), dtype=torch.int64, device=logits_NE.device).expand(self.num_experts)
             counts_BE, mean_BE = (zeros if self.last_E is None else self.last_E)[None], probabilities_NE.mean(0)[None]
         shares_BE = counts_BE.to(mean_BE.dtype) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
         return self.num_experts * (shares_BE * mean_BE).sum(-1).mean()
+
+
+@torch.compiler.disable
+def _summed(counts_BE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Over the ranks of a group; their losses have one mean, so that each adds the probabilities of its own tokens."""
+    dist.all_reduce(counts_BE, group=group)
+    return counts_BE
 
 
 def counts_of(chosen_BNK: torch.Tensor, num_experts: int) -> torch.Tensor:

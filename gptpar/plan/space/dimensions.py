@@ -59,7 +59,8 @@ def sized(num_processes: int, tensor: int, pipeline: int, context: int = 1) -> M
 def with_expert_axes(meshes: Iterable[Mesh], num_experts: int) -> Iterator[Mesh]:
     """Each layout with every size of the expert axis that it can have."""
     for mesh in meshes:
-        yield from (replace(mesh, expert=size) for size in divisors(mesh.data) if num_experts % size == 0)
+        fit = (size for size in divisors(mesh.data * mesh.context) if num_experts % size == 0)
+        yield from (replace(mesh, expert=size) for size in fit)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

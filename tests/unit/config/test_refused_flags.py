@@ -133,7 +133,7 @@ EXPERTS = "--num-experts 8 --disable-bias-linear "
         ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too."),
         ("--num-experts 8 8 --disable-bias-linear", "unexpected word '8'; values follow a flag."),
         ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: tensor-parallel processes split the"),
-        (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide 1 data-parallel"),
+        (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide the 1 process"),
         ("--mlp-type residual", "--mlp-type residual: DeepSpeed's mixture-of-experts is not part of gptpar; leave it"),
         ("--moe-router-topk 3", "--moe-router-topk: these are for experts, and --num-experts is 1: raise it, or leave"),
         (EXPERTS + "--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8: lower it."),

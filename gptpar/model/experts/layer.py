@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, on_their_ranks
+from gptpar.model.experts.dispatch import ALL_EXPERTS, Compute, ExpertAxis, of_counted_rows, on_their_ranks
 from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
@@ -89,10 +90,12 @@ class Experts(nn.Module):
         routed = self.router(x_ND, seq_length, choice_NK)
         places = places_of(routed.chosen_NK, self.num_experts)
         rows_MD = scattered(x_ND, places)
-        if self.placed.size == 1:
-            y_MD = self._outputs_of(rows_MD, places.counts_E)
-        else:
-            y_MD = on_their_ranks(rows_MD, places.counts_E, self.placed, self._outputs_of)
+        compute: Compute = self._outputs_of
+        if self.placed.size > 1:
+            compute = partial(on_their_ranks, axis=self.placed, compute=compute)
+        if self.router.drops_tokens:
+            compute = partial(of_counted_rows, compute=compute)
+        y_MD = compute(rows_MD, places.counts_E)
         y_ND = combined(y_MD, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
         if self.shared is not None:

@@ -185,7 +185,8 @@ GRADIENTS_LEAVE = (
 
 def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
     """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
-    if num_processes == 1 and not flags.model.has_dropout:  # micro-batches of another size have other masks
+    # Micro-batches of another size have other masks, and other losses that balance each of them.
+    if num_processes == 1 and not flags.model.has_dropout and not flags.model.balances_micro_batches:
         whole_batch = {d.MICRO_BATCH: flags.batch.global_batch_size or flags.batch.micro_batch_size}
         for option in GRADIENTS_LEAVE:
             yield Candidate({**option.changes, **whole_batch}, option.name)

@@ -215,6 +215,13 @@ EXPERTS = [
         UNIT_TESTS,
     ),
     Mutation(
+        "a-full-expert-s-tokens-by-rounding",
+        ROUTING,
+        "judged_NE.gather(1, best_NK).to(half)",
+        "judged_NE.gather(1, best_NK)",
+        UNIT_TESTS,
+    ),
+    Mutation(
         "a-full-expert-s-surplus-of-the-micro-batch",
         ROUTING,
         "limit = seq_length, config",

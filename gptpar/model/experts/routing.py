@@ -97,6 +97,9 @@ def without_surplus(
 ) -> torch.Tensor:
     """``best_NK``, with ``~expert`` where an expert has ``capacity`` better tokens of the same sequence.
 
+    Equal tokens without others before them, such as the first ones of documents, have scores that are equal but for
+    rounding, which differs with the layout. So scores are compared in half their format, and equal ones by position.
+
     Args:
         by_position: whether a full expert takes the first tokens, and not those with the highest scores.
     """
@@ -104,7 +107,10 @@ def without_surplus(
     places_BM = torch.arange(experts_BM.shape[1], device=best_NK.device).expand_as(experts_BM)
     order_BM = places_BM
     if not by_position:
-        order_BM = judged_NE.gather(1, best_NK).view_as(experts_BM).argsort(dim=1, descending=True, stable=True)
+        half = torch.float32 if judged_NE.dtype == torch.float64 else torch.bfloat16
+        order_BM = (
+            judged_NE.gather(1, best_NK).to(half).view_as(experts_BM).argsort(dim=1, descending=True, stable=True)
+        )
     order_BM = order_BM.gather(
         1, experts_BM.gather(1, order_BM).argsort(dim=1, stable=True)
     )  # by expert, the best first

@@ -167,6 +167,12 @@ def test_a_full_expert_takes_the_best_or_the_first_tokens_of_each_sequence(polic
     assert torch.equal(again, found) and counts_E.tolist() == [8, 0]
 
 
+def test_tokens_whose_scores_differ_by_rounding_are_taken_in_their_order() -> None:
+    scores_NE = torch.tensor([[0.6], [0.7], [0.7 + 2e-16], [0.7 - 1e-16]], dtype=torch.float64)
+    found = choose_experts(scores_NE, no_choice(4, 1, scores_NE.device), torch.zeros(1, dtype=torch.int64), [], 4, 2)
+    assert found.flatten().tolist() == [~0, 0, 0, ~0]
+
+
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("flags", ["", "--num-experts 8 --moe-router-topk 3 --swiglu " + SEQUENCE])
 def test_a_mixture_with_a_capacity_equals_a_loop_without_the_dropped_outputs(policy: str, flags: str) -> None:

@@ -20,6 +20,9 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import EXPERT
 from gptpar.topology.placement import REPLICATED, Placement, Split
 
+ORDER_BYTES = 16
+"""Of a row: its place among those that arrived, and the inverse."""
+
 
 @dataclass(frozen=True)
 class ExpertAxis:

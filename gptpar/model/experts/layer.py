@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, Compute, ExpertAxis, of_counted_rows, on_their_ranks
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ORDER_BYTES, Compute, ExpertAxis, of_counted_rows, on_their_ranks
 from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
@@ -122,6 +122,9 @@ class Experts(nn.Module):
         # Copies are written and read, and their outputs summed; the activation function reads and writes.
         moved = 2 * k * width + 2 * columns + (k + 1) * width
         cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
+        if self.placed.size > 1:  # copies go and outputs come back, both ordered; with even loads, as many arrive
+            there = Cost(forward=4 * k * width, backward=4 * k * width, kept=ORDER_BYTES * k, exchanged=2 * k * width)
+            cost = replace(cost + there, workspace=3 * cost.workspace)
         if self.shared is None:
             return cost
         shared = cast(Any, self.shared).cost(batch)

@@ -11,6 +11,8 @@ from gptpar.config.fields import flag
 
 MAX_LISTED = 100_000
 """Blocks that a list may have."""
+LOAD = "fullest expert"
+"""A number of each step: tokens of the fullest expert over those of an expert on average, as a mean over layers."""
 OF_SEQUENCE, OF_STEP, OF_MICRO_BATCH = "seq_aux_loss", "global_aux_loss", "aux_loss"
 
 

@@ -19,13 +19,11 @@ import torch
 from torch import nn
 
 from gptpar.config import ModelConfig
+from gptpar.config.sections.experts import LOAD
 from gptpar.errors import CheckpointError
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import no_choice
 from gptpar.model.layer_spec import LayerSpec
-
-LOAD = "fullest expert"
-"""Tokens of the fullest expert over those of an expert on average, as a mean over layers."""
 
 
 def choice_field(layer: str) -> str:

@@ -168,7 +168,7 @@ def test_a_full_expert_takes_the_best_or_the_first_tokens_of_each_sequence(polic
 
 
 def test_tokens_whose_scores_differ_by_rounding_are_taken_in_their_order() -> None:
-    scores_NE = torch.tensor([[0.6], [0.7], [0.7 + 2e-16], [0.7 - 1e-16]], dtype=torch.float64)
+    scores_NE = torch.tensor([[0.6], [0.7 - 2e-16], [0.7], [0.7 + 2e-16]], dtype=torch.float64)
     found = choose_experts(scores_NE, no_choice(4, 1, scores_NE.device), torch.zeros(1, dtype=torch.int64), [], 4, 2)
     assert found.flatten().tolist() == [~0, 0, 0, ~0]
 

@@ -59,9 +59,10 @@ def to_predict(
     return product(found, [*(one for one in searched if _is_open(one.field, given)), d.fixed(offload)])
 
 
-def _with_experts(meshes: Iterable[Mesh], flags: Flags, given: Collection[str]) -> Iterable[Mesh]:
+def _with_experts(meshes: Iterable[Mesh], flags: Flags, given: Collection[str]) -> Iterator[Mesh]:
     """The layouts with each size of the expert axis, unless it was typed."""
-    return meshes if d.EXPERT in given else d.with_expert_axes(meshes, expand_preset(flags, given)[0].model.num_experts)
+    num_experts = 1 if d.EXPERT in given else expand_preset(flags, set(given))[0].model.num_experts
+    return d.with_expert_axes(meshes, num_experts)
 
 
 def _is_open(field: str, given: Collection[str]) -> bool:
@@ -159,16 +160,16 @@ def _layouts_to_measure(
         ]
     others = [[sizes.get(axis, 1) for axis in ("tp", "pp", "cp")] for sizes in listed]
     rest = [d.sized(num_processes, *sizes) for sizes in others]
-    found = [replace(at, data=sizes.get("dp", at.data)) for sizes, at in zip(listed, rest, strict=True)]
+    meshes = [replace(at, data=sizes.get("dp", at.data)) for sizes, at in zip(listed, rest, strict=True)]
     experts = [sizes.get("ep", 1) for sizes in listed]
     problems = [
         f"a layout has ep{size}, which does not divide dp{at.data} x cp{at.context}: choose a size that does."
-        for size, at in zip(experts, found, strict=True)
+        for size, at in zip(experts, meshes, strict=True)
         if at.data * at.context % size
     ]
     if problems:
         raise ConfigError(problems)
-    return [replace(at, expert=size) for size, at in zip(experts, found, strict=True)]
+    return [replace(at, expert=size) for size, at in zip(experts, meshes, strict=True)]
 
 
 def _cpu_ratio(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:

@@ -85,6 +85,7 @@ class EngineSettings:
         adds_gradients: whether a step's gradient is a sum over micro-batches or processes; sums are kept wide.
         records_steps: whether steps are recorded as graphs.
         counts_zeros: whether zeros in gradients are counted.
+        host_sums: whether the subscriber sums its gradients over micro-batches.
     """
 
     dtype: torch.dtype
@@ -92,6 +93,7 @@ class EngineSettings:
     adds_gradients: bool = True
     records_steps: bool = False
     counts_zeros: bool = False
+    host_sums: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -166,6 +168,7 @@ class Engine:
             device,
             arriving_dtype=settings.dtype,
             ahead=settings.records_steps,
+            host_sums=settings.host_sums,
         )
         self.masters_are_parameters = _masters_are_parameters(table, parameters, settings.wide)
         self._copies_each_step = parameters.on_host

@@ -13,16 +13,17 @@ from gptpar.engine.units import Unit
 class GradientMemory:
     """Owns the memory of gradient sums.
 
-    Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass. Under ZeRO-2 and 3 the whole sum
-    of a unit that several processes hold lives for one micro-batch, and only this process's shard of the sum over
-    micro-batches stays. A unit that has elements for the subscriber has no permanent memory: in a step of one
-    micro-batch its sum is freed after use.
+    Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass. Under ZeRO-2 and 3, and with sums
+    on the host, the whole sum of a unit that several processes hold lives for one micro-batch, and only this process's
+    shard of the sum over micro-batches stays. A unit that has elements for the subscriber has no permanent memory: in a
+    step of one micro-batch its sum is freed after use.
 
     Args:
         table: of this process's parameters.
         dtype: of sums, fp32 or wider; where nothing is ever added, that of the gradients is enough.
         arriving_dtype: of the gradients that autograd produces.
         ahead: see the attribute.
+        host_sums: whether the subscriber sums its gradients over micro-batches; those of tied units come summed.
 
     Attributes:
         ahead: whether temporary sums get their memory at the beginning of a step. A recorded step needs this: its
@@ -42,13 +43,16 @@ class GradientMemory:
         *,
         arriving_dtype: torch.dtype | None = None,
         ahead: bool = False,
+        host_sums: bool = False,
     ):
         self._table, self._data, self._device = table, data, device
         self._arriving_dtype = arriving_dtype or dtype
-        self._keeps_all, self.single, self.ahead = data.zero_stage < 2, True, ahead
+        self._keeps_all, self.single, self.ahead = data.zero_stage < 2 and not host_sums, True, ahead
         self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
         names = {unit.name for unit in self.undivided}
         self._divided = {unit.name: unit for unit in table.units if unit.name not in names}
+        # The copies of a tied unit are summed over stages at the end of a step, on the device.
+        self._on_host = frozenset(self._divided.keys() - table.ties.keys() if host_sums else ())
         self._allocate(dtype)
 
     def _allocate(self, dtype: torch.dtype) -> None:
@@ -76,7 +80,11 @@ class GradientMemory:
 
     def keeps_sum(self, unit: Unit) -> bool:
         """Whether a unit's whole sum is kept over micro-batches; else each is reduced to shards, which are added up."""
-        return self._keeps_all or unit.shards == 1
+        return (self._keeps_all or unit.shards == 1) and not self.sums_on_host(unit)
+
+    def sums_on_host(self, unit: Unit) -> bool:
+        """Whether the subscriber has the sum over micro-batches, of its elements of the unit."""
+        return unit.name in self._on_host
 
     def begin(self, num_micro_batches: int) -> None:
         """A step begins."""
@@ -86,8 +94,8 @@ class GradientMemory:
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
-        alone = self._data.group(unit) is None
-        return (unit.dtype or self._arriving_dtype) if alone and self.single else self._dtype
+        is_added_to = self._data.group(unit) is not None or not (self.single or self.sums_on_host(unit))
+        return self._dtype if is_added_to else unit.dtype or self._arriving_dtype
 
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""

@@ -79,6 +79,7 @@ class GradientReducer:
         self._table, self._memory, self._data, self._dtype = table, memory, data, dtype
         self._tensor_group, self._tied = tensor_group, tied
         self._subscriber, self._graph_breaks, self._counts_zeros = subscriber, graph_breaks, counts_zeros
+        self._sums = None if subscriber is None else subscriber.sums
         self.has_begun = False
         self._pending: deque[_Reduction] = deque()
         self._summed: set[str] = set()
@@ -141,6 +142,9 @@ class GradientReducer:
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
+        if self._memory.sums_on_host(unit):
+            self._add_on_host(unit, shard, last)
+            return
         if not (self._memory.single or self._memory.keeps_sum(unit)):
             total = self._memory.shard_sum_of(unit)
             # A new sum begins here and not with the step: the subscriber may read the last step's sum until it has
@@ -149,6 +153,16 @@ class GradientReducer:
             self._summed.add(unit.name)
         if last:
             self._complete(unit, shard)
+
+    def _add_on_host(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
+        """The same where the subscriber has the sum of its elements."""
+        on_device, first = self._memory.shards[unit.name], unit.name not in self._summed
+        self._summed.add(unit.name)
+        sum_together(self._addends(unit.name, shard), self._tensor_group)
+        if low := on_device.numel():
+            (on_device.copy_ if first else on_device.add_)(shard[:low])
+        if self._sums is not None:
+            self._sums.add(unit.name, shard[low:], first=first, last=last)
 
     def _complete(self, unit: Unit, shard: torch.Tensor) -> None:
         """Use this process's shard of a unit's gradient, which is final over the data axis.
@@ -186,6 +200,8 @@ class GradientReducer:
     def square(self) -> torch.Tensor:
         """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
         self._norm.take(self._norm.measured(self._undivided))
+        if self._sums is not None:
+            self._norm.take(self._norm.measured_apart(self._memory.shards, self._sums.squares()))
         return self._norm.square(self._memory.shard.device)
 
     def squares(self) -> torch.Tensor:

@@ -12,6 +12,24 @@ from gptpar.optim.update import Hyperparameters
 from gptpar.system.state_guard import StateGuard
 
 
+class HostGradientSums(Protocol):
+    """Sums of the subscriber's gradients over micro-batches, in host memory."""
+
+    def add(self, unit: str, grad: torch.Tensor, *, first: bool, last: bool) -> None:
+        """Add a micro-batch's gradient of a unit, which may wait for earlier ones; its memory does not change any more.
+
+        Args:
+            first: whether the step's sum begins with it.
+            last: whether the sum is final with it: it is submitted, as by :meth:`Subscriber.submit_gradient`.
+        """
+
+    def squares(self) -> dict[str, float]:
+        """Unit -> the sum of squares, over the elements that this process counts, of its final sum. Waits for it."""
+
+    def close(self) -> None:
+        """End the background work."""
+
+
 class Subscriber(Protocol):
     """Updates some ranges of the master weights in the background.
 
@@ -20,9 +38,11 @@ class Subscriber(Protocol):
 
     Attributes:
         guard: is asked before an update overwrites master weights or the optimizer's state.
+        sums: the sums over micro-batches; ``None``: the device forms them.
     """
 
     guard: StateGuard
+    sums: HostGradientSums | None
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """The probable hyperparameters of the coming step, by group: the subscriber may begin to update with them."""

@@ -15,6 +15,7 @@ from gptpar.offload.buckets import StateSize
 from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.host_sums import sums_bytes
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.update import Update
@@ -33,6 +34,7 @@ def make_host_optimizer(
     partial_unit: Unit | None = None,
     *,
     sums: bool = True,
+    host_sums: bool = False,
 ) -> HostOptimizer | None:
     """The CPU optimizer, or ``None`` if nothing is offloaded.
 
@@ -44,6 +46,7 @@ def make_host_optimizer(
         wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
         sums: whether gradients are sums, which are copied to the host in the dtype of the master weights.
+        host_sums: whether the sums over micro-batches are formed on the host.
 
     Raises:
         GptparError: the host's memory does not suffice. It is raised before the state is allocated.
@@ -56,8 +59,11 @@ def make_host_optimizer(
     )
     if not elements:
         return None
-    itemsize = (wide if sums else dtype).itemsize
-    at_once = config.offload.gradients_leave_at_once
+    itemsize = (wide if sums and not host_sums else dtype).itemsize
+    at_once = config.offload.gradients_leave_at_once and not host_sums
+    transfer_bytes = copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES
+    if host_sums:
+        transfer_bytes += sums_bytes(elements, wide.itemsize)
     return build_host_optimizer(
         updates,
         partitions,
@@ -72,10 +78,11 @@ def make_host_optimizer(
             config,
             StateSize.of(partitions, updates, wide.itemsize),
             kept,
-            copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES,
+            transfer_bytes,
         ),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,
+        sums=host_sums,
     )
 
 

@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
+from gptpar.engine.subscriber import HostGradientSums
 from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
 from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of, square_of_weights
 from gptpar.offload.events import EventLog, What
+from gptpar.offload.host_sums import HostSums
 from gptpar.offload.index_ranges import NOTHING, between
 from gptpar.offload.kernel_queue import KernelQueue
 from gptpar.offload.row_comparison import RowComparison
@@ -51,10 +53,12 @@ class HostOptimizer:
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
         speculated_elements: see :meth:`add_double_buffers`.
         partial_unit: the unit whose partial gradients may be submitted; only its buckets with a double buffer use them.
+        sums: whether it sums gradients over micro-batches.
         log: is told what happens to each bucket.
 
     Attributes:
         shared: the state that it shares with its thread, among it ``guard`` and ``latest_updates``.
+        sums: the sums over micro-batches; ``None``: they are not formed here.
         waited_s: seconds spent in :meth:`wait` since the start.
         partial_unit: the unit whose partial gradients are used; ``None``: there is none.
     """
@@ -72,6 +76,7 @@ class HostOptimizer:
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
         partial_unit: str | None = None,
+        sums: bool = False,
         log: EventLog | None = None,
     ):
         self._kernels, self._transfers = kernels, transfers
@@ -79,7 +84,7 @@ class HostOptimizer:
         self.shared = SharedState(self._buckets, transfers, log)
         for bucket in self._buckets:
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
-        self.waited_s, self._has_gradients = 0.0, False
+        self.waited_s = 0.0
         self._missed: tuple[int, ...] = ()
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
@@ -93,6 +98,7 @@ class HostOptimizer:
         self.guard, self.latest_updates = self.shared.guard, self.shared.latest_updates
         self._thread = UpdatingThread(self.shared, self._queue, clip_grad=clip_grad, cores=cores)
         self._thread.start()
+        self.sums: HostGradientSums | None = HostSums(self.shared, dtype, cores) if sums else None
 
     def _prepare_partial(self, unit: str) -> None:
         """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""
@@ -142,7 +148,6 @@ class HostOptimizer:
         Raises:
             ForbiddenEvent: the unit's last step is not done.
         """
-        self._has_gradients = True
         with self.shared.changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
@@ -203,7 +208,7 @@ class HostOptimizer:
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
-            self._has_gradients = self.shared.keeps = False
+            self.shared.keeps = False
             for bucket in self._buckets:
                 bucket.due = True
             self.shared.record(What.STEP_REQUESTED)
@@ -283,9 +288,10 @@ class HostOptimizer:
 
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
-        if not self._has_gradients or self.shared.keeps:
-            return
         with self.shared.changed:
+            has_gradients = any(bucket.state is not BucketState.IDLE and not bucket.due for bucket in self._buckets)
+            if not has_gradients or self.shared.keeps:
+                return
             self.shared.keeps = self.shared.taking_back = True
             self.shared.changed.notify_all()
         self.shared.loop_waits(lambda: not self.shared.taking_back)
@@ -337,6 +343,8 @@ class HostOptimizer:
             patience: seconds after which a device counts as silent. Then the thread ends with the process. Default:
                 ``CLOSE_SECONDS``.
         """
+        if self.sums is not None:
+            self.sums.close()
         self._thread.close(patience)
 
     @property

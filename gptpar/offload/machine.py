@@ -37,13 +37,14 @@ def build_host_optimizer(
     speculated_elements: int = 0,
     partial_unit: str | None = None,
     gradients_leave_at_once: bool = False,
+    sums: bool = False,
 ) -> HostOptimizer:
     """The CPU optimizer on this process's cores, with copies to and from the device.
 
     Args:
         updates: by parameter group.
         partitions: in forward order, at least one.
-        parameters, partial_unit: see :class:`HostOptimizer`.
+        parameters, partial_unit, sums: see :class:`HostOptimizer`.
         itemsize: bytes of the widest element that is copied, in a gradient or in new parameters.
         wide: dtype of master weights and optimizer state.
         folder: for files that hold the state; ``None``: the state is in memory.
@@ -66,6 +67,7 @@ def build_host_optimizer(
         cores=cores if count > 1 else None,
         speculated_elements=speculated_elements,
         partial_unit=partial_unit,
+        sums=sums,
     )
 
 

@@ -279,6 +279,22 @@ class CpuMuon(MatrixHostKernel):
             self._kernels.lasting.cpu_adam_wake()
 
 
+def order_sum(total: Tensor, old: Tensor, addend: Tensor, threads: int) -> Callable[[], Done]:
+    """Put ``total = old + addend`` into the kernels' queue, as :meth:`CpuAdam.order` does with a step.
+
+    Args:
+        total, old: [n] contiguous fp32 on the CPU, the same vector or ones that do not overlap; with fp64, torch adds.
+        addend: [n] fp32, bf16 or fp16.
+    """
+    kernels = _library()
+    if kernels is None or total.dtype != torch.float32:
+        return functools.partial(timed, lambda: bool(torch.add(old, addend, out=total).isfinite().all()))
+    addresses = (old.data_ptr(), 0, 0, total.data_ptr(), 0, 0, addend.data_ptr(), 0)
+    step = _BLEND.pack(*addresses, _TYPES[addend.dtype], 0, 1.0, 1.0, 0, 0, 0, 0, 1.0, False)
+    ticket = _checked(kernels.brief.cpu_adam_order(step, 1, _RANGE.pack(0, len(total), 0), 1, None, 0, threads, -1))
+    return functools.partial(_wait_for, kernels, ticket, (total, old, addend))
+
+
 _BlendNumbers = tuple[float, float, float, bool]
 """(scale, share, decay, whether the pass is the average)"""
 

@@ -36,6 +36,21 @@ class GradientNorm:
             found[unit].append(norm)
         return found
 
+    def measured_apart(self, on_device: Mapping[str, torch.Tensor], squares: Mapping[str, float]) -> Measured:
+        """The norms of units whose gradients are divided between device and host.
+
+        Args:
+            on_device: unit -> the first elements of its shard.
+            squares: of the counted elements of the others, by unit.
+        """
+        found: Measured = {}
+        for unit, square in squares.items():
+            here = on_device[unit]
+            parts = [here[start:stop] for start, stop in self._counted[unit] if start < len(here)]
+            there = torch.tensor([square], dtype=torch.float64, device=here.device).sqrt()
+            found[unit] = [*norms_of(parts), there]
+        return found
+
     def take(self, measured: Measured) -> None:
         """Use these norms for their units; every step has to take all units."""
         self._norms |= measured

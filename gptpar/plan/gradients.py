@@ -51,7 +51,9 @@ def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) ->
     if offload.offload_gradients != "auto" or not offload.cpu_optimizer or offload.ratio == 0:
         return None
     recorded = config.precision.cuda_graph == "on"  # a graph, which the user asked for, keeps the gradients' memory
-    if job.device_type != "cuda" or recorded or any(offload_gradients_obstacles(config.batch, job.mesh.world_size)):
+    # Several processes would have to decide alike: their messages differ.
+    several = job.mesh.world_size > 1
+    if job.device_type != "cuda" or recorded or several or any(offload_gradients_obstacles(config, 1)):
         return None
     if offload.ratio == "auto":
         config = config.update("offload", cpu_optimizer_ratio=1.0)

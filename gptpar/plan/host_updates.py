@@ -14,9 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gptpar.engine.ranges import Home
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES
+from gptpar.offload.host_sums import sums_bytes
 from gptpar.offload.machine import KEPT_FREE
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
@@ -106,9 +108,10 @@ def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
     if offload.offload_speculation == "on" or cluster.host_memory is None:
         return state.elements
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
-    transfers = RING_BYTES
-    if job.gradients_leave_at_once:
-        there = state.elements + state.later
+    transfers, there = RING_BYTES, state.elements + state.later
+    if job.host_sums:
+        transfers += sums_bytes(there, job.wide_size)
+    elif job.gradients_leave_at_once:
         transfers = copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     return min(state.elements, max(0.0, free - state.num_bytes - transfers) / state.element_bytes)
 
@@ -117,9 +120,25 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     """The speed on a cluster, where a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
     slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
-    moved = UPDATE_BYTES + job.offloaded_gradient_size
+    moved = UPDATE_BYTES + (job.wide_size if job.host_sums else job.offloaded_gradient_size)
     update, speculate = (slower * moved / rate for rate in (s.host_rate, s.host_rate_aside))
     return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)
+
+
+def adding(job: Job, cluster: Cluster, part: StagePart, compute: float, backward: float) -> float:
+    """Seconds by which sums on the host prolong a step: the host adds while the device computes the next micro-batch.
+
+    For each element, a copy arrives, it and the sum are read, and the sum is written.
+
+    Args:
+        compute, backward: seconds of the stage for a micro-batch, and of its backward pass.
+    """
+    if not job.host_sums:
+        return 0.0
+    s, size = cluster.sustained, job.offloaded_gradient_size
+    rate = min(s.host_rate, s.host_rate_together / _processes(job, cluster))
+    each = job.table(part).length(Home.HOST) * max((2 * size + 2 * job.wide_size) / rate, size / s.bus)
+    return (job.num_micro_batches - 1) * max(0.0, each - compute) + max(0.0, each - backward)
 
 
 def _processes(job: Job, cluster: Cluster) -> int:

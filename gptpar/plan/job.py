@@ -123,6 +123,11 @@ class Job:
         """Whether offloaded gradients are copied to the host once they are final (``auto`` counts as no)."""
         return self.ratio > 0 and self.config.offload.gradients_leave_at_once
 
+    @property
+    def host_sums(self) -> bool:
+        """Whether the host adds up the gradients of micro-batches; see :mod:`gptpar.offload.host_sums`."""
+        return self.gradients_leave_at_once and self.config.batch.adds_gradients(self.mesh.world_size)
+
     def gradient_lengths(self, part: StagePart) -> list[int]:
         """For each of a stage's layers: the most elements whose gradients can go to the CPU."""
         return [self.unit(number).shard_length for number in part.layers]
@@ -172,7 +177,10 @@ class Job:
     @property
     def offloaded_gradient_size(self) -> int:
         """Bytes of an element of a gradient that is copied to the CPU; sums are copied in their wide format."""
-        return self.element_size if self.num_micro_batches * self.num_copies == 1 else self.wide_size
+        is_sum = self.num_copies > 1 or (self.num_micro_batches > 1 and not self.host_sums)
+        if is_sum and self.host_sums and self.config.parallel.grad_reduce_in_bf16:
+            return 2
+        return self.wide_size if is_sum else self.element_size
 
     @property
     def masters_are_live(self) -> bool:

@@ -17,6 +17,7 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES
+from gptpar.offload.host_sums import sums_bytes
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Groups, Job, StagePart, alive
 from gptpar.plan.states import gradient_bytes
@@ -163,17 +164,21 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     size, offload = job.element_size, job.config.offload
     parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
     there, state = job.table(part).length(Home.HOST), job.host_state(part)
-    gradients = float(gradient_bytes(job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches))
+    gradients = gradient_bytes(
+        job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches, host_sums=job.host_sums
+    )
     host = float(state.num_bytes + state.elements * state.element_bytes * (offload.offload_speculation == "on"))
     host = 0.0 if offload.optimizer_nvme_path else host
-    if job.gradients_leave_at_once:
+    if job.host_sums:
+        host += RING_BYTES + sums_bytes(there, job.wide_size)
+    elif job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     elif job.ratio and job.device_type == "cuda":
         host += RING_BYTES
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    return parameters, gradients, float(job.device_state_bytes(part)), host
+    return parameters, float(gradients), float(job.device_state_bytes(part)), host
 
 
 def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Moment]:
@@ -190,7 +195,7 @@ def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float
     """
     size = job.offloaded_gradient_size
     there = job.table(part).length(Home.HOST)
-    leaving = size * there if job.num_micro_batches == 1 else size * job.early_elements
+    leaving = size * (there if job.num_micro_batches == 1 or job.host_sums else job.early_elements)
     loss, backward, end = _loss_buffers(job, part), _backward_buffers(job, part, groups), _end_buffers(job, part)
     most = max(loss, backward, end)
     if job.gradients_leave_at_once:
@@ -237,7 +242,7 @@ def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
     for (*_, recomputed), layers in distinct.items():
         unit = job.unit(layers[0])
         buffers = stream + job.tokens * job.costs[layers[0]].workspace + unit.length * size + recomputed
-        if job.zero_stage >= 2:
+        if job.zero_stage >= 2 or (job.host_sums and job.num_copies > 1):
             buffers += (1 + MAX_IN_FLIGHT) * (unit.length + unit.shard_length) * job.wide_size
         most = max(most, buffers + _gathered(job, layers))
     if head is not None and job.shape.tied:  # its gradient is complete before the blocks' are, and its weights stay

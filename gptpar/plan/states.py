@@ -11,7 +11,9 @@ from gptpar.optim.state_layout import StateLayout
 from gptpar.optim.update import Update
 
 
-def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batches: int) -> int:
+def gradient_bytes(
+    table: ParameterTable, size: int, zero_stage: int, micro_batches: int, *, host_sums: bool = False
+) -> int:
     """Bytes of gradients that a process keeps on its device from a unit's backward pass to the step.
 
     Under ZeRO-1 it keeps a reduced shard beside the sum from which the shard comes. Of units with elements that the CPU
@@ -22,6 +24,7 @@ def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batc
         size: bytes of an element of a gradient that the device's optimizer reads; sums have the same size.
         zero_stage: 0 to 3.
         micro_batches: of a step.
+        host_sums: whether sums over micro-batches are on the host, but for units that several stages have.
     """
     whole = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
     elements = table.length(Home.DEVICE)
@@ -29,6 +32,7 @@ def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batc
         elements += sum(unit.length for unit in whole)
     if micro_batches > 1:
         divided = [unit for unit in table.units if table.on_device[unit.name] < unit.shard_length]
+        divided = [unit for unit in divided if not host_sums or unit.name in table.ties]
         elements += sum(unit.length if zero_stage < 2 else unit.shard_length for unit in divided)
     return size * elements
 

@@ -250,7 +250,7 @@ class _Costs:
         added = job.element_size + 2 * job.wide_size
         size = added if job.config.batch.adds_gradients(job.mesh.world_size) else 2 * job.element_size
         alone = job.num_micro_batches == 1 and job.num_copies == 1
-        size_on_host = 3 * job.element_size if alone else added
+        size_on_host = (2 if job.host_sums else 3) * job.element_size if alone or job.host_sums else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
     def _chunked(self, cost: Cost) -> float:
@@ -281,7 +281,7 @@ class _Costs:
         size = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
         seconds_a_byte = (copies - 1) / copies / self._data_rate
         reduced, gathered = elements * size * seconds_a_byte, elements * job.element_size * seconds_a_byte
-        if job.zero_stage >= 2:
+        if job.zero_stage >= 2 or job.host_sums:
             gathers = 2 * gathered if job.zero_stage == 3 else 0.0
             each = self._beside(gathers + reduced, stage.both)
             published = 0.0 if job.zero_stage == 3 else self._beside(gathered, stage.forward)
@@ -298,7 +298,9 @@ class _Costs:
         layers = host_updates.layers_of(job, part, [(layer.forward, layer.backward) for layer in self.layers(part)])
         room = host_updates.speculated_elements(job, self._cluster, part)
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
-        return host_updates.waiting(layers, room, self.update(part), speed, lead)
+        stage = self.stage(part)
+        added = host_updates.adding(job, self._cluster, part, stage.both, stage.backward)
+        return added + host_updates.waiting(layers, room, self.update(part), speed, lead)
 
     def update(self, part: StagePart) -> float:
         """Seconds of the optimizer's step on the device.

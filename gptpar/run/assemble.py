@@ -90,7 +90,7 @@ def _offload_gradients(config: Config) -> str:
     """Where ``auto`` may have trusted a prediction too much, or was switched off."""
     offload, world_size = config.offload, world_from_environment()[2]
     cannot = not offload.cpu_optimizer or offload.ratio == 0 or config.precision.cuda_graph == "on"
-    cannot = cannot or any(offload_gradients_obstacles(config.batch, world_size))
+    cannot = cannot or any(offload_gradients_obstacles(config, world_size))
     return "" if cannot or offload.gradients_leave_at_once else " set --offload-gradients on, or"
 
 

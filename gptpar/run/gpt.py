@@ -87,7 +87,17 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
         partitions = table.offloaded()
-        host = make_host_optimizer(config, groups.updates, partitions, offloaded, device, *dtypes, tied, sums=sums)
+        host = make_host_optimizer(
+            config,
+            groups.updates,
+            partitions,
+            offloaded,
+            device,
+            *dtypes,
+            tied,
+            sums=sums,
+            host_sums=settings.host_sums,
+        )
     engine = Engine(
         pipeline.stages_here,
         table,
@@ -113,12 +123,14 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
     """How the engine keeps and moves numbers."""
     dtype = DTYPES[config.precision.dtype]
     wide = torch.promote_types(dtype, torch.float32)
+    adds = config.batch.adds_gradients(topology.mesh.world_size)
     return EngineSettings(
         dtype,
         torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide,
-        config.batch.adds_gradients(topology.mesh.world_size),
+        adds,
         topology.device.type == "cuda" and wants_graph(config, topology.mesh.size(*COPIES)),
         config.logging.log_num_zeros_in_grad,
+        host_sums=adds and config.offload.gradients_leave_at_once,
     )
 
 

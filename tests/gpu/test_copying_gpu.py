@@ -43,6 +43,26 @@ def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: p
     assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
 
 
+@pytest.mark.parametrize("speculation", ["on", "off"])
+@pytest.mark.parametrize("ratio", ["1", "0.731"])
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp64 --no-compile", "--fp16 --no-compile --initial-loss-scale 1e7"])
+def test_sums_on_the_host_are_those_of_the_gpu(
+    dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without clipping no bit changes but the norm's last ones; memory of gradients is used again at once."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
+    words = f"{dtype} --clip-grad 0 --cpu-optimizer --cpu-optimizer-ratio {ratio} --micro-batch-size 1 --cuda-graph off"
+    words += f" --offload-speculation {speculation} --offload-gradients"
+    stay, leave = (run(f"{words} {word}", micro_batches=4) for word in ("off", "on"))
+    assert any(skipped for *_, skipped in stay[0]) == ("fp16" in dtype)
+    for (loss, norm, skipped), (its_loss, its_norm, its_skipped) in zip(stay[0], leave[0], strict=True):
+        assert (loss, skipped) == (its_loss, its_skipped)
+        assert its_norm == pytest.approx(norm, rel=1e-6, nan_ok=True)
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
 def test_a_recorded_step_computes_the_same() -> None:
     words = f"--bf16 --clip-grad 1.75 {ALL} {ONE} --offload-gradients"
     recorded, leave = run(f"{words} off --cuda-graph on", micro_batches=1), run(f"{words} on", micro_batches=1)
@@ -132,4 +152,4 @@ def test_auto_compares_the_prediction_with_the_memory_that_is_free(monkeypatch: 
     assert decided()[0] == "off" and "GiB are available" in decided()[1]
     monkeypatch.setattr(auto_gradients.torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
     assert decided()[0] == "on" and decided()[1].endswith("and 1.00 MiB are available")
-    assert decided("--global-batch-size 4")[0] == decided("--cuda-graph on")[0] == "auto"
+    assert decided("--global-batch-size 4")[0] == "on" and decided("--cuda-graph on")[0] == "auto"

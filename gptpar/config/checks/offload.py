@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gptpar.config import BatchConfig, Flags, OffloadConfig
+from gptpar.config import Config, Flags, OffloadConfig
 from gptpar.config.fields import flag_name
-from gptpar.config.sections.batch import is_one_micro_batch
 
 
 def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
@@ -24,7 +23,7 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
             if getattr(o, name) != getattr(OffloadConfig(), name):
                 yield f"{flag_name(name)} needs --cpu-optimizer."
     if o.gradients_leave_at_once:
-        for obstacle in offload_gradients_obstacles(flags.batch, world_size):
+        for obstacle in offload_gradients_obstacles(flags, world_size):
             yield f"--offload-gradients on: {obstacle}."
     if o.optimizer_nvme_path and o.offload_speculation == "on":
         yield "--offload-speculation on needs a second copy of the state in memory, which --optimizer-nvme-path avoids."
@@ -32,16 +31,7 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
         yield f"--optimizer-nvme-path {o.optimizer_nvme_path} is not a folder: make it, on the disk that is meant."
 
 
-def offload_gradients_obstacles(batch: BatchConfig[None], world_size: int) -> Iterator[str]:
-    """What keeps gradients on the device until they are used, each as a part of a sentence.
-
-    Sums are formed on the device: they are there during the whole step anyway.
-    """
-    if world_size > 1:
-        yield f"{world_size} processes add up their gradients on the GPU (use one process, or --offload-gradients off)"
-    elif not is_one_micro_batch(batch):
-        yield (
-            f"a step of several micro-batches adds up their gradients on the GPU (set --micro-batch-size "
-            f"{batch.micro_batch_size} and --global-batch-size {batch.global_batch_size} to one number, without a "
-            "schedule of batch sizes)"
-        )
+def offload_gradients_obstacles(flags: Flags | Config, world_size: int) -> Iterator[str]:
+    """What keeps gradients on the device until they are used, each as a part of a sentence."""
+    if flags.logging.log_num_zeros_in_grad and flags.batch.adds_gradients(world_size):
+        yield "--log-num-zeros-in-grad counts zeros of sums on the GPU (do without, or --offload-gradients off)"

@@ -39,9 +39,9 @@ class OffloadConfig:
     )
     offload_gradients: str = flag(
         "auto",
-        "with --cpu-optimizer on one process with one micro-batch a step: copy each gradient to host memory as soon "
-        "as it is final, instead of keeping it on the GPU until the CPU has used it; auto: if gptpar plan predicts "
-        "that the GPU has no room to keep it",
+        "with --cpu-optimizer: copy each micro-batch's gradients to host memory as they come, and add "
+        "them up there, instead of keeping them on the GPU until the CPU has used them; auto: if gptpar plan predicts "
+        "that the GPU of a run on one has no room to keep them",
         choices=("auto", "off", "on"),
     )
     offload_speculation: str = flag(

@@ -189,6 +189,7 @@ VARIANTS = (
     Option({"recompute.mlp_chunks_for_training": 3}, "MLP in tiles"),
     *(Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: r}, f"CPU optimizer {r}") for r in (0.05, 0.6, 0.95)),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
+    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, d.OFFLOAD_GRADIENTS: "on"}, "gradient sums on the host 0.6"),
 )
 """Variants of recomputation and offload that are proved in every layout."""
 
@@ -199,7 +200,7 @@ GRADIENTS_LEAVE = (
         "parameters and gradients on the host",
     ),
 )
-"""Gradients can leave at once only where they are no sums: in one process whose micro-batch is the whole batch."""
+"""Gradients that are no sums: in one process whose micro-batch is the whole batch."""
 
 
 def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:

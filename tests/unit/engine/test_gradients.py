@@ -205,7 +205,7 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
     assert list(unit.padding()) == [(15, 64), (164, 192)] and unit.length == 320
     submitted: list[torch.Tensor] = []
-    subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
+    subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad), sums=None)
     total = make_gradients([unit], DataAxes(), ratio=1.0, ahead=True, subscriber=subscriber)
     parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
     total.collector.watch(parameters)

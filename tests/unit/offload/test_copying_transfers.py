@@ -252,14 +252,16 @@ def test_each_bucket_s_gradient_lies_in_the_same_memory_in_every_step() -> None:
 # --- with a whole run -----------------------------------------------------------------------------------------------
 
 
-def train(flags: str, steps: int = 10) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
+def train(
+    flags: str, steps: int = 10, micro_batches: int = 1
+) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
     """(loss, norm, skipped) of each step, and the final weights and moments by name."""
     trainer = make_trainer(tiny_config(flags))
     seen = []
     for step in range(steps):
-        tokens = random_tokens(2, 16, 60, seed=step)
         trainer.expect_step(2.0 * step)
-        loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], step)
+        samples = [random_tokens(2, 16, 60, seed=step + 100 * number) for number in range(micro_batches)]
+        loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:]) for tokens in samples], step)
         launched = trainer.update(loss, iteration=step + 1, samples=2, progress=2.0 * step, stop=False)
         seen.append(launched.readings.read()[:3])
         if trainer.loss_scale.dynamic:

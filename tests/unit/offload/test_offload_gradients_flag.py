@@ -28,13 +28,12 @@ from tests.unit.offload.tiny_runs import ALL
     ("flags", "world_size", "told"),
     [
         ("--offload-gradients on", 1, "--offload-gradients needs --cpu-optimizer."),
-        (f"{ALL} --offload-gradients on", 2, "--offload-gradients on: 2 processes add up their gradients on the GPU"),
-        (f"{ALL} --offload-gradients on --zero-stage 2", 2, "2 processes add up their gradients"),
         (
-            f"{ALL} --offload-gradients on --global-batch-size 4",
-            1,
-            "a step of several micro-batches adds up their gradients",
+            f"{ALL} --offload-gradients on --log-num-zeros-in-grad",
+            2,
+            "--offload-gradients on: --log-num-zeros-in-grad counts zeros of sums on the GPU",
         ),
+        (f"{ALL} --offload-gradients on --log-num-zeros-in-grad --global-batch-size 4", 1, "counts zeros of sums"),
         (f"{ALL} --offload-gradients on --cuda-graph on", 1, "--cuda-graph on: --offload-gradients on gives back"),
     ],
 )
@@ -55,7 +54,7 @@ def test_auto_is_decided_by_the_memory_that_is_free_and_told(monkeypatch: pytest
         assert (told.name, told.value, config.offload.offload_gradients) == ("offload gradients", word, word)
         needed, there = told.reason.split(" are expected to be needed with all gradients on the GPU, and ")
         assert 1.5 < float(needed.split()[0]) < 1.8 and there == f"{memory >> 30}.00 GiB are available"
-        for flags in ("--offload-gradients on", "--offload-gradients off", "--global-batch-size 4"):
+        for flags in ("--offload-gradients on", "--offload-gradients off", "--cuda-graph on"):
             given = tiny_config(f"{wide} {flags}")
             assert with_gradients(given, gpu) == (given, [])
     given = tiny_config(wide)

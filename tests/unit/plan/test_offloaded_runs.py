@@ -14,6 +14,7 @@ from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
 from gptpar.offload.gpu_transfers import RING_BYTES
+from gptpar.offload.host_sums import sums_bytes
 from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
@@ -334,7 +335,7 @@ def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, lea
 
 @pytest.mark.parametrize(
     "flags",
-    ["--cuda-graph on", "--global-batch-size 20", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
+    ["--cuda-graph on", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
 )
 def test_auto_leaves_alone_what_cannot_or_must_not_move(flags: str) -> None:
     planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 20 {flags}")
@@ -384,3 +385,21 @@ def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
     assert "--cpu-parameters" in best[12].flags() and best[12].need < 12 * GIB
     planner, _ = make_planner(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5".split())
     assert not search(planner).accepted  # what was typed stays
+
+
+def test_sums_on_the_host_leave_the_device_and_take_time_where_the_host_is_slow() -> None:
+    """Of 10B, 4 bytes an element leave the GPU; a micro-batch's addition moves 12 bytes an element at 150 GB/s."""
+    flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 80 --host-memory 512 --global-batch-size "
+    stay, leave = (plan(f"{flags} 160 --offload-gradients {word}") for word in ("off", "on"))
+    (device_stay,), (device_leave,) = stay.memory, leave.memory
+    table = stay.job.table(stay.job.stages[0])
+    elements, longest = table.length(), max(unit.length for unit in table.units)
+    assert device_stay.gradients == 4 * (elements + stay.job.early_elements) and not leave.job.early_elements
+    assert device_leave.gradients == 2 * (MAX_UNITS_WAITING + 1) * longest
+    assert device_leave.host - device_stay.host == sums_bytes(elements, 4) - 2 * stay.job.early_elements
+    count = stay.job.num_micro_batches
+    assert count > 1 and leave.job.offloaded_gradient_size == 2 and stay.job.offloaded_gradient_size == 4
+    each, compute = 12 * elements / 150e9, leave.time.compute / count
+    assert leave.time.cpu_optimizer > (count - 1) * max(0.0, each - compute)
+    text = " ".join(plan_text(leave, []).split())
+    assert "gradients leave the GPU at once, and are added up on the host" in text

@@ -1,0 +1,187 @@
+"""Sums of gradients over micro-batches in host memory: the same bits as on the device, bounded waiting, errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gptpar.offload import buckets, host_sums
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.host_sums import MAX_UNITS_WAITING, HostSums, sums_bytes
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.cpu_adam import CpuAdam, order_sum
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from tests.unit.offload.host_optimizers import wait_until
+from tests.unit.offload.test_copying_transfers import Signal, train
+from tests.unit.offload.tiny_runs import ALL
+
+RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+UNITS = tuple(OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 100),)) for name in ("first", "second"))
+THREE = "--global-batch-size 6"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 63, 1000, 70_001])
+def test_a_sum_by_the_kernel_is_torch_s(dtype: torch.dtype, wide: torch.dtype, length: int) -> None:
+    old, addend = torch.randn(length, dtype=wide), torch.randn(length).to(dtype)
+    old[-1:], addend[-1:] = 1e-41, 0.0  # denormal
+    wanted, total = old + addend.to(wide), torch.empty_like(old)
+    order_sum(total, old, addend, 2)()
+    assert torch.equal(total, wanted)
+    order_sum(old, old, addend, 2)()
+    assert torch.equal(old, wanted)
+
+
+@pytest.mark.parametrize("speculation", ["on", "off"])
+@pytest.mark.parametrize("ratio", ["1", "0.731"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        pytest.param("--fp64", marks=pytest.mark.slow),
+        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", marks=pytest.mark.slow),
+    ],
+)
+def test_sums_on_the_host_change_no_bit(
+    words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp16 some steps are skipped; buckets cut units. Only the norm is summed in another order."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
+    words = f"{words} {THREE} --clip-grad 0 --cpu-optimizer --cpu-optimizer-ratio {ratio}"
+    words += f" --offload-speculation {speculation}"
+    stay, leave = (train(f"{words} --offload-gradients {word}", micro_batches=3) for word in ("off", "on"))
+    assert any(skipped for *_, skipped in stay[0]) == ("fp16" in words)
+    for (loss, norm, skipped), (its_loss, its_norm, its_skipped) in zip(stay[0], leave[0], strict=True):
+        assert (its_loss, its_skipped) == (loss, skipped)
+        assert its_norm == pytest.approx(norm, rel=1e-15 if "fp64" in words else 1e-7, nan_ok=True)
+    assert stay[1].keys() == leave[1].keys()
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion", "muon"])
+def test_clipped_steps_are_those_of_sums_on_the_device(optimizer: str) -> None:
+    words = f"--fp64 {THREE} --clip-grad 0.7 {ALL} --offload-speculation on --optimizer {optimizer}"
+    stay, leave = (train(f"{words} --offload-gradients {word}", micro_batches=3) for word in ("off", "on"))
+    norms = [norm for _, norm, _ in stay[0]]
+    assert any(norm > 0.7 for norm in norms) and any(norm < 0.7 for norm in norms)
+    torch.testing.assert_close(torch.tensor(leave[0]), torch.tensor(stay[0]), rtol=1e-12, atol=0)
+    for name, values in stay[1].items():
+        torch.testing.assert_close(leave[1][name], values, rtol=1e-11, atol=1e-12)
+
+
+def test_parameters_may_be_on_the_host_as_well() -> None:
+    words = f"--bf16 {THREE} --clip-grad 0 {ALL}"
+    stay = train(f"{words} --offload-gradients off", 3, 3)
+    leave = train(f"{words} --cpu-parameters --offload-gradients on", 3, 3)
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
+class SlowCopies(SameMemory):
+    """Each copy is there when the test says so."""
+
+    def __init__(self) -> None:
+        self.signals: list[Signal] = []
+
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+        self.signals.append(Signal())
+        return _Slow(super().fetch(grad, slot), self.signals[-1])
+
+
+class _Slow:
+    def __init__(self, copy: D2HCopy, signal: Signal):
+        self._copy, self._signal = copy, signal
+
+    def tensor(self) -> torch.Tensor:
+        self._signal.synchronize()
+        return self._copy.tensor()
+
+    def made(self) -> bool:
+        return True
+
+    def begin(self, *, urgent: bool) -> bool:
+        return True
+
+    def arrived(self) -> bool:
+        return self._signal.query()
+
+    def next_point(self) -> DeviceEvent | None:
+        return self._signal
+
+    def release(self) -> None: ...
+
+
+def make_host(transfers: SameMemory, speculated: int = 0) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
+    parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
+    host = HostOptimizer(
+        UNITS,
+        parameters,
+        dtype=torch.float32,
+        clip_grad=1.0,
+        kernels=[CpuAdam(1)],
+        transfers=transfers,
+        speculated_elements=speculated,
+        sums=True,
+    )
+    return host, parameters
+
+
+def submit(host: HostOptimizer, value: float, *, first: bool = False, last: bool = False) -> None:
+    assert host.sums is not None
+    for piece in reversed(UNITS):
+        host.sums.add(piece.unit, torch.full((128,), value), first=first, last=last)
+
+
+@pytest.mark.parametrize("speculated", [0, 256])
+def test_a_step_begins_anew_and_another_may_have_one_addend(speculated: int) -> None:
+    host, parameters = make_host(SameMemory(), speculated)
+    assert host.sums is not None
+    for values in ([0.01, 0.02, 0.04], [0.5], [0.25, 0.25]):
+        host.expect_step(RATES, 1.0)
+        for number, value in enumerate(values):
+            submit(host, value, first=number == 0, last=number == len(values) - 1)
+        total = torch.tensor(values).sum()
+        assert all(torch.equal(grad, total.expand(128)) for _, _, grad in host.parts("grad"))
+        assert host.sums.squares() == pytest.approx({piece.unit: 100 * float(total) ** 2 for piece in UNITS})
+        host.step(torch.tensor(0.5), RATES, 1.0)
+        host.finish()
+    assert host.steps_taken == 3 and (host.num_ahead > 0) == (speculated > 0)
+    assert all(torch.equal(part, parameters[unit][:128]) for unit, _, part in host.parts("weights"))
+    host.close()
+
+
+def test_the_loop_waits_while_more_than_two_units_keep_the_device_s_memory() -> None:
+    transfers = SlowCopies()
+    host, _ = make_host(transfers)
+    loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
+    loop.start()
+    for number in range(4):
+        fetched = min(4, number + MAX_UNITS_WAITING + 1)
+        wait_until(lambda fetched=fetched: len(transfers.signals) == fetched)
+        assert len(transfers.signals) == fetched
+        transfers.signals[number].pass_()
+    loop.join(60)
+    assert not loop.is_alive()
+    host.close()
+
+
+def test_an_error_of_the_additions_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Callable[[], None]:
+        raise MemoryError("no memory for a sum")
+
+    host, _ = make_host(SameMemory())
+    monkeypatch.setattr(host_sums, "order_sum", full)
+    assert isinstance(host.sums, HostSums)
+    with pytest.raises(MemoryError, match="no memory for a sum"):
+        for _ in range(1000):
+            submit(host, 1.0, first=True)
+    host.close()
+
+
+def test_memory_of_the_sums() -> None:
+    assert sums_bytes(1000, 4) == 8000
+    assert sums_bytes(10**8, 4) == 4 * (10**8 + buckets.BUCKET_ELEMENTS)

@@ -89,6 +89,9 @@ class DeepSpeedZeroLeafModuleConfig(_Section):
 
     _title = "zero_optimization.leaf_module"
     _defaults = {"classes": _EXPERT_BLOCKS, "names": (), "name_suffixes": ()}
+    classes: list[str]
+    names: list[str]
+    name_suffixes: list[str]
 
     def __init__(self, **given: Any):
         super().__init__(**given)

@@ -30,6 +30,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.model.attention import Attention
 from gptpar.model.attention_dropout import not_compiled
 from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids
+from gptpar.model.experts.routing import Router
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
 from gptpar.tensor_parallel.collectives import Collective, all_to_all, gather, reduce_scatter
 from gptpar.topology.groups import Topology
@@ -91,13 +92,15 @@ class ContextSplit:
         )
 
 
-def divide_attention(modules: Iterable[nn.Module], topology: Topology, split: ContextSplit) -> None:
-    """Let the attention layers among some modules see the tokens of all ranks."""
+def divide_samples(modules: Iterable[nn.Module], topology: Topology, split: ContextSplit) -> None:
+    """Let the attention layers among some modules see the tokens of all ranks, and routers balance whole samples."""
     group = topology.group(CONTEXT)
     attend = partial(attend_by_gathering if split.gathers else attend_by_heads, split, group)
     for module in modules:
         if group is not None and isinstance(module, Attention):
             module.attend = attend
+        elif isinstance(module, Router):
+            module.context = group
 
 
 @not_compiled  # its messages interrupt a compiled layer in any case

@@ -63,5 +63,8 @@ OTHER_EXPERTS: dict[str, object] = {
     **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate"), True),
     **dict.fromkeys(("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"), 0.5),
     "moe_router_topk_scaling_factor": 2.5,
+    "moe_expert_capacity_factor": 1.5,
+    "moe_token_drop_policy": "position",
+    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), 2),
 }
 """For each option of experts, another value than its default."""

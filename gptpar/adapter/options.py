@@ -131,6 +131,7 @@ class EngineOptions:
         without_effect: keys that have no effect, each with the reason.
         pipeline: of a list of layers.
         async_save: whether ``save_checkpoint`` returns while training goes on and the files are written.
+        tag_validation: what happens if processes give a checkpoint different tags: ``ignore``, ``warn`` or ``fail``.
         monitor: where DeepSpeed's curves are written.
         ignore_unused: whether a step may leave parameters without a gradient.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
@@ -157,6 +158,7 @@ class EngineOptions:
     config: Mapping[str, Any]
     pipeline: PipelineOptions = PipelineOptions()
     async_save: bool = False
+    tag_validation: str = "warn"
     ignore_unused: bool = True
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
@@ -390,6 +392,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         pipeline=PipelineOptions(**values.section("pipeline")),
         ignore_unused=values.get("module.ignore_unused_parameters", True),
         async_save=values.get("checkpoint.async_save", False),
+        tag_validation=values.get("module.tag_validation", "warn"),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
         monitor=flags.logging,
         config=plain,

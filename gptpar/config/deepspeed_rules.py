@@ -225,11 +225,11 @@ def switch(value: Any) -> str:
     return str(value)
 
 
-def tag_validation(value: Any) -> object:
-    """What DeepSpeed does about a tag that differs between processes, in any case of letters."""
+def tag_validation(value: Any) -> str:
+    """What to do about a tag that differs between processes: ``ignore``, ``warn`` or ``fail``."""
     if not isinstance(value, str) or value.lower() not in ("ignore", "warn", "fail"):
         raise ValueError("Ignore, Warn or Fail is needed")
-    return OFF
+    return value.lower()
 
 
 def class_names(value: Any) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ Nothing else depends on the mark: a unit of the engine is always gathered as a w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from gptpar.deepspeed.zero_config import DeepSpeedZeroLeafModuleConfig
 
 _MARK = "ds_is_leaf_module"
 
@@ -60,6 +62,14 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """The same by the ends of names."""
     return _mark_named(model, module_name_suffixes, str.endswith, raise_if_not_found)
+
+
+def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Mark the modules that the configuration's section ``leaf_module`` names, as far as the model has them."""
+    named = DeepSpeedZeroLeafModuleConfig(**section)
+    set_z3_leaf_modules(model, named.classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, named.names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, named.name_suffixes, raise_if_not_found=False)
 
 
 def _mark(model: nn.Module, classes: Sequence[type | str], value: bool, must_find: bool) -> list[nn.Module]:

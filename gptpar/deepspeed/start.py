@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from gptpar.deepspeed.engines.initialize import Initialized
 from gptpar.deepspeed.engines.initialize import initialize as initialize_engine
 from gptpar.deepspeed.engines.schedulers import SCHEDULERS
+from gptpar.deepspeed.leaf_modules import mark_configured
 from gptpar.deepspeed.processes import PORT, init_distributed
 from gptpar.deepspeed.zero_parameters import mark_trained, take_recording
 from gptpar.system.host import peak_process_memory
@@ -78,9 +79,12 @@ def initialize(
         config_params=config_params,
         recording=recording,
     )
-    mark_trained(found[0])
-    if (grid := getattr(found[0].module, "grid", None)) is not None:
-        found[0].mpu = grid
+    engine = found[0]
+    mark_trained(engine)
+    if engine.zero_optimization_stage() == 3:
+        mark_configured(engine.module, engine.config["zero_optimization"].get("leaf_module", {}))
+    if (grid := getattr(engine.module, "grid", None)) is not None:
+        engine.mpu = grid
     return found
 
 

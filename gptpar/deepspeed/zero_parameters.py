@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptpar.adapter.deferred import Recording, _OnMeta, deferred_init
@@ -179,6 +180,18 @@ def mark_trained(engine: TrainingEngine) -> None:
         _mark(parameter, ValueOwner(None, engine, name), divided=engine.zero_optimization_stage() == 3)
 
 
+class _CopiesToCpu(TorchFunctionMode):
+    """A context in which ``.cpu()`` and ``.to()`` copy a tensor that is there already, as they do from a GPU.
+
+    Parameters lose their memory after ``GatheredParameters``, and programs keep what these calls return.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_same = func in (torch.Tensor.cpu, torch.Tensor.to) and result is args[0]
+        return result.clone() if is_same and not isinstance(result, nn.Parameter) else result
+
+
 class GatheredParameters:
     """A context in which parameters are whole; all processes enter it.
 
@@ -204,6 +217,8 @@ class GatheredParameters:
         self._stack.callback(self._share, own)
         for engine in engines.values():
             self._stack.enter_context(engine.gathered(self._rank))
+            if engine.device.type == "cpu":
+                self._stack.enter_context(_CopiesToCpu())
         divided = [one for one in self._params if hasattr(one, "ds_status")]
         self._stack.callback(_set_status, divided, ZeroParamStatus.NOT_AVAILABLE)
         _set_status(divided, ZeroParamStatus.AVAILABLE)

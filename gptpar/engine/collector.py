@@ -138,7 +138,7 @@ class GradientCollector:
         self._handed_on.clear()
         self._here.clear()
         self._outer_task, self._in_pass = None, True
-        self._arrivals.clear()
+        self._arrivals = dict.fromkeys(names, 0)
         last_first = names[::-1]
         for name in sorted(last_first, key=self._handed_on_last.__contains__):
             final = last and self._last_stage[name] == virtual_stage
@@ -179,6 +179,7 @@ class GradientCollector:
         """The pass is over, maybe by an error."""
         self._in_pass = False
 
+    @torch.no_grad()
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""
         self.leave_backward()
@@ -217,34 +218,31 @@ class GradientCollector:
         self._missing[unit.name] -= 1
         self._here.add(name)
         if self._learns:
-            self._note_arrival(unit)
+            self._arrivals[unit.name] += 1
+            if torch._C._current_graph_task_id() != self._outer_task and unit.name not in self._nested:
+                self._nested.add(unit.name)
+                self._missing[unit.name] = sys.maxsize  # the unit waits for the end: more gradients may come
         if unit.name in self._handed_on:
             self.late.add(name)
             return
         fresh = self._fresh.setdefault(unit.name, {})
         fresh[name] = fresh[name] + grad if name in fresh else grad
         if self._missing[unit.name] <= 0:
-            self._add(unit)
-            if unit.name not in self._waiting:
-                self._kept(unit.name)
-            self._hand_on_after(unit.name)
+            self._complete(unit)
 
-    def _hand_on_after(self, arrived: str) -> None:
-        """Hand on what a complete unit has kept waiting, and the unit itself."""
+    @torch.no_grad()  # once for all that follows: each entry costs the host as much as a launch
+    def _complete(self, unit: Unit) -> None:
+        """Add a complete unit's gradients, and hand on the unit and what it has kept waiting."""
+        self._add(unit)
+        if unit.name not in self._waiting:
+            self._kept(unit.name)
         in_order = self._in_order or not self._has_learned
-        waiting = self._waiting if in_order else {arrived} & self._waiting.keys()
+        waiting = self._waiting if in_order else {unit.name} & self._waiting.keys()
         for name in list(waiting):
             if self._missing[name] > 0:
                 break
             self._hand_on(name)
 
-    def _note_arrival(self, unit: Unit) -> None:
-        self._arrivals[unit.name] = self._arrivals.get(unit.name, 0) + 1
-        if torch._C._current_graph_task_id() != self._outer_task and unit.name not in self._nested:
-            self._nested.add(unit.name)
-            self._missing[unit.name] = sys.maxsize  # in this pass, the unit waits for the end: more gradients may come
-
-    @torch.no_grad()
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum in one launch: a launch for each would keep the host busy."""
         fresh, views = self._fresh.pop(unit.name), self._memory.views_of(unit)
@@ -259,7 +257,6 @@ class GradientCollector:
                 torch._foreach_mul_(copied, self._factor)
         self._arrived.update(first)
 
-    @torch.no_grad()
     def _hand_on(self, which: str) -> None:
         unit, last = self._waiting.pop(which)
         total = self._memory.sum_of(unit)

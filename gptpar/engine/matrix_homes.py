@@ -20,7 +20,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Param, Unit
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.update import Update
-from gptpar.topology.mesh import Mesh
+from gptpar.topology.mesh import Mesh, rows_of
 from gptpar.topology.placement import ParameterInfo, range_of
 
 CHUNK_ELEMENTS = 1 << 26
@@ -193,7 +193,7 @@ def _shape(info: ParameterInfo, axes: Sequence[str]) -> torch.Size:
 
 def _over(info: ParameterInfo, axes: Sequence[str]) -> ParameterInfo:
     """A process's part as if other axes did not split the parameter."""
-    value = {axis: split for axis, split in info.placement.value.items() if axis in axes}
+    value = {axis: split for axis, split in info.placement.value.items() if set(rows_of((axis,))) & set(axes)}
     return replace(info, placement=replace(info.placement, value=value))
 
 

@@ -101,9 +101,8 @@ class GradientReducer:
         self._summed.clear()
         self.has_begun = False
 
-    @torch.no_grad()
     def reduce(self, unit: Unit, total: torch.Tensor, *, last: bool) -> None:
-        """Begin to sum a unit's gradient over the processes that hold copies of it.
+        """Begin to sum a unit's gradient over the processes that hold copies of it; under ``torch.no_grad()``.
 
         Args:
             total: [unit.length] this process's sum.
@@ -228,7 +227,6 @@ class GradientReducer:
         """The parts of a unit's gradient that are still to be summed over the tensor axis."""
         return [shard[start:stop] for start, stop in self._messages[unit]]
 
-    @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
         sum_together(self._addends(unit.name, shard), self._tensor_group)
         self._give_out(unit, shard)

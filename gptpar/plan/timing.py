@@ -21,6 +21,8 @@ from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 KERNELS_OF_CHUNK, SUMS_OF_CHUNK = 6, 2
 """Kernels of each chunk of tokens in the LM head's loss, and its sums of a few numbers a token over the tensor axis."""
+EXCHANGES = 3
+"""Messages of a layer over the expert axis in each pass: numbers of rows, rows, outputs."""
 MAX_SIMULATED = 20_000
 """A schedule with at most this many actions is simulated to find its idle time; a longer one gets a formula."""
 
@@ -149,6 +151,7 @@ class _Costs:
         self._tensor_rate = cluster.bandwidth(mesh.tensor, 1)
         self._data_rate = cluster.bandwidth(job.num_copies, mesh.tensor)
         self._context_rate = cluster.bandwidth(mesh.context, mesh.tensor)
+        self._expert_rate = cluster.bandwidth(mesh.expert, mesh.tensor)
         self._times: dict[tuple[int, bool], StageTime] = {}
 
     def stage(self, part: StagePart) -> StageTime:
@@ -191,7 +194,8 @@ class _Costs:
         products = sum(self._product(job.tokens, product.inner, product.columns) for product in cost.products)
         attention = job.tokens * (cost.attention + cost.masked) / self._cluster.peak
         element = job.tokens * job.element_size / self.memory_rate
-        forward, backward = (there + self._context_transfer(cost) for there in self._tensor_transfers(cost))
+        others = self._context_transfer(cost) + self._expert_transfer(cost)
+        forward, backward = (there + others for there in self._tensor_transfers(cost))
         forward += products + attention / s.attention_forward + element * cost.forward + cost.forward_kernels * s.kernel
         backward += 2 * products + 2.5 * attention / s.attention_backward
         backward += element * cost.backward + cost.backward_kernels * s.kernel
@@ -220,6 +224,14 @@ class _Costs:
         heads = job.config.parallel.heads_sent(shape.num_attention_heads, shape.num_query_groups)
         sent = heads[job.config.parallel.cp_comm_type] / 2 * shape.kv_channels * job.element_size
         return sent * job.tokens * (size - 1) / self._context_rate + 2 * self._sustained.transfer
+
+    def _expert_transfer(self, cost: Cost) -> float:
+        """Seconds in which tokens go to the ranks of their experts and outputs come back, in each pass."""
+        job, size = self._job, self._job.mesh.expert
+        if not cost.exchanged:
+            return 0.0
+        sent = cost.exchanged * job.tokens * job.element_size * (size - 1) / size
+        return sent / self._expert_rate + EXCHANGES * self._sustained.transfer
 
     def _transfer(self, width: int) -> tuple[float, float]:
         """(seconds for gathering all tokens' vectors or summing them, the fraction beside a product fused with it)."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gptpar.config.sections.experts import LOAD
 from gptpar.errors import GptparError
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
 from gptpar.reporting.series import series
@@ -47,7 +48,8 @@ def load_run(path: Path, name: str) -> RunCurves:
         name=name,
         iteration=_column(file, training, "iteration"),
         tokens=_column(file, training, "consumed_tokens"),
-        series={key: _column(file, training, key) for key in keys},
+        series={key: _column(file, training, key) for key in keys}
+        | {LOAD: _column(file, [{LOAD: None, **one} for one in training], LOAD)},
         validation_iteration=_column(file, evaluated, "iteration"),
         validation_loss=_column(file, evaluated, "validation_loss"),
     )

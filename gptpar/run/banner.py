@@ -116,6 +116,10 @@ def _options(m: ModelConfig) -> Iterator[str]:
     if m.has_experts:
         of_token = f"{m.moe_router_topk} of {m.num_experts} experts of width {m.width_of_experts(m.ffn_hidden_size)}"
         yield f"{of_token} in {sum(m.blocks_with_experts(m.num_layers))} blocks ({m.moe_router_score_function} scores)"
+        if m.moe_expert_capacity_factor is not None:
+            yield f"an expert takes {m.capacity(m.seq_length)} tokens of a sequence at most"
+        if m.balances_micro_batches:
+            yield "a balance of each micro-batch, which depends on --micro-batch-size"
     if m.logit_softcap:
         yield f"logits capped at {m.logit_softcap:g}"
     if m.z_loss_weight:

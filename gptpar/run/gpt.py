@@ -32,7 +32,7 @@ from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import COPIES, TENSOR, Mesh
+from gptpar.topology.mesh import COPIES, EXPERT, TENSOR, Mesh, copies_over
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
     if data.zero_stage and any(isinstance(update, MatrixUpdate) for update in groups.updates):
-        for row in COPIES:  # a layer's copies may be on any of these; the tensor axis divides its matrices, too
-            topology.join(row, TENSOR)
-        topology.join(*COPIES, TENSOR)
+        for split in ((), (EXPERT,)):  # the tensor axis divides matrices, too
+            topology.join(*copies_over(split), TENSOR)
     table = table_of(pipeline, data.place, config.offload.least_ratio, groups.group_of)
     tied = tied_unit(config, topology.mesh, table, model.shared)
     on_host = config.offload.cpu_parameters

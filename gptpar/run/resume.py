@@ -194,8 +194,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
-        for sentence in _other_formats(manifest, targets):
-            say(f" > {sentence}")
+        _tell_other_formats(manifest, targets, say)
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:
@@ -229,14 +228,14 @@ def _is_rounded(manifest: Manifest, name: str, dtype: torch.dtype) -> bool:
     return kind_of(name) in STATES and {manifest.tensors[name].dtype, dtype} == {KEPT_IN, torch.float32}
 
 
-def _other_formats(manifest: Manifest, targets: Mapping[str, TensorParts]) -> Iterator[str]:
-    """What a resume did to moments that the checkpoint has in another number format."""
+def _tell_other_formats(manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]) -> None:
+    """Tell what a resume did to moments that the checkpoint has in another number format."""
     for kind in STATES:
         names = [name for name in targets if kind_of(name) == kind and name in manifest.tensors]
         if any(_is_rounded(manifest, name, targets[name].dtype) for name in names):
             narrows = targets[names[0]].dtype == KEPT_IN
             how = "bf16: fp32 was rounded to nearest once" if narrows else "fp32 again, exactly as they were in bf16"
-            yield f"the values of {kind} are {how}"
+            say(f" > the values of {kind} are {how}")
 
 
 def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -51,6 +51,7 @@ _BY_RULE = {
         "model.num_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_layer_freq "
         "model.moe_router_score_function model.moe_router_pre_softmax model.moe_router_topk_scaling_factor "
         "model.moe_shared_expert_intermediate_size model.moe_shared_expert_gate model.moe_router_enable_expert_bias "
+        "model.moe_router_num_groups model.moe_router_group_topk "
         "model.softmax_vocab_size data.reset_position_ids data.reset_attention_mask"
     ),
     Rule.DATA: (
@@ -60,6 +61,7 @@ _BY_RULE = {
     Rule.TOLD: (
         "model.attention_dropout model.hidden_dropout model.z_loss_weight model.moe_router_bias_update_rate "
         "model.moe_router_load_balancing_type model.moe_aux_loss_coeff model.moe_z_loss_coeff "
+        "model.moe_expert_capacity_factor model.moe_token_drop_policy batch.micro_batch_size "
         "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
         "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype "
         "optimizer.optimizer optimizer.clip_grad optimizer.weight_decay_override optimizer.lr_override "
@@ -82,7 +84,7 @@ _BY_RULE = {
         "model.make_vocab_size_divisible_by model.pad_vocab_size_to model.softmax_over_padding model.init_method_std "
         "data.data_cache_path data.num_workers data.override_data "
         "batch.train_iters_needed "
-        "batch.micro_batch_size batch.exit_interval batch.exit_duration_in_mins batch.kill_switch_path "
+        "batch.exit_interval batch.exit_duration_in_mins batch.kill_switch_path "
         "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
         # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
         "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
@@ -128,6 +130,8 @@ _MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
     "model.rope_scaling_type": lambda c: c.model.position_embedding_type == "rope",
     **{f"model.{name}": partial(_is_scaled_by, name) for name in SCALED_BY},
     "model.add_qkv_bias": lambda c: not c.model.add_bias_linear,
+    "model.moe_token_drop_policy": lambda c: c.model.moe_expert_capacity_factor is not None,
+    "batch.micro_batch_size": lambda c: c.model.balances_micro_batches,
     "data.reset_position_ids": lambda c: c.model.position_embedding_type != "none",
     "data.split": lambda c: not c.data.mock_data,
     "data.split_rule": lambda c: not c.data.mock_data,

@@ -10,7 +10,7 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.roles import Role
-from gptpar.context_parallel import ContextSplit, divide_attention
+from gptpar.context_parallel import ContextSplit, divide_samples
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
@@ -79,7 +79,7 @@ class Trainer:
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
         self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
-        divide_attention(self.pipeline.modules(), topology, self._split)
+        divide_samples(self.pipeline.modules(), topology, self._split)
         if config.precision.compile and topology.device.type == "cuda":
             for stage in self.pipeline.stages_here:
                 stage.compile_layers(made.model.names(Role.BLOCK))

@@ -65,6 +65,7 @@ class Cost:
             takes.
         forward, backward: elements that norms, sums and activation functions read and write.
         forward_kernels, backward_kernels: number of kernels; the backward's with the addition to the gradient sums.
+        exchanged: elements that a token sends over the expert axis in each pass, also those for its own rank.
         small_sums: sums of a few numbers a token over the tensor axis, in forward and backward each.
         kept: bytes that the backward pass needs.
         workspace: bytes of the largest gradient inside the layer.
@@ -79,6 +80,7 @@ class Cost:
     backward: float = 0.0
     forward_kernels: int = 0
     backward_kernels: int = 0
+    exchanged: float = 0.0
     small_sums: int = 0
     kept: float = 0.0
     workspace: float = 0.0

@@ -1,7 +1,7 @@
 """The mesh: processes on named axes, as pure arithmetic; which rank has which place on each.
 
-An axis is a field of :class:`Mesh` and a row of ``ROWS``. A part of an axis is an axis, too: the expert axis divides
-the data axis, and the rest of the data axis is the expert-data axis, on which processes hold the same experts.
+An axis is a field of :class:`Mesh` and a row of ``ROWS``, or several rows: the expert axis is folded over the context
+and the data axis. It has a part of each, and ranks that differ by their positions on the rest hold the same experts.
 """
 
 from __future__ import annotations
@@ -18,27 +18,34 @@ CONTEXT = "context"
 DATA = "data"
 """The axis of ranks that hold the same weights and different samples."""
 EXPERT = "expert"
-"""The part of the data axis whose ranks hold different experts."""
+"""The axis of ranks that hold different experts and different tokens."""
 EXPERT_DATA = "expert_data"
-"""The rest of the data axis: ranks that hold the same experts and different samples."""
+"""The axis of ranks that hold the same experts and different tokens."""
 PIPELINE = "pipeline"
 """The axis of ranks that hold different layers and pass activations to each other."""
+EXPERTS_OF_CONTEXT, REST_OF_CONTEXT = "experts_of_context", "rest_of_context"
+EXPERTS_OF_DATA, REST_OF_DATA = "experts_of_data", "rest_of_data"
 
-ROWS = (TENSOR, CONTEXT, EXPERT, EXPERT_DATA, PIPELINE)
+ROWS = (TENSOR, EXPERTS_OF_CONTEXT, REST_OF_CONTEXT, EXPERTS_OF_DATA, REST_OF_DATA, PIPELINE)
 """How ranks are numbered, the fastest axis first: a tensor group, whose ranks exchange most, has neighbouring ranks and
 thus one machine."""
-PARTS = {DATA: (EXPERT, EXPERT_DATA)}
+PARTS = {
+    CONTEXT: (EXPERTS_OF_CONTEXT, REST_OF_CONTEXT),
+    DATA: (EXPERTS_OF_DATA, REST_OF_DATA),
+    EXPERT: (EXPERTS_OF_CONTEXT, EXPERTS_OF_DATA),
+    EXPERT_DATA: (REST_OF_CONTEXT, REST_OF_DATA),
+}
 """Axis -> the rows that it consists of, for axes that are no row."""
-COPIES = (CONTEXT, EXPERT, EXPERT_DATA)
+COPIES = (*PARTS[CONTEXT], *PARTS[DATA])
 """The rows whose ranks hold copies of a parameter that no axis splits, and read different tokens."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks, by the sizes of its axes; the expert axis is a part of the data axis.
+    """A grid of ranks, by the sizes of its axes; the expert axis is folded over context and data.
 
     Raises:
-        ValueError: the expert axis does not divide the data axis.
+        ValueError: the expert axis does not divide context x data.
     """
 
     data: int = 1
@@ -48,8 +55,8 @@ class Mesh:
     context: int = 1
 
     def __post_init__(self) -> None:
-        if self.data % self.expert:
-            raise ValueError(f"{self.expert} expert-parallel processes do not divide {self.data} data-parallel ones")
+        if (copies := self.context * self.data) % self.expert:
+            raise ValueError(f"{self.expert} expert-parallel processes do not divide {copies} that have other tokens")
 
     def size(self, *axes: str) -> int:
         """Number of ranks that differ by their positions on these axes alone; without axes, 1."""
@@ -57,7 +64,16 @@ class Mesh:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        return {EXPERT_DATA: self.data // self.expert, **vars(self)}
+        of_context = math.gcd(self.expert, self.context)  # neighbours first, which exchange fastest
+        of_data = self.expert // of_context
+        return {
+            TENSOR: self.tensor,
+            EXPERTS_OF_CONTEXT: of_context,
+            REST_OF_CONTEXT: self.context // of_context,
+            EXPERTS_OF_DATA: of_data,
+            REST_OF_DATA: self.data // of_data,
+            PIPELINE: self.pipeline,
+        }
 
     @property
     def world_size(self) -> int:
@@ -78,7 +94,12 @@ class Mesh:
 
     def rank(self, **positions: int) -> int:
         """The rank at a position on each axis (0 where none is given); the inverse of :meth:`position`."""
-        return sum(self._stride(rows_of((axis,))[0]) * position for axis, position in positions.items())
+        found = 0
+        for axis, position in positions.items():
+            for row in rows_of((axis,)):
+                found += self._stride(row) * (position % self._sizes[row])
+                position //= self._sizes[row]
+        return found
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that differ by their positions on these axes alone, each in ascending order of ranks."""

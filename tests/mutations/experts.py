@@ -9,6 +9,7 @@ LAYOUT_TESTS = ("tests/ranks/test_experts.py",)
 HUGGING_FACE_TESTS = ("tests/unit/exchange/test_huggingface.py",)
 ROUTING, BALANCE = "gptpar/model/experts/routing.py", "gptpar/model/experts/balance.py"
 PRODUCTS, LAYER = "gptpar/model/experts/products.py", "gptpar/model/experts/layer.py"
+DISPATCH, MESH = "gptpar/model/experts/dispatch.py", "gptpar/topology/mesh.py"
 
 EXPERTS = [
     Mutation(
@@ -56,17 +57,15 @@ EXPERTS = [
     Mutation(
         "balance-of-a-micro-batch",
         ROUTING,
-        "counts_BE = counts_of(chosen_NK.unflatten(0, (-1, seq_length)), self.num_experts)\n"
-        "            mean_BE = probabilities_NE.unflatten(0, (-1, seq_length)).mean(1)",
-        "counts_BE = counts_of(chosen_NK[None], self.num_experts)\n"
-        "            mean_BE = probabilities_NE.mean(0)[None]",
+        "length = seq_length if kind == OF_SEQUENCE else len(chosen_NK)",
+        "length = len(chosen_NK)",
         (*UNIT_TESTS, *LAYOUT_TESTS),
     ),
     Mutation(
         "choices-of-a-recomputed-layer-count-twice",
         ROUTING,
-        "counts_of(chosen_NK[None], len(counts_E))[0] * ~is_kept[0]",
-        "counts_of(chosen_NK[None], len(counts_E))[0]",
+        "counts_of(best_NK[None], len(counts_E))[0] * ~is_kept[0]",
+        "counts_of(best_NK[None], len(counts_E))[0]",
         UNIT_TESTS,
     ),
     Mutation(
@@ -151,6 +150,140 @@ EXPERTS = [
         LAYER,
         '"gate": ParameterSpec(Normal(std), axis.between_layers)',
         '"gate": ParameterSpec(Normal(std), axis.inside_layers)',
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "balance-of-a-context-rank-s-tokens",
+        "gptpar/context_parallel.py",
+        "            module.context = group\n",
+        "            pass\n",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "expert-gradients-summed-over-other-experts",
+        MESH,
+        "return tuple(row for row in COPIES if row not in rows_of(tuple(split)))",
+        "return COPIES",
+        (*LAYOUT_TESTS, "tests/unit/topology/test_grid.py"),
+    ),
+    Mutation(
+        "gradients-come-back-to-other-tokens",
+        DISPATCH,
+        "return _Ordered.apply(grad_MD, inverse_M, order_M), None, None",
+        "return _Ordered.apply(grad_MD, order_M, inverse_M), None, None",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "gradients-are-sent-as-the-rows-were",
+        DISPATCH,
+        "_exchanged(grad_MD, got, sent, ctx.group)",
+        "_exchanged(grad_MD, sent, got, ctx.group)",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "rows-of-other-experts",
+        DISPATCH,
+        "order_M = own_e.repeat(axis.size).repeat_interleave(theirs_E, output_size=sum(got)).argsort(stable=True)",
+        "order_M = torch.arange(sum(got), device=x_MD.device)",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "initial-values-of-the-first-rank-s-experts",
+        DISPATCH,
+        "Split(0, num_experts, self.rank * own, own)",
+        "Split(0, num_experts, 0, own)",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "router-s-gradient-is-cut",
+        ROUTING,
+        "weights_NK = scores_NE.gather(1, chosen_NK)",
+        "weights_NK = scores_NE.detach().gather(1, chosen_NK)",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "counts-in-bf16",
+        BALANCE,
+        "counts_LE = sum_over_all(self._counts_LE).double()",
+        "self._counts_LE.copy_(sum_over_all(self._counts_LE.bfloat16()))\n        counts_LE = self._counts_LE.double()",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "counts-of-one-process",
+        BALANCE,
+        "counts_LE = sum_over_all(self._counts_LE).double()",
+        "counts_LE = self._counts_LE.double()",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "bias-in-bf16",
+        BALANCE,
+        "self._bias_LE = torch.zeros(shape, dtype=dtype, device=device)",
+        "self._bias_LE = torch.zeros(shape, dtype=torch.bfloat16, device=device)",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "states-of-other-layers-at-resume",
+        BALANCE,
+        'rows = [state["layers"].index(name) for name in self.names]',
+        "rows = list(range(len(self.names)))",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "probabilities-of-a-sigmoid-are-not-divided",
+        ROUTING,
+        "probabilities_NE = probabilities_NE / probabilities_NE.sum(-1, keepdim=True)",
+        "pass",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "a-full-expert-s-tokens-by-rounding",
+        ROUTING,
+        "judged_NE.gather(1, best_NK).to(half)",
+        "judged_NE.gather(1, best_NK)",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "a-full-expert-s-surplus-of-the-micro-batch",
+        ROUTING,
+        "limit = seq_length, config",
+        "limit = len(judged_NE), config",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "dropped-outputs-keep-their-weights-and-rows",
+        ROUTING,
+        "            weights_NK = weights_NK.masked_fill(found_NK < 0, 0)\n"
+        "            chosen_NK = torch.where(found_NK < 0, self.num_experts, chosen_NK)\n",
+        "            pass\n",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "groups-are-judged-by-all-their-experts",
+        ROUTING,
+        "values[..., : topk // num_used].sum(-1)",
+        "values.sum(-1)",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "balance-of-another-routing",
+        ROUTING,
+        "losses = self._losses(logits_NE, chosen_NK, seq_length)",
+        "losses = self._losses(logits_NE, logits_NE.topk(self.topk).indices, seq_length)",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "z-loss-of-half-the-tokens",
+        ROUTING,
+        "logits_NE.logsumexp(-1).square().mean()",
+        "logits_NE.logsumexp(-1).square().mean() / logits_NE.shape[0]",
+        UNIT_TESTS,
+    ),
+    Mutation(
+        "auxiliary-losses-times-the-micro-batches",
+        "gptpar/pipeline/auxiliary_losses.py",
+        "grad = torch.ones_like(value) if self._grad is None else self._grad.to(value.dtype)",
+        "grad = torch.ones_like(value)",
         LAYOUT_TESTS,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 
 import pytest
@@ -122,13 +123,15 @@ def zero3_under_init(rank: int) -> None:
     with deepspeed.zero.GatheredParameters([model[2].bias], modifier_rank=1):
         if rank == 1:
             nn.init.constant_(model[2].bias, 0.25)
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    leaves = {"classes": ["Sequential"], "name_suffixes": ["2"]}
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "leaf_module": leaves}
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER, "zero_optimization": zero})
     torch.manual_seed(42)
     expected = make()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         assert torch.equal(model[0].weight, expected[0].weight) and model[2].bias.tolist() == [0.25] * 4
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model, model[2]]
     deepspeed.utils.safe_set_full_fp32_param(model[2].bias, expected[2].bias.detach())
     batches = micro_batches()
     for step in range(3):
@@ -136,8 +139,14 @@ def zero3_under_init(rank: int) -> None:
             engine.backward(nn.functional.cross_entropy(engine(x), y))
             engine.step()
     trained = plain()[0]
-    for one, other in zip(model.parameters(), trained.parameters(), strict=True):
+    kept = []
+    for one in model.parameters():
+        with deepspeed.zero.GatheredParameters(one):  # copies outlive it, on a CPU as on a GPU
+            kept.append((one.detach().cpu(), one.data.to("cpu"), one.data))
+    for one, other, copies in zip(model.parameters(), trained.parameters(), kept, strict=True):
         torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(one), other.data, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(copies[0], other.data, rtol=1e-5, atol=1e-6)
+        assert torch.equal(copies[0], copies[1]) and not copies[2].untyped_storage().nbytes()
 
 
 def without_an_optimizer(rank: int) -> None:
@@ -151,12 +160,16 @@ def without_an_optimizer(rank: int) -> None:
     trained.step()
     folder = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(folder)
-    trained.save_checkpoint(folder[0])
+    with pytest.warns(UserWarning, match="'of rank 1' on rank 1. It is") if rank == 0 else contextlib.nullcontext():
+        trained.save_checkpoint(folder[0], tag=f"of rank {rank}")  # DeepSpeed warns by default
     wanted = make()
     wanted.load_state_dict(trained.module_state_dict())
+    config["checkpoint"] = {"tag_validation": "Fail"}
     engine, optimizer, _, scheduler = deepspeed.initialize(model=make(), config=config)
     assert optimizer is None and scheduler is None
-    engine.load_checkpoint(folder[0])
+    engine.load_checkpoint(folder[0], tag="of rank 0")
+    with pytest.raises(GptparError, match="'of rank 1' on rank 1; give all the same"):
+        engine.save_checkpoint(folder[0], tag=f"of rank {rank}")
     x, y = batches[rank]
     losses = [nn.functional.cross_entropy(one(x), y) for one in (engine, wanted)]
     assert torch.equal(losses[0], losses[1])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -21,6 +20,7 @@ from gptpar.config import ModelConfig
 from gptpar.config.roles import Role
 from gptpar.model import gpt
 from gptpar.model.block import Block
+from gptpar.model.experts.dispatch import ExpertAxis, on_their_ranks
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.run import gpt as gpt_engine
@@ -28,8 +28,8 @@ from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import copy_to, sum_over
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
-from gptpar.topology.mesh import EXPERT, Mesh
-from gptpar.topology.placement import REPLICATED, ParameterSpec, Placement, Split
+from gptpar.topology.mesh import Mesh
+from gptpar.topology.placement import REPLICATED, ParameterSpec
 from tests.ranks.layout_cases import VARIANTS, case
 from tests.spawn import spawn
 
@@ -70,23 +70,6 @@ MUON_CASES: list[tuple[Mesh, tuple[str, ...]]] = [
 """An expert's matrices are whole on each expert rank; others are assembled over all data ranks."""
 
 
-class Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group; the backward pass sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, sent: list[int], got: list[int], group: Any) -> torch.Tensor:
-        ctx.sent, ctx.got, ctx.group = sent, got, group
-        y_ND = x_ND.new_empty(sum(got), x_ND.shape[1])
-        dist.all_to_all_single(y_ND, x_ND.contiguous(), got, sent, group=group)
-        return y_ND
-
-    @staticmethod
-    def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
-        back_ND = grad_ND.new_empty(sum(ctx.sent), grad_ND.shape[1])
-        dist.all_to_all_single(back_ND, grad_ND.contiguous(), ctx.sent, ctx.got, group=ctx.group)
-        return back_ND, None, None, None
-
-
 class ExpertsBlock(Block):
     """A block, and a sum over the outputs of each token's two best experts; each expert rank has some of the experts.
 
@@ -96,9 +79,8 @@ class ExpertsBlock(Block):
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, topology: Topology, **kwargs: Any):
         super().__init__(config, axis, **kwargs)
         assert config.hidden_size
-        size, rank = topology.mesh.expert, topology.position(EXPERT)
-        self.size, self.group, self.own, self.tensor = size, topology.group(EXPERT), NUM_EXPERTS // size, axis
-        experts = Placement({EXPERT: Split(0, NUM_EXPERTS, rank * self.own, self.own)})
+        self.placed, self.tensor = ExpertAxis.of(topology), axis
+        experts, own = self.placed.split(NUM_EXPERTS), NUM_EXPERTS // self.placed.size
         self.declared = {
             "router": ParameterSpec(Normal(1.0), REPLICATED),
             "up": ParameterSpec(Normal(0.5), experts | axis.split(1, WIDTH)),
@@ -106,8 +88,8 @@ class ExpertsBlock(Block):
         }
         width, hidden = WIDTH // axis.size, config.hidden_size
         self.router = nn.Parameter(torch.empty(NUM_EXPERTS, hidden))
-        self.up = nn.Parameter(torch.empty(self.own, width, hidden))
-        self.down = nn.Parameter(torch.empty(self.own, hidden, width))
+        self.up = nn.Parameter(torch.empty(own, width, hidden))
+        self.down = nn.Parameter(torch.empty(own, hidden, width))
 
     def forward(self, x_ND: torch.Tensor, *fields: Any) -> torch.Tensor:
         y_ND = super().forward(x_ND, *fields)
@@ -115,23 +97,16 @@ class ExpertsBlock(Block):
         order = chosen_NK.flatten().argsort(stable=True)
         counts = torch.bincount(chosen_NK.flatten(), minlength=NUM_EXPERTS)
         sent_ND = y_ND.repeat_interleave(TOP_K, 0)[order]
-        found_ND = self.elsewhere(sent_ND, counts) if self.size > 1 else self.experts(sent_ND, counts.tolist())
+        alone = self.placed.size == 1
+        found_ND = (
+            self.experts(sent_ND, counts) if alone else on_their_ranks(sent_ND, counts, self.placed, self.experts)
+        )
         found_ND = torch.empty_like(found_ND).index_copy(0, order, found_ND)
         return y_ND + (found_ND.unflatten(0, chosen_NK.shape) * weight_NK[..., None]).sum(1)
 
-    def elsewhere(self, x_ND: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
-        grid = theirs.view(self.size, self.own)
-        sent, got = counts.view(self.size, self.own).sum(1).tolist(), grid.sum(1).tolist()
-        here_ND = Exchange.apply(x_ND, sent, got, self.group)
-        order = torch.arange(self.own).repeat(self.size).repeat_interleave(grid.flatten()).argsort(stable=True)
-        found_ND = self.experts(here_ND[order], grid.sum(0).tolist())
-        return Exchange.apply(torch.empty_like(found_ND).index_copy(0, order, found_ND), got, sent, self.group)
-
-    def experts(self, x_ND: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def experts(self, x_ND: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         x_ND = copy_to(x_ND, self.tensor) if self.tensor.size > 1 else x_ND
-        parts = zip(x_ND.split(counts), self.up, self.down, strict=True)
+        parts = zip(x_ND.split(counts.tolist()), self.up, self.down, strict=True)
         y_ND = torch.cat([F.gelu(part @ up.t()) @ down.t() for part, up, down in parts])
         return sum_over(y_ND, self.tensor) if self.tensor.size > 1 else y_ND
 

@@ -19,7 +19,7 @@ from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, chained_outcomes
 from tests.spawn import spawn
 
-NUM_EXPERTS, TOPK, SAVED, STEPS = 6, 2, 2, 4
+NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 4
 SIZES = "--global-batch-size 16 --micro-batch-size 2 --num-layers 4"
 EXPERTS = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -29,21 +29,22 @@ EXPERTS = (
 SIGMOID = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.01 --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 "
-    "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3"
+    "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3 --moe-router-num-groups 4 --moe-router-group-topk 2"
 )
 SOFTMAX = "--moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax --moe-layer-freq 2"
 MODELS = {"sigmoid": SIGMOID, "softmax": SOFTMAX}
-EP2 = "--expert-model-parallel-size 2"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 CASES = [
-    (Mesh(data=4), "--micro-batch-size 4"),
-    (Mesh(data=4), f"--zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['full recompute'])}"),
+    (Mesh(data=2, context=2, expert=4), f"{EP4} {CP2} --zero-stage 2 --micro-batch-size 4"),
+    (Mesh(context=4), f"{CP4} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['full recompute'])}"),
     (Mesh(data=2, tensor=2), f"--zero-stage 2 --sequence-parallel {' '.join(VARIANTS['selective'])}"),
     (Mesh(tensor=2, pipeline=2), f"{TWO_STAGES} {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
     (Mesh(data=2, pipeline=2), f"--zero-stage 1 --micro-batch-size 4 {' '.join(VARIANTS['all on the CPU'])}"),
     (Mesh(tensor=4), " ".join(VARIANTS["every 2"])),
     (Mesh(data=4, expert=2), f"{EP2} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
-    (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 2 --sequence-parallel"),
+    (Mesh(tensor=2, context=2, expert=2), f"{EP2} {CP2} --cp-comm-type allgather --zero-stage 2 --sequence-parallel"),
     (Mesh(data=2, pipeline=2, expert=2), f"{EP2} --zero-stage 1 {TWO_STAGES} {' '.join(VARIANTS['full recompute'])}"),
     (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 3 --optimizer muon"),
 ]
@@ -65,8 +66,8 @@ def words_of(model: str) -> list[str]:
     return [*SMALL.split(), *SIZES.split(), *EXPERTS.split(), *MODELS[model].split(), "--fp64"]
 
 
-def run_alone(model: str, *flags: str) -> Outcome:
-    run = ExtremeLoads(case_config([*words_of(model), *flags], ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
+def run_alone(words: list[str]) -> Outcome:
+    run = ExtremeLoads(case_config(words, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
     run.train(0, STEPS)
     run.trainer.close()
     return run.outcome
@@ -78,7 +79,7 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
     elementwise = [one for one in CASES if "muon" not in one[1]]
     found = spawn(partial(chained_outcomes, **how), 4, tmp_path, elementwise, words_of(model), timeout_s=300.0)[0]
-    alone = run_alone(model)
+    alone = run_alone(words_of(model))
     counts_LE = alone.weights[-1]["choices of experts"]
     tokens = 16 * 16
     assert counts_LE.sum(1).tolist() == [tokens * TOPK] * len(counts_LE)
@@ -97,14 +98,15 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
                 assert torch.equal(one[name], other[name]), f"{named}: {name}"
 
 
-def test_muon_updates_each_expert_s_matrices(tmp_path: Path) -> None:
+def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(tmp_path: Path) -> None:
+    words = [*words_of("softmax"), *["--optimizer", "muon", "--moe-expert-capacity-factor", "0.75"]]
     ((mesh, flags),) = (one for one in CASES if "muon" in one[1])
     cases, how = (
-        [(mesh, flags), (Mesh(data=4, expert=2), flags)],
+        [(mesh, flags), (Mesh(data=4, expert=2), f"{flags} --micro-batch-size 1")],
         {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads},
     )
-    found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words_of("softmax"), timeout_s=300.0)[0]
-    alone = run_alone("softmax", "--optimizer", "muon")
+    found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words, timeout_s=300.0)[0]
+    alone = run_alone(words)
     for outcome in found:
         assert difference(zip(outcome.weights, alone.weights, strict=True)) <= TOLERANCE
 

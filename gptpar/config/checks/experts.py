@@ -22,6 +22,8 @@ def check_experts(flags: Flags) -> Iterator[str]:
         return
     yield from _blocks(m)
     yield from _router(m)
+    yield from _groups(m)
+    yield from _capacity(m)
     yield from _balance(m)
     if m.add_bias_linear:
         yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
@@ -33,10 +35,11 @@ def check_experts(flags: Flags) -> Iterator[str]:
 
 def _not_together(flags: Flags) -> Iterator[str]:
     """What experts do not go with yet."""
-    if (size := flags.parallel.context_parallel_size) > 1:
+    size, factor = flags.parallel.context_parallel_size, flags.model.moe_expert_capacity_factor
+    if size > 1 and factor is not None:
         yield (
-            f"--context-parallel-size {size} and --num-experts {flags.model.num_experts} are "
-            "not proved together yet: drop one of them."
+            f"--moe-expert-capacity-factor {factor:g} limits an expert's tokens of whole sequences, and "
+            f"--context-parallel-size {size} divides these: drop one of them."
         )
     again = flags.recompute
     if again.mlp_chunks_for_training > 1 or "mlp_act" in (again.recompute_modules or ()):
@@ -75,20 +78,56 @@ def _router(m: ModelFlags) -> Iterator[str]:
         yield "--moe-shared-expert-gate is a shared expert's: give --moe-shared-expert-intermediate-size, too."
 
 
-def _balance(m: ModelFlags) -> Iterator[str]:
-    kind = m.moe_router_load_balancing_type
-    if kind == OF_MICRO_BATCH and m.moe_aux_loss_coeff:
+def _groups(m: ModelFlags) -> Iterator[str]:
+    """A token's experts must be equally many of each of its groups, and fit there."""
+    groups, chosen, topk = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    if groups is None and chosen is None:
+        return
+    named = f"--moe-router-num-groups {groups}, --moe-router-group-topk {chosen}"
+    if groups is None or chosen is None:
+        yield f"{named}: how many groups there are and how many a token may use go together: give both."
+    elif m.num_experts % groups or chosen > groups:
         yield (
-            f"--moe-router-load-balancing-type {kind} balances each micro-batch, so that losses would depend on its "
-            f"size and on the layout: give {OF_SEQUENCE} (each sequence) or {OF_STEP} (the whole step before)."
+            f"{named}: the first must divide --num-experts {m.num_experts}, and the second cannot be larger: choose "
+            "others."
         )
+    elif not chosen <= topk <= chosen * (m.num_experts // groups) or topk % chosen:
+        yield (
+            f"{named}: the {topk} experts of --moe-router-topk are as many of each of {chosen} groups of "
+            f"{m.num_experts // groups}: make it a multiple of {chosen}, at most {chosen * (m.num_experts // groups)}."
+        )
+    if m.moe_router_score_function == "softmax" and not m.moe_router_pre_softmax:
+        yield (
+            f"{named}: groups are compared by scores over all experts: give --moe-router-pre-softmax, or "
+            "--moe-router-score-function sigmoid."
+        )
+
+
+def _capacity(m: ModelFlags) -> Iterator[str]:
+    factor = m.moe_expert_capacity_factor
+    if factor is None and m.moe_token_drop_policy != ExpertOptions().moe_token_drop_policy:
+        yield "--moe-token-drop-policy is for full experts: give --moe-expert-capacity-factor, too."
+    if factor is not None and m.moe_router_topk * factor >= m.num_experts:
+        yield (
+            f"--moe-expert-capacity-factor {factor:g} limits nothing: from --num-experts / --moe-router-topk = "
+            f"{m.num_experts / m.moe_router_topk:g} on, an expert may take every token: leave it out, or lower it."
+        )
+
+
+def _balance(m: ModelFlags) -> Iterator[str]:
+    kind, losses = m.moe_router_load_balancing_type, f"{OF_SEQUENCE}, {OF_STEP} or {OF_MICRO_BATCH}"
     usual = ExpertOptions().moe_router_bias_update_rate
     if m.moe_router_bias_update_rate != usual and not m.moe_router_enable_expert_bias:
         yield "--moe-router-bias-update-rate is the expert bias's: give --moe-router-enable-expert-bias, too."
     if kind == "none" and m.moe_aux_loss_coeff:
         yield (
             f"--moe-aux-loss-coeff {m.moe_aux_loss_coeff:g} is a factor of no loss: give "
-            f"--moe-router-load-balancing-type {OF_SEQUENCE} or {OF_STEP}, too."
+            f"--moe-router-load-balancing-type {losses}, too."
+        )
+    if kind != "none" and not m.moe_aux_loss_coeff:
+        yield (
+            f"--moe-router-load-balancing-type {kind} with --moe-aux-loss-coeff 0 balances nothing: give a factor such "
+            "as 0.01, or leave the type out."
         )
 
 

@@ -30,7 +30,7 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
         )
     if p.data_parallel_sharding_strategy is not None and not p.use_megatron_fsdp:
         yield "--data-parallel-sharding-strategy is for --use-megatron-fsdp: give that flag, too, or --zero-stage N."
-    yield from _experts(flags, p.data_parallel_size(world_size))
+    yield from _experts(flags, p.num_copies(world_size))
     yield from _tensor(flags)
     if context > 1:
         yield from _context(flags)
@@ -38,13 +38,13 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
     yield from _zero(flags)
 
 
-def _experts(flags: Flags, data_parallel: int) -> Iterator[str]:
-    """The ranks of the expert axis are a part of the data axis, and have equally many experts."""
+def _experts(flags: Flags, num_copies: int) -> Iterator[str]:
+    """The expert axis is folded over context and data, and its ranks have equally many experts."""
     size, num_experts = flags.parallel.expert_model_parallel_size, flags.model.num_experts
-    for what, number in ((f"{data_parallel} data-parallel process(es)", data_parallel), ("--num-experts", num_experts)):
+    copies = f"the {num_copies} process(es) that have other tokens (data x context)"
+    for said, number in ((copies, num_copies), (f"--num-experts {num_experts}", num_experts)):
         if size > 1 and number % size:
             sizes = ", ".join(str(i) for i in range(1, min(number, 64) + 1) if number % i == 0)
-            said = what if number == data_parallel and what != "--num-experts" else f"{what} {number}"
             yield f"--expert-model-parallel-size {size} does not divide {said}: sizes that do: {sizes}."
 
 

@@ -51,7 +51,7 @@ class ParallelConfig(Generic[Open]):
     )
     expert_model_parallel_size: int = flag(
         1,
-        "data-parallel processes that have different experts",
+        "processes with other tokens (data x context) that have different experts",
         least=1,
         most=1_000_000,
         names=("--moe-expert-parallel-size",),

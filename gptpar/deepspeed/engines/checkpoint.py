@@ -79,7 +79,8 @@ def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], ta
     """
     ranks, folder, behind = Ranks(None), Path(save_dir), engine.options.async_save
     saver.finish()
-    tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
+    given = f"global_step{engine.global_steps}" if tag is None else tag
+    tag = agreed_tag(ranks, given, engine.options.tag_validation)
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
     held = _named_on_all_stages(ranks, engine, partial(_named, engine, with_extra=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from pathlib import Path
 
 from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
@@ -29,16 +30,23 @@ Tagged = tuple[int, Path, str | None]
 """(number of a checkpoint, its path, its tag); the tag is ``None`` if the manifest is damaged or not an engine's."""
 
 
-def agreed_tag(ranks: Ranks, tag: str) -> str:
-    """The tag; checks that it is one line, and the same on all processes.
+def agreed_tag(ranks: Ranks, tag: str, validation: str) -> str:
+    """The tag that rank 0 gives a checkpoint.
+
+    Args:
+        validation: whether different tags of other ranks are an error (``fail``), a warning (``warn``), or neither.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the tag is no line of text, or differs and must not.
     """
     tags = ranks.each(lambda: str(tag).strip())
-    if len(set(tags)) > 1:
+    if len(set(tags)) > 1 and validation != "ignore":
         told = ", ".join(f"{one!r} on rank {tags.index(one)}" for one in dict.fromkeys(tags))
-        raise CheckpointError(f"the processes save one checkpoint under different tags: {told}; give all the same.")
+        told = f"the processes save one checkpoint under different tags: {told}"
+        if validation == "fail":
+            raise CheckpointError(f"{told}; give all the same, as checkpoint.tag_validation asks for.")
+        if ranks.leads:
+            warnings.warn(f"{told}. It is saved under rank 0's.", stacklevel=2)
     if not tags[0] or not tags[0].isprintable():
         raise CheckpointError(f"the tag {tags[0]!r} is no name: give a text of one line.")
     return tags[0]

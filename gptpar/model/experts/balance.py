@@ -19,13 +19,11 @@ import torch
 from torch import nn
 
 from gptpar.config import ModelConfig
+from gptpar.config.sections.experts import LOAD
 from gptpar.errors import CheckpointError
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import no_choice
 from gptpar.model.layer_spec import LayerSpec
-
-LOAD = "fullest expert"
-"""Tokens of the fullest expert over those of an expert on average, as a mean over layers."""
 
 
 def choice_field(layer: str) -> str:
@@ -106,27 +104,32 @@ class ExpertBalance:
 
     def state(self) -> dict[str, Any] | None:
         """The state for a checkpoint, exact in JSON; ``None`` without experts. It waits for the device."""
-        return {"bias": self._bias_LE.tolist(), "choices": self._last_LE.tolist()} if self.names else None
+        if not self.names:
+            return None
+        return {"layers": self.names, "bias": self._bias_LE.tolist(), "choices": self._last_LE.tolist()}
 
     def load(self, state: object) -> None:
         """Go on from a checkpoint's state; ``None``: it has none.
 
+        A model that is fine-tuned may have fewer layers, or experts in fewer of them: each takes its own.
+
         Raises:
-            CheckpointError: it is no state of this model.
+            CheckpointError: it lacks the state of a layer, or is no state of such layers.
         """
         if state is None or not self.names:
             return
         try:
             assert isinstance(state, dict)
-            bias_LE = torch.tensor(state["bias"], dtype=torch.float64)
-            choices_LE = torch.tensor(state["choices"], dtype=torch.int64)
+            rows = [state["layers"].index(name) for name in self.names]
+            bias_LE = torch.tensor(state["bias"], dtype=torch.float64)[rows]
+            choices_LE = torch.tensor(state["choices"], dtype=torch.int64)[rows]
             fits = bias_LE.shape == choices_LE.shape == self._bias_LE.shape and bool(bias_LE.isfinite().all())
-        except (AssertionError, KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        except (AssertionError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
             fits = False
         if not fits:
             raise CheckpointError(
                 f"the checkpoint's state of experts is not that of {len(self.names)} layers with "
-                f"{self._config.num_experts} experts: take another one with --ckpt-step N."
+                f"{self._config.num_experts} experts ({self.names[0]}, ...): take another one with --ckpt-step N."
             )
         self._bias_LE.copy_(bias_LE)
         self._last_LE.copy_(choices_LE)

@@ -14,10 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import EXPERT
 from gptpar.topology.placement import REPLICATED, Placement, Split
+
+ORDER_BYTES = 16
+"""Of a row: its place among those that arrived, and the inverse."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +112,10 @@ def on_their_ranks(x_MD: torch.Tensor, counts_E: torch.Tensor, axis: ExpertAxis,
     inverse_M[order_M] = torch.arange(len(order_M), device=x_MD.device)
     y_MD = compute(_Ordered.apply(x_MD, order_M, inverse_M), got_Pe.sum(0))
     return _Exchange.apply(_Ordered.apply(y_MD, inverse_M, order_M), got, sent, axis.group)
+
+
+@torch.compiler.disable
+def of_counted_rows(x_MD: torch.Tensor, counts_E: torch.Tensor, compute: Compute) -> torch.Tensor:
+    """As ``compute``, with zeros for the last rows, which no expert takes; the host waits for their number."""
+    taken = int(counts_E.sum())
+    return F.pad(compute(x_MD[:taken], counts_E), (0, 0, 0, len(x_MD) - taken))

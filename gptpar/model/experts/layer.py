@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, on_their_ranks
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ORDER_BYTES, Compute, ExpertAxis, of_counted_rows, on_their_ranks
 from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
@@ -89,10 +90,12 @@ class Experts(nn.Module):
         routed = self.router(x_ND, seq_length, choice_NK)
         places = places_of(routed.chosen_NK, self.num_experts)
         rows_MD = scattered(x_ND, places)
-        if self.placed.size == 1:
-            y_MD = self._outputs_of(rows_MD, places.counts_E)
-        else:
-            y_MD = on_their_ranks(rows_MD, places.counts_E, self.placed, self._outputs_of)
+        compute: Compute = self._outputs_of
+        if self.placed.size > 1:
+            compute = partial(on_their_ranks, axis=self.placed, compute=compute)
+        if self.router.drops_tokens:
+            compute = partial(of_counted_rows, compute=compute)
+        y_MD = compute(rows_MD, places.counts_E)
         y_ND = combined(y_MD, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
         if self.shared is not None:
@@ -119,6 +122,9 @@ class Experts(nn.Module):
         # Copies are written and read, and their outputs summed; the activation function reads and writes.
         moved = 2 * k * width + 2 * columns + (k + 1) * width
         cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
+        if self.placed.size > 1:  # copies go and outputs come back, both ordered; with even loads, as many arrive
+            there = Cost(forward=4 * k * width, backward=4 * k * width, kept=ORDER_BYTES * k, exchanged=2 * k * width)
+            cost = replace(cost + there, workspace=3 * cost.workspace)
         if self.shared is None:
             return cost
         shared = cast(Any, self.shared).cost(batch)

@@ -42,13 +42,13 @@ class Places(NamedTuple):
 
 @torch.no_grad()
 def places_of(chosen_NK: torch.Tensor, num_experts: int) -> Places:
-    """The order of rows: by expert, then by token."""
+    """The order of rows: by expert, then by token; rows of no expert (number E) are the last, and not counted."""
     flat_M = chosen_NK.flatten()
     choices_M = flat_M.argsort(stable=True)
     rows_M = torch.empty_like(choices_M)
     rows_M[choices_M] = torch.arange(len(flat_M), device=flat_M.device)
-    tokens_M = choices_M // chosen_NK.shape[1]
-    return Places(tokens_M, rows_M.view_as(chosen_NK), choices_M, counts_of(chosen_NK[None], num_experts)[0])
+    tokens_M, counts_E = choices_M // chosen_NK.shape[1], counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts]
+    return Places(tokens_M, rows_M.view_as(chosen_NK), choices_M, counts_E)
 
 
 class _Scattered(torch.autograd.Function):

@@ -5,20 +5,22 @@ the backward pass takes the same experts, and counts no token twice. Experts are
 their number. A bias for balance enters the choice, and no weight.
 
 Losses are means over sequences, or over the tokens of the whole step, so that they depend neither on the micro-batch's
-size nor on the layout.
+size nor on the layout; only the loss that balances each micro-batch depends on its size.
 
 Legend: N tokens, D width, E experts, K experts of a token, B sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gptpar.config import ModelConfig
-from gptpar.config.sections.experts import OF_SEQUENCE
+from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
@@ -28,7 +30,7 @@ from gptpar.topology.placement import ParameterSpec
 BALANCE_LOSS, Z_LOSS = "expert balance loss", "router z-loss"
 
 
-NOT_CHOSEN = -1
+NOT_CHOSEN = torch.iinfo(torch.int16).min
 
 
 def no_choice(num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
@@ -37,38 +39,94 @@ def no_choice(num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
 
 
 @torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK", "counts_E"))
-def choose_experts(judged_NE: torch.Tensor, choice_NK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+def choose_experts(
+    judged_NE: torch.Tensor,
+    choice_NK: torch.Tensor,
+    counts_E: torch.Tensor,
+    groups: list[int],
+    seq_length: int = 0,
+    capacity: int = 0,
+    by_position: bool = False,
+) -> torch.Tensor:
     """int64 [N, K], the best experts; what ``choice_NK`` holds, if it holds a choice.
 
-    The device decides which, so that a layer is the same program whether it is computed for the first time or again.
+    A token that a full expert does not take has ``~expert``, a negative number, instead. The device decides which, so
+    that a layer is the same program whether it is computed for the first time or again.
 
     Args:
         judged_NE: scores.
         choice_NK: int16, takes the choice.
-        counts_E: int64, takes the number of tokens that chose each expert.
+        counts_E: int64, takes the number of tokens that chose each expert, whether it takes them or not.
+        groups: see :func:`best_experts`.
+        seq_length, capacity, by_position: see :func:`without_surplus`; a capacity of 0 is none.
     """
     is_kept = choice_NK[:1, :1] != NOT_CHOSEN
-    chosen_NK = torch.where(is_kept, choice_NK.long(), _best(judged_NE, choice_NK.shape[1]))
-    counts_E += counts_of(chosen_NK[None], len(counts_E))[0] * ~is_kept[0]
+    best_NK = best_experts(judged_NE, choice_NK.shape[1], groups)
+    counts_E += counts_of(best_NK[None], len(counts_E))[0] * ~is_kept[0]
+    if capacity:
+        best_NK = without_surplus(best_NK, judged_NE, seq_length, capacity, by_position=by_position)
+    chosen_NK = torch.where(is_kept, choice_NK.long(), best_NK)
     choice_NK.copy_(chosen_NK)
     return chosen_NK
 
 
 @choose_experts.register_fake
-def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty_like(choice_NK, dtype=torch.int64)
 
 
-def _best(judged_NE: torch.Tensor, topk: int) -> torch.Tensor:
-    """By score, and at equal scores by number; ``torch.topk`` promises nothing of equal ones."""
+def best_experts(judged_NE: torch.Tensor, topk: int, groups: Sequence[int] = ()) -> torch.Tensor:
+    """int64 [N, K], by score, and at equal scores by number; ``torch.topk`` promises nothing of equal ones.
+
+    Args:
+        groups: (number of groups of experts, number of these that a token may use); empty: experts are not grouped.
+            Groups are judged by the sum of the scores of their best K / (groups of a token) experts, as in DeepSeek-V3.
+    """
+    if groups:
+        num_groups, num_used = groups
+        grouped_NGe = judged_NE.unflatten(1, (num_groups, -1))
+        sums_NG = grouped_NGe.sort(dim=-1, descending=True).values[..., : topk // num_used].sum(-1)
+        used_NU = sums_NG.sort(dim=-1, descending=True, stable=True).indices[:, :num_used]
+        is_used_NG = torch.zeros_like(sums_NG, dtype=torch.bool).scatter_(1, used_NU, True)
+        judged_NE = grouped_NGe.masked_fill(~is_used_NG[..., None], -torch.inf).flatten(1)
     return judged_NE.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
+
+
+def without_surplus(
+    best_NK: torch.Tensor, judged_NE: torch.Tensor, seq_length: int, capacity: int, *, by_position: bool
+) -> torch.Tensor:
+    """``best_NK``, with ``~expert`` where an expert has ``capacity`` better tokens of the same sequence.
+
+    Equal tokens without others before them, such as the first ones of documents, have scores that are equal but for
+    rounding, which differs with the layout. So scores are compared in half their format, and equal ones by position.
+
+    Args:
+        by_position: whether a full expert takes the first tokens, and not those with the highest scores.
+    """
+    experts_BM, num_experts = best_NK.view(-1, seq_length * best_NK.shape[1]), judged_NE.shape[1]
+    places_BM = torch.arange(experts_BM.shape[1], device=best_NK.device).expand_as(experts_BM)
+    order_BM = places_BM
+    if not by_position:
+        half = torch.float32 if judged_NE.dtype == torch.float64 else torch.bfloat16
+        order_BM = (
+            judged_NE.gather(1, best_NK).to(half).view_as(experts_BM).argsort(dim=1, descending=True, stable=True)
+        )
+    order_BM = order_BM.gather(
+        1, experts_BM.gather(1, order_BM).argsort(dim=1, stable=True)
+    )  # by expert, the best first
+    counts_BE = counts_of(experts_BM[..., None], num_experts)
+    starts_BM = (counts_BE.cumsum(1) - counts_BE).gather(1, experts_BM.gather(1, order_BM))
+    is_surplus_BM = torch.empty_like(experts_BM, dtype=torch.bool).scatter_(
+        1, order_BM, places_BM - starts_BM >= capacity
+    )
+    return torch.where(is_surplus_BM, ~experts_BM, experts_BM).view_as(best_NK)
 
 
 class Routed(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        chosen_NK: int64, experts, the best first.
+        chosen_NK: int64, experts, the best first; E in place of an expert that is full.
         weights_NK: of their outputs, in fp32 or wider.
         losses: scalars that training adds to the loss.
     """
@@ -109,11 +167,13 @@ class Router(nn.Module):
             :class:`~gptpar.model.experts.balance.ExpertBalance`, as of the next two.
         last_E: choices of each expert in the step before, for the loss over the whole step.
         counts_E: int64, takes the number of tokens that chose each expert in this step.
+        context: the ranks that have other tokens of the same sequences; ``None``: this one has whole sequences.
     """
 
     bias_E: torch.Tensor | None = None
     last_E: torch.Tensor | None = None
     counts_E: torch.Tensor | None = None
+    context: dist.ProcessGroup | None = None
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__()
@@ -133,23 +193,36 @@ class Router(nn.Module):
         config = self.config
         logits_NE = _Logits.apply(x_ND, self.weight)
         scores_NE = logits_NE.softmax(-1) if config.moe_router_score_function == "softmax" else logits_NE.sigmoid()
-        chosen_NK = self._choose(scores_NE.detach(), choice_NK)
+        found_NK = chosen_NK = self._choose(scores_NE.detach(), seq_length, choice_NK)
+        if self.drops_tokens:
+            chosen_NK = torch.where(found_NK < 0, ~found_NK, found_NK)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if self._is_divided:
             # A sigmoid of all chosen experts may be 0.
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True).clamp(min=1e-20)
         if config.moe_router_topk_scaling_factor != 1:
             weights_NK = weights_NK * config.moe_router_topk_scaling_factor
-        return Routed(chosen_NK, weights_NK, self._losses(logits_NE, chosen_NK, seq_length))
+        losses = self._losses(logits_NE, chosen_NK, seq_length)
+        if self.drops_tokens:
+            weights_NK = weights_NK.masked_fill(found_NK < 0, 0)
+            chosen_NK = torch.where(found_NK < 0, self.num_experts, chosen_NK)
+        return Routed(chosen_NK, weights_NK, losses)
 
-    def _choose(self, scores_NE: torch.Tensor, choice_NK: torch.Tensor | None) -> torch.Tensor:
-        judged_NE = scores_NE if self.bias_E is None else scores_NE + self.bias_E
+    def _choose(self, scores_NE: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None) -> torch.Tensor:
+        judged_NE, config = scores_NE if self.bias_E is None else scores_NE + self.bias_E, self.config
+        groups = [count for count in (config.moe_router_num_groups, config.moe_router_group_topk) if count]
         if choice_NK is None:
-            return _best(judged_NE, self.topk)
+            return best_experts(judged_NE, self.topk, groups)
         counts_E = self.counts_E
         if counts_E is None:
             counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
-        return choose_experts(judged_NE, choice_NK, counts_E)
+        limit = seq_length, config.capacity(seq_length), config.moe_token_drop_policy == "position"
+        return choose_experts(judged_NE, choice_NK, counts_E, groups, *limit)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether a full expert takes no further tokens in training."""
+        return self.config.moe_expert_capacity_factor is not None
 
     @property
     def _is_divided(self) -> bool:
@@ -186,14 +259,25 @@ class Router(nn.Module):
         else:
             probabilities_NE = logits_NE.sigmoid()
             probabilities_NE = probabilities_NE / probabilities_NE.sum(-1, keepdim=True)
-        if self.config.moe_router_load_balancing_type == OF_SEQUENCE:
-            counts_BE = counts_of(chosen_NK.unflatten(0, (-1, seq_length)), self.num_experts)
-            mean_BE = probabilities_NE.unflatten(0, (-1, seq_length)).mean(1)
+        kind = self.config.moe_router_load_balancing_type
+        if kind != OF_STEP:
+            length = seq_length if kind == OF_SEQUENCE else len(chosen_NK)
+            counts_BE = counts_of(chosen_NK.unflatten(0, (-1, length)), self.num_experts)
+            if self.context is not None:
+                counts_BE = _summed(counts_BE, self.context)
+            mean_BE = probabilities_NE.unflatten(0, (-1, length)).mean(1)
         else:
             zeros = torch.zeros((), dtype=torch.int64, device=logits_NE.device).expand(self.num_experts)
             counts_BE, mean_BE = (zeros if self.last_E is None else self.last_E)[None], probabilities_NE.mean(0)[None]
         shares_BE = counts_BE.to(mean_BE.dtype) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
         return self.num_experts * (shares_BE * mean_BE).sum(-1).mean()
+
+
+@torch.compiler.disable
+def _summed(counts_BE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Over the ranks of a group; their losses have one mean, so that each adds the probabilities of its own tokens."""
+    dist.all_reduce(counts_BE, group=group)
+    return counts_BE
 
 
 def counts_of(chosen_BNK: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -60,7 +60,8 @@ def sized(num_processes: int, tensor: int, pipeline: int, context: int = 1) -> M
 def with_expert_axes(meshes: Iterable[Mesh], num_experts: int) -> Iterator[Mesh]:
     """Each layout with every size of the expert axis that it can have."""
     for mesh in meshes:
-        yield from (replace(mesh, expert=size) for size in divisors(mesh.data) if num_experts % size == 0)
+        fit = (size for size in divisors(mesh.data * mesh.context) if num_experts % size == 0)
+        yield from (replace(mesh, expert=size) for size in fit)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -131,10 +132,10 @@ def listed(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choic
 
 
 def layout_sizes(text: str) -> dict[str, int]:
-    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4``, ``cp2``; returns the size of each axis that is named."""
-    if not re.fullmatch(r"((dp|tp|pp|cp)[1-9]\d*x?)+", text):
+    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4ep2``, ``cp2``; returns the size of each axis that is named."""
+    if not re.fullmatch(r"((dp|tp|pp|cp|ep)[1-9]\d*x?)+", text):
         raise argparse.ArgumentTypeError(f"{text} is not a layout such as dp4, tp2pp2 or dp2xtp2")
-    return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp|cp)(\d+)", text)}
+    return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp|cp|ep)(\d+)", text)}
 
 
 def cpu_ratio(text: str) -> float | str:

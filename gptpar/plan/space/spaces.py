@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.config import Flags
 from gptpar.config.derive import expand_preset
+from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Changes, Option, product
 from gptpar.topology.mesh import Mesh
@@ -46,6 +47,7 @@ def to_predict(
         lambda rest: [parallel.context_parallel_size] if d.CONTEXT in given else _contexts(model.seq_length, rest),
     )
     recomputed = _recomputed(model.num_layers or 0) if num_processes == 1 else (UNCHANGED, _FULL)
+    found = _with_experts(found, flags, given)
     searched = [
         d.Choices(d.TENSOR, lambda at: [at.tensor], "tp{}"),
         d.Choices(d.PIPELINE, lambda at: [at.pipeline], "pp{}"),
@@ -53,6 +55,7 @@ def to_predict(
         d.Choices(
             d.VIRTUAL_STAGES, lambda at: d.virtual_stages(at, VIRTUAL_STAGES, MAX_VIRTUAL_STAGES), "virtual stages {}"
         ),
+        d.Choices(d.EXPERT, lambda at: [at.expert if at.expert > 1 else None], "ep{}"),
         d.Choices(d.ZERO_STAGE, d.zero_stages, "ZeRO-{}"),
         d.Choices(d.SEQUENCE_PARALLEL, lambda at: [at.tensor > 1]),
         d.Choices(d.PARTITION, lambda at: ["flops" if at.pipeline > 1 else None]),
@@ -92,6 +95,12 @@ def _recomputed(num_layers: int) -> tuple[Option, ...]:
         _FULL,
         Option({**_FULL.changes, "recompute.checkpoint_in_cpu": True}, "recompute full, inputs on the host"),
     )
+
+
+def _with_experts(meshes: Iterable[Mesh], flags: Flags, given: Collection[str]) -> Iterator[Mesh]:
+    """The layouts with each size of the expert axis, unless it was typed."""
+    num_experts = 1 if d.EXPERT in given else expand_preset(flags, set(given))[0].model.num_experts
+    return d.with_expert_axes(meshes, num_experts)
 
 
 def _is_open(field: str, given: Collection[str]) -> bool:
@@ -136,7 +145,7 @@ class SweepValues:
     """The values that a user lists for a sweep; ``None``: that of the command line.
 
     Attributes:
-        layouts: sizes of axes by ``dp``, ``tp``, ``pp`` and ``cp``; ``None``: all that the command line allows.
+        layouts: sizes of axes by ``dp``, ``tp``, ``pp``, ``cp`` and ``ep``; ``None``: all that the command line allows.
         micro_batches: sizes of a micro-batch, in samples.
         recompute: ``none``, ``selective`` or ``full``.
         zero: ZeRO stages.
@@ -153,7 +162,7 @@ class SweepValues:
 
 
 CHOSEN = {
-    "layouts": (d.TENSOR, d.PIPELINE, d.CONTEXT),
+    "layouts": (d.TENSOR, d.PIPELINE, d.CONTEXT, d.EXPERT),
     "micro_batches": (d.MICRO_BATCH,),
     "recompute": (d.RECOMPUTE,),
     "zero": (d.ZERO_STAGE,),
@@ -195,15 +204,25 @@ def _layouts_to_measure(
 ) -> list[Mesh]:
     if listed is None:
         typed = flags.parallel
+        found = d.layouts(num_processes, contexts=lambda rest: [typed.context_parallel_size])
         return [
             mesh
-            for mesh in d.layouts(num_processes, contexts=lambda rest: [typed.context_parallel_size])
+            for mesh in _with_experts(found, flags, given)
             if d.TENSOR not in given or mesh.tensor == typed.tensor_model_parallel_size
             if d.PIPELINE not in given or mesh.pipeline == typed.pipeline_model_parallel_size
         ]
     others = [[sizes.get(axis, 1) for axis in ("tp", "pp", "cp")] for sizes in listed]
     rest = [d.sized(num_processes, *sizes) for sizes in others]
-    return [replace(at, data=sizes.get("dp", at.data)) for sizes, at in zip(listed, rest, strict=True)]
+    meshes = [replace(at, data=sizes.get("dp", at.data)) for sizes, at in zip(listed, rest, strict=True)]
+    experts = [sizes.get("ep", 1) for sizes in listed]
+    problems = [
+        f"a layout has ep{size}, which does not divide dp{at.data} x cp{at.context}: choose a size that does."
+        for size, at in zip(experts, meshes, strict=True)
+        if at.data * at.context % size
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [replace(at, expert=size) for size, at in zip(experts, meshes, strict=True)]
 
 
 def _cpu_ratio(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
@@ -239,7 +258,8 @@ GRADIENTS_LEAVE = (
 
 def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
     """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
-    if num_processes == 1 and not flags.model.has_dropout:  # micro-batches of another size have other masks
+    # Micro-batches of another size have other masks, and other losses that balance each of them.
+    if num_processes == 1 and not flags.model.has_dropout and not flags.model.balances_micro_batches:
         whole_batch = {d.MICRO_BATCH: flags.batch.global_batch_size or flags.batch.micro_batch_size}
         for option in GRADIENTS_LEAVE:
             yield Candidate({**option.changes, **whole_batch}, option.name)

@@ -1,4 +1,4 @@
-"""The picture of runs: loss, learning rate, gradient norm and tokens/s over the iterations."""
+"""The picture of runs: loss, learning rate, gradient norm, tokens/s and the loads of experts over the iterations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gptpar.config.sections.experts import LOAD
 from gptpar.reporting.banner import format_count
 from gptpar.reporting.curves import RunCurves, Values, smooth
 from gptpar.reporting.figures import style
@@ -20,16 +21,26 @@ if TYPE_CHECKING:
 
 
 def draw_runs(runs: list[RunCurves], reference_loss: float | None = None, reference_label: str = "reference") -> Figure:
-    """Four panels with one colour for each run; ``reference_loss`` adds a dashed line to the loss panel."""
+    """Four panels with one colour for each run, and a fifth one if a run has experts.
+
+    Args:
+        reference_loss: adds a dashed line to the loss panel.
+    """
     from matplotlib.ticker import LogLocator
 
-    figure = style.new_figure(13, 8.6)
-    loss, rate, norm, speed = figure.subplots(2, 2).flat
+    with_experts = any(np.isfinite(run.series[LOAD]).any() for run in runs)
+    figure = style.new_figure(13, 12.9 if with_experts else 8.6)
+    loss, rate, norm, speed, *more = figure.subplots(3 if with_experts else 2, 2).flat
+    loads = more[:1]
+    for axes in more[1:]:
+        axes.remove()
     for run, color in zip(runs, _colors(len(runs)), strict=True):
         _draw_series(loss, run, "lm_loss", color)
         rate.plot(run.iteration, run.series["learning_rate"], color=color, lw=2)
         _draw_series(norm, run, "grad_norm", color)
         _draw_series(speed, run, "tokens_per_s", color)
+        for axes in loads:
+            _draw_series(axes, run, LOAD, color)
         marks = {"color": color, "ms": 6, "mec": "white", "mew": 1.0, "clip_on": False, "zorder": 3}
         loss.plot(run.validation_iteration, run.validation_loss, "o", **marks)
     if reference_loss is not None:
@@ -43,7 +54,9 @@ def draw_runs(runs: list[RunCurves], reference_loss: float | None = None, refere
     _describe(rate, "Learning rate", "", lambda value: f"{value:.1e}" if value else "0")
     _describe(norm, "Gradient norm", "before clipping, log scale", "{:g}".format)
     _describe(speed, "Throughput", "tokens/s", _short_count)
-    _set_iterations([loss, rate, norm, speed], runs)
+    for axes in loads:
+        _describe(axes, "Fullest expert", "its tokens over those of an expert on average", "{:g}".format)
+    _set_iterations([loss, rate, norm, speed, *loads], runs)
     if len(runs) == 1:
         _add_tokens(loss, runs[0])
         _add_tokens(rate, runs[0])

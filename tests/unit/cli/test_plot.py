@@ -81,6 +81,10 @@ def test_picture_of_several_runs_names_them(tmp_path):
     figure = draw_runs([load_run(folder, folder.name) for folder in folders])
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["a", "b", "validation"]
+    with_experts = write_run(tmp_path / "c", 12, **{"fullest expert": 2.5})
+    *_, loads = draw_runs([load_run(folder, folder.name) for folder in (*folders, with_experts)]).axes
+    assert loads.get_title(loc="left") == "Fullest expert"
+    assert [2.5] * 12 in [list(line.get_ydata()) for line in loads.lines]
 
 
 @pytest.mark.slow

@@ -113,8 +113,7 @@ def test_a_norm_of_one_channel_is_told() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--moe-expert-capacity-factor 2",
-        "--moe-router-num-groups=4",
+        "--moe-router-topk-limited-devices=4",
         "--moe-latent-size 64",
         "--expert-interval-x 2",
     ],
@@ -125,6 +124,10 @@ def test_options_of_experts_that_are_not_there_are_refused(flags: str) -> None:
 
 
 EXPERTS = "--num-experts 8 --disable-bias-linear "
+SIGMOID, GROUPS = (
+    EXPERTS + "--moe-router-score-function sigmoid ",
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 ",
+)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ EXPERTS = "--num-experts 8 --disable-bias-linear "
         ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too."),
         ("--num-experts 8 8 --disable-bias-linear", "unexpected word '8'; values follow a flag."),
         ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: tensor-parallel processes split the"),
-        (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide 1 data-parallel"),
+        (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide the 1 process"),
         ("--mlp-type residual", "--mlp-type residual: DeepSpeed's mixture-of-experts is not part of gptpar; leave it"),
         ("--moe-router-topk 3", "--moe-router-topk: these are for experts, and --num-experts is 1: raise it, or leave"),
         (EXPERTS + "--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8: lower it."),
@@ -144,9 +147,34 @@ EXPERTS = "--num-experts 8 --disable-bias-linear "
         (EXPERTS + "--moe-layer-freq x", "--moe-layer-freq x: 'x' is neither a number nor a list of 0 and 1"),
         (EXPERTS + "--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 is a factor of no loss: give --moe-router"),
         (
-            EXPERTS + "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
-            "--moe-router-load-balancing-type aux_loss balances each micro-batch, so that losses would depend on",
+            EXPERTS + "--moe-router-load-balancing-type seq_aux_loss",
+            "--moe-router-load-balancing-type seq_aux_loss with",
         ),
+        (
+            SIGMOID + "--moe-router-num-groups 4",
+            "--moe-router-num-groups 4, --moe-router-group-topk None: how many gro",
+        ),
+        (
+            SIGMOID + "--moe-router-num-groups 3 --moe-router-group-topk 2",
+            "--moe-router-num-groups 3, --moe-router-group",
+        ),
+        (
+            SIGMOID + GROUPS + "--moe-router-topk 3",
+            "--moe-router-num-groups 4, --moe-router-group-topk 2: the 3 experts",
+        ),
+        (
+            SIGMOID + GROUPS + "--moe-router-topk 6",
+            "--moe-router-num-groups 4, --moe-router-group-topk 2: the 6 experts",
+        ),
+        (
+            EXPERTS + GROUPS,
+            "--moe-router-num-groups 4, --moe-router-group-topk 2: groups are compared by scores over all",
+        ),
+        (
+            EXPERTS + "--moe-token-drop-policy position",
+            "--moe-token-drop-policy is for full experts: give --moe-expert-",
+        ),
+        (EXPERTS + "--moe-expert-capacity-factor 4", "--moe-expert-capacity-factor 4 limits nothing: from --num-exper"),
         (EXPERTS + "--moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax is for"),
         (EXPERTS + "--moe-shared-expert-gate", "--moe-shared-expert-gate is a shared expert's: give --moe-shared-ex"),
         (EXPERTS + "--mup --mup-base-hidden-size 8", "--mup has no rule for experts: leave it out, or train a model"),
@@ -165,6 +193,12 @@ def test_the_width_of_experts_is_split_over_tensor_ranks() -> None:
     )
     with pytest.raises(Exception, match="--moe-ffn-hidden-size 9 is not divisible by --tensor-model-parallel-size 2"):
         resolve(parsed, 2)
+
+
+def test_a_capacity_is_of_whole_sequences() -> None:
+    words = [*TINY.split(), *EXPERTS.split(), *["--moe-expert-capacity-factor", "2", "--context-parallel-size", "2"]]
+    with pytest.raises(Exception, match="--moe-expert-capacity-factor 2 limits .* --context-parallel-size 2 divides"):
+        resolve(parse_flags(words), 2)
 
 
 def test_flags_of_a_dense_model_have_no_effect() -> None:

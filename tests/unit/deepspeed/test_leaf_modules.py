@@ -13,6 +13,8 @@ from gptpar.deepspeed.utils import (
 )
 from torch import nn
 
+from gptpar.deepspeed.leaf_modules import mark_configured
+
 
 class Experts(nn.ModuleList):
     """A class derived from another."""
@@ -46,3 +48,12 @@ def test_a_class_or_a_name_of_no_module_is_an_error_unless_it_may_be_missing() -
     with pytest.raises(ValueError, match="no modules of the names"):
         set_z3_leaf_modules_by_name(model, ["tail"])
     assert set_z3_leaf_modules(model, ["Conv2d"], raise_if_not_found=False) == []
+
+
+def test_a_configuration_marks_what_the_model_has_of_it() -> None:
+    model = _model()
+    mark_configured(model, {"classes": ["Experts", "Other"], "names": "head", "name_suffixes": ["s.1", "tail"]})
+    assert get_z3_leaf_modules(model) == [model["experts"], model["experts"][1], model["head"]]
+    plain = _model()
+    mark_configured(plain, {})
+    assert get_z3_leaf_modules(plain) == []

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptpar.model.block import Block
-from gptpar.model.experts.dispatch import ALL_EXPERTS
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
@@ -160,6 +160,14 @@ def test_flops_of_experts(flags: str, modules: tuple[str, ...]) -> None:
     cost = block.cost(SHAPE)
     again = sum(part.flops - part.attention for part in cost.again)
     assert products == TOKENS * (3 * (cost.flops - cost.attention) + again)
+
+
+def test_what_the_exchange_of_tokens_costs() -> None:
+    """A token's two copies go and come back, 16 bytes say where each was; its products are those of one process."""
+    config, batch = tiny_config(EXPERTS).model, BatchShape(TOKENS, LENGTH)
+    one, two = (Block(config, experts=ExpertAxis(size)).mlp.cost(batch) for size in (1, 2))
+    assert (one.exchanged, two.exchanged) == (0, 2 * 2 * config.hidden_size)
+    assert (two.kept - one.kept, two.workspace / one.workspace, two.products) == (2 * 16, 3, one.products)
 
 
 def test_a_token_uses_few_experts() -> None:

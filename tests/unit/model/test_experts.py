@@ -16,7 +16,7 @@ from gptpar.model.experts.balance import ExpertBalance, choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import combined, places_of, scattered
-from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, choose_experts, no_choice
+from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, best_experts, choose_experts, no_choice
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
 from tests.helpers import tiny_config
@@ -25,6 +25,7 @@ LENGTH, SAMPLES = 16, 2
 TOKENS = LENGTH * SAMPLES
 SEQUENCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3 "
 STEP = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3 "
+GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2"
 BIAS = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.25 "
 
 
@@ -56,6 +57,10 @@ def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
         softmax = config.moe_router_score_function == "softmax"
         scores_E = logits_E.softmax(0) if softmax else 1 / (1 + (-logits_E).exp())
         judged = (scores_E if router.bias_E is None else scores_E + router.bias_E).tolist()
+        if config.moe_router_num_groups:
+            judged = in_the_best_groups(
+                judged, config.moe_router_num_groups, config.moe_router_group_topk or 0, layer.topk
+            )
         chosen = sorted(range(len(judged)), key=lambda expert: (-judged[expert], expert))[: config.moe_router_topk]
         weights = scores_E[chosen] * config.moe_router_topk_scaling_factor
         divided = not config.moe_router_pre_softmax and config.moe_router_topk > 1
@@ -72,10 +77,22 @@ def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs)
 
 
+def in_the_best_groups(judged: list[float], num_groups: int, num_used: int, topk: int) -> list[float]:
+    """Scores, with -inf outside of the groups whose best experts have the largest sums."""
+    size = len(judged) // num_groups
+    sums = [
+        sum(sorted(judged[group * size : (group + 1) * size])[-(topk // num_used) :]) for group in range(num_groups)
+    ]
+    used = sorted(range(num_groups), key=lambda group: (-sums[group], group))[:num_used]
+    return [score if expert // size in used else -float("inf") for expert, score in enumerate(judged)]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         "",
+        "--num-experts 12 --moe-router-topk 4 --moe-router-score-function sigmoid " + GROUPS,
+        "--num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax --swiglu " + GROUPS,
         "--swiglu --moe-ffn-hidden-size 12",
         "--num-experts 7 --moe-router-topk 3 --moe-router-pre-softmax --swiglu",
         "--moe-router-topk 1 --moe-router-pre-softmax",
@@ -123,16 +140,74 @@ def test_the_gradients_of_scattered_and_combined_copies() -> None:
 def test_of_equal_scores_the_first_expert_is_chosen() -> None:
     judged_NE = torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]])
     counts_E = torch.zeros(4, dtype=torch.int64)
-    assert choose_experts(judged_NE, no_choice(3, 2, judged_NE.device), counts_E).tolist() == [[1, 2], [0, 1], [0, 2]]
+    assert choose_experts(judged_NE, no_choice(3, 2, judged_NE.device), counts_E, []).tolist() == [
+        [1, 2],
+        [0, 1],
+        [0, 2],
+    ]
     assert counts_E.tolist() == [2, 2, 2, 0]
+
+
+def test_of_equal_groups_the_first_is_chosen() -> None:
+    """Groups are judged by the sum of as many experts as a token takes of each: here by their best one."""
+    judged_NE = torch.tensor([[1.0, 0, 1, 0, 1, 0], [0, 3, 2, 2, 0, 1], [-5, -9, -6, -6, -8, -9]])
+    assert best_experts(judged_NE, 2, [3, 2]).tolist() == [[0, 2], [1, 2], [0, 2]]
+    assert best_experts(judged_NE, 2, [3, 1]).tolist() == [[0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("probs", [1, 3]), ("position", [0, 1])])
+def test_a_full_expert_takes_the_best_or_the_first_tokens_of_each_sequence(policy: str, kept: list[int]) -> None:
+    """Two of the four tokens of a sequence, whatever other sequences choose; an expert that is full has no gradient."""
+    scores_NE = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]]).repeat(2, 1)
+    choice_NK, counts_E = no_choice(8, 1, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    found = choose_experts(scores_NE, choice_NK, counts_E, [], 4, 2, policy == "position")
+    assert found.flatten().tolist() == 2 * [0 if token in kept else ~0 for token in range(4)]
+    assert counts_E.tolist() == [8, 0], "the counts that move the bias are the choices"
+    again = choose_experts(1 - scores_NE, choice_NK, counts_E, [], 4, 2, policy == "position")
+    assert torch.equal(again, found) and counts_E.tolist() == [8, 0]
+
+
+def test_tokens_whose_scores_differ_by_rounding_are_taken_in_their_order() -> None:
+    scores_NE = torch.tensor([[0.6], [0.7 - 2e-16], [0.7], [0.7 + 2e-16]], dtype=torch.float64)
+    found = choose_experts(scores_NE, no_choice(4, 1, scores_NE.device), torch.zeros(1, dtype=torch.int64), [], 4, 2)
+    assert found.flatten().tolist() == [~0, 0, 0, ~0]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("flags", ["", "--num-experts 8 --moe-router-topk 3 --swiglu " + SEQUENCE])
+def test_a_mixture_with_a_capacity_equals_a_loop_without_the_dropped_outputs(policy: str, flags: str) -> None:
+    """Outputs and all gradients; the balance loss, which is of the choices, is that without a capacity."""
+    layer = made(f"--moe-expert-capacity-factor 0.75 --moe-token-drop-policy {policy} {flags}")
+    x_ND, capacity = tokens_of(layer), layer.router.config.capacity(LENGTH)
+    assert capacity == {2: 5, 3: 5}[layer.topk]
+    weights_NK, chosen_NK = layer.router(x_ND, LENGTH, None).weights_NK, layer.router(x_ND, LENGTH, None).chosen_NK
+    scores_NE = (x_ND @ layer.router.weight.t()).softmax(-1)
+    y_ND, loads = [torch.zeros(layer.down.shape[1], dtype=x_ND.dtype) for _ in range(TOKENS)], []
+    for sample in range(SAMPLES):
+        for expert in range(layer.num_experts):
+            takers = [n for n in range(sample * LENGTH, (sample + 1) * LENGTH) if expert in chosen_NK[n]]
+            if policy == "probs":
+                takers.sort(key=lambda n: -scores_NE[n, expert].item())
+            loads.append(len(takers))
+            for n in takers[:capacity]:
+                parts = [matrix @ x_ND[n] for matrix in layer.up[expert]]
+                inner = gate("swiglu", parts[0]) * parts[1] if len(parts) == 2 else activation("gelu", parts[0], None)
+                y_ND[n] = y_ND[n] + weights_NK[n][chosen_NK[n] == expert] * (layer.down[expert] @ inner)
+    assert max(loads) > capacity
+    found_ND, losses = layer(x_ND, LENGTH, no_choice(TOKENS, layer.topk, x_ND.device))
+    assert losses == layer.router(x_ND, LENGTH, None).losses
+    assert torch.allclose(found_ND, torch.stack(y_ND), rtol=1e-12, atol=1e-13)
+    leaves, weight_ND = [x_ND, *layer.parameters()], torch.randn_like(found_ND)
+    found, wanted = (torch.autograd.grad((y * weight_ND).sum(), leaves) for y in (found_ND, torch.stack(y_ND)))
+    assert all(torch.allclose(one, other, rtol=1e-11, atol=1e-12) for one, other in zip(found, wanted, strict=True))
 
 
 def test_a_kept_choice_stays_and_counts_once() -> None:
     scores_NE, counts_E = torch.rand(6, 5), torch.zeros(5, dtype=torch.int64)
     choice_NK = no_choice(6, 3, scores_NE.device)
     assert (choice_NK == NOT_CHOSEN).all()
-    first_NK, counted = choose_experts(scores_NE, choice_NK, counts_E), counts_E.clone()
-    assert torch.equal(choose_experts(-scores_NE, choice_NK, counts_E), first_NK)
+    first_NK, counted = choose_experts(scores_NE, choice_NK, counts_E, []), counts_E.clone()
+    assert torch.equal(choose_experts(-scores_NE, choice_NK, counts_E, []), first_NK)
     assert torch.equal(counts_E, counted) and counts_E.sum() == 18
 
 
@@ -154,6 +229,7 @@ def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_losses_are_those_of_their_formulas(score: str) -> None:
     layer = made(SEQUENCE + f"--moe-z-loss-coeff 0.2 --moe-router-score-function {score}")
+    layer.router.bias_E = torch.tensor([0.9, -0.9, 0, 0, 0])  # the loss is of the experts that are used
     x_ND = tokens_of(layer)
     routed = layer.router(x_ND, LENGTH, None)
     logits_NE = x_ND @ layer.router.weight.t()
@@ -169,6 +245,17 @@ def test_losses_are_those_of_their_formulas(score: str) -> None:
     z = logits_NE.exp().sum(-1).log().square().mean()
     assert routed.losses[Z_LOSS].item() == pytest.approx(0.2 * z.item(), rel=1e-12)
     assert layer.eval().router(x_ND, LENGTH, None).losses == {BALANCE_LOSS: 0, Z_LOSS: 0}
+
+
+def test_the_loss_over_a_micro_batch_has_the_shares_of_all_its_sequences() -> None:
+    layer = made("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.3")
+    x_ND = tokens_of(layer)
+    routed = layer.router(x_ND, LENGTH, None)
+    shares_E = torch.bincount(routed.chosen_NK.flatten(), minlength=5) / (2 * TOKENS)
+    mean_E = (x_ND @ layer.router.weight.t()).softmax(-1).mean(0)
+    assert routed.losses[BALANCE_LOSS].item() == pytest.approx(0.3 * 5 * (shares_E * mean_E).sum().item(), rel=1e-12)
+    halves = [layer.router(half, LENGTH, None).losses[BALANCE_LOSS].item() for half in x_ND.chunk(2)]
+    assert abs(routed.losses[BALANCE_LOSS].item() - sum(halves) / 2) > 1e-4, "it depends on the micro-batch's size"
 
 
 def test_the_loss_over_the_step_uses_the_choices_of_the_step_before() -> None:
@@ -214,6 +301,13 @@ def test_the_bias_moves_towards_even_loads_unless_the_step_was_skipped() -> None
     assert balance.numbers == ("fullest expert",)
 
 
+def test_the_bias_moves_by_counts_that_differ_by_one() -> None:
+    balance = balance_of("--num-layers 1 " + BIAS)
+    counted(balance, [[10001, 9999, 10000, 10000, 10000]])
+    balance.advance(torch.tensor(0.0))
+    assert balance.tensors()["expert bias"].tolist() == [[-0.25, 0.25, 0, 0, 0]]
+
+
 def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     flags = "--num-layers 2 " + BIAS + STEP
     balance, other = balance_of(flags), balance_of(flags)
@@ -225,7 +319,18 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     other.attach({"layers.1": layer})
     assert layer.router.bias_E is not None and layer.router.bias_E.tolist() == [-0.25, *[0.25] * 4]
     assert layer.router.last_E is not None and layer.router.last_E.tolist() == [20, 0, 0, 0, 0]
-    for damaged in ([], {"bias": [[0.0]], "choices": [[0]]}, {"bias": "x", "choices": 3}, {}):
+    fewer = balance_of("--num-layers 2 --moe-layer-freq [0,1] " + BIAS + STEP)
+    fewer.load(balance.state())  # of a model that is fine-tuned
+    assert fewer.tensors()["choices of experts"].tolist() == [[20, 0, 0, 0, 0]]
+    with pytest.raises(CheckpointError, match=r"not that of 2 layers with 5 experts \(layers.0"):
+        other.load(fewer.state())
+    for damaged in (
+        [],
+        {"layers": ["layers.0", "layers.1"], "bias": [[0.0]], "choices": [[0]]},
+        {"bias": [[0.0]], "choices": [[0]]},
+        {"bias": "x", "choices": 3},
+        {},
+    ):
         with pytest.raises(CheckpointError, match="not that of 2 layers with 5 experts"):
             other.load(damaged)
     assert balance_of("--num-experts 1").state() is None

@@ -104,6 +104,23 @@ def test_a_search_looks_at_everything_that_is_not_typed() -> None:
     }
 
 
+def test_a_search_and_a_sweep_try_every_size_of_the_expert_axis() -> None:
+    """Divisors of the number of experts and of data x context, unless one is typed."""
+    experts = typed(["--num-experts", "6", "--context-parallel-size", "2"])
+    at_first = [one for one in to_predict(experts, set(), 8, 8) if (one.mesh.tensor, one.mesh.pipeline) == (1, 1)]
+    assert {one.mesh.expert for one in at_first} == {1, 2} and at_first[-1].changes[d.EXPERT] == 2
+    assert {one.mesh.expert for one in to_predict(experts, {d.EXPERT}, 8, 8)} == {1}
+    swept = list(to_measure(experts, {d.TENSOR, d.PIPELINE}, 12, SweepValues()))
+    assert [one.mesh.expert for one in swept] == [1, 2, 3, 6]
+    listed = SweepValues(layouts=[d.layout_sizes(text) for text in ("dp4ep2", "dp2cp2ep4")])
+    assert [one.mesh for one in to_measure(experts, set(), 4, listed)] == [
+        Mesh(4, expert=2),
+        Mesh(2, context=2, expert=4),
+    ]
+    with pytest.raises(ConfigError, match="a layout has ep4, which does not divide dp2 x cp1: choose"):
+        list(to_measure(experts, set(), 4, SweepValues(layouts=[d.layout_sizes("dp2ep4")])))
+
+
 def test_a_search_stays_within_a_node_and_below_its_limits() -> None:
     every = list(to_predict(Flags(), set(), 256, 8))
     assert max(one.mesh.tensor for one in every) == 8

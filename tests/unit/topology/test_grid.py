@@ -13,7 +13,21 @@ from gptpar.errors import GptparError
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.progress import Progress
 from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import CONTEXT, DATA, EXPERT, EXPERT_DATA, PIPELINE, ROWS, TENSOR, Mesh, copies_over, rows_of
+from gptpar.topology.mesh import (
+    CONTEXT,
+    COPIES,
+    DATA,
+    EXPERT,
+    EXPERT_DATA,
+    PIPELINE,
+    REST_OF_CONTEXT,
+    REST_OF_DATA,
+    ROWS,
+    TENSOR,
+    Mesh,
+    copies_over,
+    rows_of,
+)
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
 
 LAYOUTS = [
@@ -23,6 +37,9 @@ LAYOUTS = [
     Mesh(),
     Mesh(6, 2, 2, expert=2),
     Mesh(4, 1, 2, expert=4),
+    Mesh(4, 1, 2, expert=2, context=4),
+    Mesh(4, 2, 1, expert=4, context=2),
+    Mesh(2, 1, 1, expert=4, context=6),
 ]
 
 
@@ -45,7 +62,8 @@ def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
 
 @pytest.mark.parametrize("mesh", LAYOUTS)
 @pytest.mark.parametrize(
-    "axes", [*[(axis,) for axis in (*ROWS, DATA)], (DATA, TENSOR), (DATA, PIPELINE), (EXPERT, PIPELINE), ()]
+    "axes",
+    [*[(axis,) for axis in (*ROWS, DATA, CONTEXT, EXPERT, EXPERT_DATA)], (DATA, TENSOR), (EXPERT, PIPELINE), ()],
 )
 def test_groups_of_axes_partition_the_ranks(mesh: Mesh, axes: tuple[str, ...]) -> None:
     groups = mesh.groups(*axes)
@@ -59,26 +77,24 @@ def test_groups_of_axes_partition_the_ranks(mesh: Mesh, axes: tuple[str, ...]) -
         assert [[mesh.position(r, axes[0]) for r in g] for g in groups] == [list(range(mesh.size(*axes)))] * len(groups)
 
 
-def test_the_expert_axis_is_a_part_of_the_data_axis() -> None:
+def test_the_expert_axis_is_folded_over_context_and_data() -> None:
     mesh = Mesh(data=4, tensor=2, expert=2)
-    assert (mesh.world_size, mesh.size(DATA), mesh.size(EXPERT), mesh.size(EXPERT_DATA), mesh.size(DATA, TENSOR)) == (
-        8,
-        4,
-        2,
-        2,
-        8,
-    )
+    axes = [(DATA,), (EXPERT,), (EXPERT_DATA,), (DATA, TENSOR)]
+    assert (mesh.world_size, *(mesh.size(*one) for one in axes)) == (8, 4, 2, 2, 8)
     assert mesh.groups(DATA)[0] == [0, 2, 4, 6]
     assert mesh.groups(EXPERT) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert mesh.groups(EXPERT_DATA) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert [mesh.position(rank, DATA) for rank in range(0, 8, 2)] == [0, 1, 2, 3]
-    assert [copies_over(split) for split in ([], [TENSOR], [EXPERT], [EXPERT, TENSOR])] == [
-        (CONTEXT, EXPERT, EXPERT_DATA),
-        (CONTEXT, EXPERT, EXPERT_DATA),
-        (CONTEXT, EXPERT_DATA),
-        (CONTEXT, EXPERT_DATA),
-    ]
-    with pytest.raises(ValueError, match="2 expert-parallel processes do not divide 3 data-parallel ones"):
+    with_context = Mesh(data=2, context=4, expert=2)
+    assert with_context.groups(EXPERT) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert with_context.groups(EXPERT_DATA) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert with_context.groups(CONTEXT) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert Mesh(data=2, context=2, expert=4).groups(EXPERT) == [[0, 1, 2, 3]]
+    assert [mesh.rank(expert=1), mesh.rank(data=3, tensor=1)] == [2, 7]
+    of_experts = REST_OF_CONTEXT, REST_OF_DATA
+    splits: list[list[str]] = [[], [TENSOR], [EXPERT], [EXPERT, TENSOR]]
+    assert [copies_over(split) for split in splits] == [COPIES, COPIES, of_experts, of_experts]
+    with pytest.raises(ValueError, match="2 expert-parallel processes do not divide 3 that have other tokens"):
         Mesh(data=3, expert=2)
 
 

@@ -13,6 +13,7 @@ from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.mesh import COPIES, REST_OF_CONTEXT, REST_OF_DATA
 from gptpar.topology.placement import REPLICATED, ParameterInfo, ParameterSpec, Placement, Split, declared_by
 from tests.helpers import tiny_config
 
@@ -85,8 +86,8 @@ def test_two_axes_split_two_dimensions() -> None:
     placement = TensorAxis(2, 1).split(2, 7) | Placement({"expert": Split(0, 4, 2, 2)})
     info = ParameterInfo(torch.Size([2, 5, 4]), Constant(0.0), placement)
     assert (info.full_shape, info.longest_shape, info.offsets) == ((4, 5, 7), (2, 5, 4), (2, 0, 3))
-    assert info.placement.copies_over == ("context", "expert_data")
-    assert TensorAxis(2, 1).split(2, 7).copies_over == REPLICATED.copies_over == ("context", "expert", "expert_data")
+    assert info.placement.copies_over == (REST_OF_CONTEXT, REST_OF_DATA)
+    assert TensorAxis(2, 1).split(2, 7).copies_over == REPLICATED.copies_over == COPIES
 
 
 @pytest.mark.parametrize("size", [1, 2])

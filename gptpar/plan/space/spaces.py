@@ -211,6 +211,11 @@ def _layouts_to_measure(
             if d.TENSOR not in given or mesh.tensor == typed.tensor_model_parallel_size
             if d.PIPELINE not in given or mesh.pipeline == typed.pipeline_model_parallel_size
         ]
+    return _named_layouts(num_processes, listed)
+
+
+def _named_layouts(num_processes: int, listed: Sequence[Mapping[str, int]]) -> list[Mesh]:
+    """The layouts that a user lists by the sizes of their axes."""
     others = [[sizes.get(axis, 1) for axis in ("tp", "pp", "cp")] for sizes in listed]
     rest = [d.sized(num_processes, *sizes) for sizes in others]
     meshes = [replace(at, data=sizes.get("dp", at.data)) for sizes, at in zip(listed, rest, strict=True)]

@@ -132,7 +132,8 @@ class OptimizerConfig(Generic[Open]):
     @property
     def rounded_moments(self) -> frozenset[str]:
         """The states that are kept in 16 bits."""
-        return frozenset(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
+        dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return frozenset(name for name, dtype in dtypes.items() if dtype == "bf16")
 
 
 OptimizerFlags: TypeAlias = OptimizerConfig[None]

@@ -94,7 +94,7 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        lacking = f": gptpar lacks {LACKING[kind]}" if kind in LACKING else ""
+        lacking = f": gptpar lacks {LACKING[kind]}" if isinstance(kind, str) and kind in LACKING else ""
         raise ConfigError([f"model_type {kind!r} is not known{lacking}; gptpar knows {', '.join(FAMILIES)}."])
     config = HfConfig(hf_config)
     if config.get("quantization_config", {}):

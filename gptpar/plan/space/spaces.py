@@ -211,11 +211,11 @@ def _layouts_to_measure(
             if d.TENSOR not in given or mesh.tensor == typed.tensor_model_parallel_size
             if d.PIPELINE not in given or mesh.pipeline == typed.pipeline_model_parallel_size
         ]
-    return _listed_layouts(num_processes, listed)
+    return _named_layouts(num_processes, listed)
 
 
-def _listed_layouts(num_processes: int, listed: Sequence[Mapping[str, int]]) -> list[Mesh]:
-    """The layouts of ``--sweep-layouts``.
+def _named_layouts(num_processes: int, listed: Sequence[Mapping[str, int]]) -> list[Mesh]:
+    """The layouts that a user lists by the sizes of their axes.
 
     Raises:
         ConfigError: the expert axis does not divide the processes with other tokens.

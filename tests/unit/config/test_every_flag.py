@@ -60,6 +60,11 @@ NOTHING_ELSE = {"optimizer", "deepspeed", "deepspeed_config", "data_args_path", 
 NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "config/checks/", "plan/", "sweep/", "fit.py")
 
 
+def _yields(node: ast.stmt) -> bool:
+    """Whether it is a function that yields problems of the flags."""
+    return isinstance(node, ast.FunctionDef) and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in ast.walk(node))
+
+
 @cache
 def names_read() -> set[str]:
     """Attributes that the package reads, words in the sections' properties, for ``getattr``, and optimizers'."""
@@ -69,6 +74,8 @@ def names_read() -> set[str]:
         if place.startswith(NO_READERS):
             continue
         tree = ast.parse(path.read_text())
+        if place.startswith("config/sections/"):
+            tree.body = [node for node in tree.body if not _yields(node)]
         found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
         if place.startswith("config/"):
             functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))

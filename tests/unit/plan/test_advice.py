@@ -59,7 +59,7 @@ def test_a_short_host_is_not_told_to_hold_more() -> None:
 
 def test_a_search_counts_each_layout_once() -> None:
     """Where none fits, the candidates are judged three times; what is told is of the last time."""
-    flags = f"{CALM} --preset 13B --seq-length 2048 --world-size 2 --global-batch-size 8 --gpu-memory 24 --search"
+    flags = f"{CALM} --preset 13B --seq-length 2048 --world-size 2 --global-batch-size 8 --gpu-memory 16 --search"
     planner, _ = make_planner(flags.split())
     found = search(planner)
     assert found.tried == len(list(candidates(planner))) == sum(count for count, _ in found.refused.values())

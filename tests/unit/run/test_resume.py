@@ -201,6 +201,7 @@ OTHER: dict[str, Any] = {
     "optimizer.adam_beta1": 0.8,
     "optimizer.adam_beta2": 0.8,
     "optimizer.adam_eps": 1e-6,
+    **dict.fromkeys(("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), "bf16"),
     "optimizer.adam_bias_correction": False,
     "optimizer.lion_beta1": 0.8,
     "optimizer.lion_beta2": 0.9,

@@ -12,6 +12,10 @@ TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Tolerance of relative differences: in fp64 of any element, in the other formats of all elements together (L2)."""
 
 
+ROUND_OFF = 64 * torch.finfo(torch.float64).eps
+"""Of the largest gradient."""
+
+
 class Comparison:
     """Compares outcomes with the reference and remembers the largest differences.
 
@@ -27,7 +31,7 @@ class Comparison:
         self.tolerance, self._speaks = TOLERANCES[number_format], speaks
         self._measure = difference if number_format == "fp64" else overall_difference
         self.num_failed = self._num_cases = 0
-        self._largest = 0.0
+        self._largest, self._round_off = 0.0, set[str]()
         self._steps, self._reference, self._resumes = steps, reference, resumes
         if speaks:
             columns = ["initial", "loss", "gradient", "weights", *["resumed"] * resumes]
@@ -54,6 +58,7 @@ class Comparison:
         self._largest = max(self._largest, largest, key=_nan_last)
         self._num_cases += 1
         self.num_failed += failed
+        self._round_off.update(name for one in alone.gradients[:steps] for name in round_off(one))
         row = " ".join(f"{value:9.1e}" for value in values) + " " * 10 * (self._resumes and resumed is None)
         print(f"{row}  {name}{'  DIFFERS' if failed else ''}", flush=True)
 
@@ -72,6 +77,23 @@ class Comparison:
             f"(tolerance {self.tolerance:.0e})",
             flush=True,
         )
+        if self.num_failed and self._round_off:
+            print(
+                f"The gradient of {len(self._round_off)} parameters, such as {min(self._round_off)}, is zero by "
+                "construction and consists of round-off: Lion makes whole steps of it, and AdamW with a tiny "
+                "--adam-eps, in other directions in each layout.",
+                flush=True,
+            )
+
+
+def round_off(gradients: Tensors) -> list[str]:
+    """Names of the tensors in fp64 that have no element above the round-off of the largest of all."""
+    largest = max(map(_largest, gradients.values()), default=0.0)
+    return [
+        name
+        for name, tensor in gradients.items()
+        if tensor.dtype == torch.float64 and 0 < _largest(tensor) < ROUND_OFF * largest
+    ]
 
 
 def _nan_last(value: float) -> float:

@@ -1,0 +1,32 @@
+"""The verdict of check-layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.cli.check_layouts.compare import Comparison, round_off
+from gptpar.cli.check_layouts.outcome import Outcome, Tensors
+
+
+def outcome(bias: float, weight: float = 1.0) -> Outcome:
+    tensors: Tensors = {
+        "key.bias": torch.full((2,), bias, dtype=torch.float64),
+        "weight": torch.full((2,), weight, dtype=torch.float64),
+    }
+    return Outcome(dict(tensors), [(1.0, 1.0)], [tensors], [dict(tensors)])
+
+
+@pytest.mark.parametrize(("bias", "told"), [(1e-17, True), (1e-3, False), (0.0, False)])
+def test_a_difference_names_gradients_that_are_round_off_alone(
+    bias: float, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert round_off(outcome(bias).gradients[0]) == ["key.bias"] * told
+    comparison = Comparison("fp64", 1, "one process", speaks=True)
+    comparison.compare("a layout", outcome(bias), outcome(bias))
+    comparison.sum_up()
+    assert "round-off" not in capsys.readouterr().out
+    comparison.compare("another", outcome(bias, weight=1.1), outcome(bias))
+    comparison.sum_up()
+    text = capsys.readouterr().out
+    assert "1 of 2 combinations differ" in text and ("such as key.bias, is zero by construction" in text) == told

@@ -251,7 +251,7 @@ VARIANTS = (
     Option({"recompute.mlp_chunks_for_training": 3}, "MLP in tiles"),
     *(Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: r}, f"CPU optimizer {r}") for r in (0.05, 0.6, 0.95)),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
-    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, d.OFFLOAD_GRADIENTS: "on"}, "gradient sums on the host 0.6"),
+    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, d.OFFLOAD_GRADIENTS: "on"}, "gradient sums on the host"),
 )
 """Variants of recomputation and offload that are proved in every layout."""
 

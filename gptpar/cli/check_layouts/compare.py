@@ -79,21 +79,18 @@ class Comparison:
         )
         if self.num_failed and self._round_off:
             print(
-                f"The gradient of {len(self._round_off)} parameters, such as {min(self._round_off)}, is zero by "
-                "construction and consists of round-off: Lion makes whole steps of it, and AdamW with a tiny "
-                "--adam-eps, in other directions in each layout.",
+                f"The gradient of {len(self._round_off)} parameters, such as {min(self._round_off)}, has elements that "
+                "are zero by construction and consist of round-off: Lion makes whole steps of them, and AdamW with a "
+                "tiny --adam-eps, in other directions in each layout.",
                 flush=True,
             )
 
 
 def round_off(gradients: Tensors) -> list[str]:
-    """Names of the tensors in fp64 that have no element above the round-off of the largest of all."""
-    largest = max(map(_largest, gradients.values()), default=0.0)
-    return [
-        name
-        for name, tensor in gradients.items()
-        if tensor.dtype == torch.float64 and 0 < _largest(tensor) < ROUND_OFF * largest
-    ]
+    """Names of the tensors in fp64 with elements, such as key biases, below the round-off of the largest of all."""
+    bound = ROUND_OFF * max(map(_largest, gradients.values()), default=0.0)
+    wide = {name: tensor.abs() for name, tensor in gradients.items() if tensor.dtype == torch.float64}
+    return [name for name, sizes in wide.items() if ((sizes > 0) & (sizes < bound)).any()]
 
 
 def _nan_last(value: float) -> float:

@@ -11,7 +11,7 @@ from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 
 def outcome(bias: float, weight: float = 1.0) -> Outcome:
     tensors: Tensors = {
-        "key.bias": torch.full((2,), bias, dtype=torch.float64),
+        "key.bias": torch.tensor([1.0, bias], dtype=torch.float64),
         "weight": torch.full((2,), weight, dtype=torch.float64),
     }
     return Outcome(dict(tensors), [(1.0, 1.0)], [tensors], [dict(tensors)])
@@ -29,4 +29,7 @@ def test_a_difference_names_gradients_that_are_round_off_alone(
     comparison.compare("another", outcome(bias, weight=1.1), outcome(bias))
     comparison.sum_up()
     text = capsys.readouterr().out
-    assert "1 of 2 combinations differ" in text and ("such as key.bias, is zero by construction" in text) == told
+    assert (
+        "1 of 2 combinations differ" in text
+        and ("such as key.bias, has elements that are zero by construction" in text) == told
+    )

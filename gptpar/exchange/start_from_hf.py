@@ -24,6 +24,7 @@ OF_TRAINING = frozenset(
     {
         *("seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"),
         *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_expert_capacity_factor", "moe_token_drop_policy"),
     }
 )
 """Fields of a model that a run may set to other values than those of the ``config.json``."""

@@ -1,6 +1,6 @@
 """Expert parallelism: sends tokens to the processes that have their experts, and brings the outputs back.
 
-Each rank of the expert axis has a range of the experts, and reads other samples than the others. Rows are sorted by
+Each rank of the expert axis has a range of the experts, and reads other tokens than the others. Rows are sorted by
 expert, so that those for one rank are neighbours. The receiver sorts what it got by expert, then by sender.
 
 Legend: P ranks of the expert axis, E experts, e = E / P experts of this rank, M rows, D width.

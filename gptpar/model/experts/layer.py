@@ -1,4 +1,4 @@
-"""``Experts``: the MLP of a block as a mixture of experts; every token is computed, whatever the loads are.
+"""``Experts``: the MLP of a block as a mixture of experts; every token is computed, unless a capacity says less.
 
 Legend: N all tokens (n: this rank's, under sequence parallelism), D model width, E experts, K experts of a token,
 M = N * K rows, F this rank's part of an expert's width.

@@ -74,6 +74,7 @@ TRAINING_ONLY = frozenset(
         *("init_method_std", "attention_dropout", "hidden_dropout", "z_loss_weight"),
         *("window_size", "window_pattern", "rope_pattern", "mup_base_hidden_size", "mup_base_kv_channels"),
         *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        *("moe_expert_capacity_factor", "moe_token_drop_policy"),
     }
 )
 """Fields of a model that do not change its logits, or that are compared in another form."""

@@ -53,7 +53,7 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     may_stay: Callable[[str], bool] = lambda name: False,
-    may_cast: Callable[[str], bool] = lambda name: False,
+    may_cast: Callable[[str, torch.dtype], bool] = lambda name, stored: False,
     prove_first: bool = False,
     remedy: str = "",
     apart: Path | None = None,
@@ -74,7 +74,8 @@ def load_checkpoint(
         strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
             and left alone. Shapes must match always, and dtypes but for ``may_cast``.
         may_stay: names in the checkpoint that need not be loaded, however strict.
-        may_cast: names that may have another floating-point dtype here, to which they are rounded to nearest even.
+        may_cast: names and dtypes of tensors that may have another dtype here, to which they are rounded to nearest
+            even.
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.
@@ -203,7 +204,7 @@ def _require_match(
     path: Path,
     strict: bool,
     may_stay: Callable[[str], bool],
-    may_cast: Callable[[str], bool],
+    may_cast: Callable[[str, torch.dtype], bool],
     remedy: str,
     report: Report,
 ) -> None:
@@ -232,7 +233,7 @@ def _does_not_fit(path: Path, problems: list[str], remedy: str) -> Iterator[str]
 
 
 def _mismatches(
-    manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts], may_cast: Callable[[str], bool]
+    manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts], may_cast: Callable[[str, torch.dtype], bool]
 ) -> list[str]:
     problems = []
     for name, target in targets.items():
@@ -240,7 +241,7 @@ def _mismatches(
             continue
         if entry.shape != tuple(target.shape):
             problems.append(f"tensor {name!r} is {list(entry.shape)} in the checkpoint and {list(target.shape)} here")
-        if entry.dtype != target.dtype and not may_cast(name):
+        if entry.dtype != target.dtype and not may_cast(name, entry.dtype):
             stored, here = dtype_name(entry.dtype), str(target.dtype).removeprefix("torch.")
             problems.append(f"tensor {name!r} is {stored} in the checkpoint and {here} here; it is not cast")
     return problems

@@ -173,7 +173,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         iteration=c.ckpt_step,
         strict=not weights_only,
         may_stay=lambda name: _is_dropped(config, name),
-        may_cast=lambda name: _is_rounded(manifest, name, targets[name].dtype),
+        may_cast=lambda name, stored: _is_rounded(name, stored, targets[name].dtype),
         apart=memory_folder(),
         report=_only_missing(say),
     )
@@ -194,7 +194,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
-        _tell_other_formats(manifest, targets, say)
+        _tell_other_formats(read_manifest(loaded.path), targets, say)
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:
@@ -223,16 +223,16 @@ def _is_dropped(config: Config, name: str) -> bool:
     return of_matrices is not None and kind in of_others.states and kind not in of_matrices.states
 
 
-def _is_rounded(manifest: Manifest, name: str, dtype: torch.dtype) -> bool:
+def _is_rounded(name: str, stored: torch.dtype, here: torch.dtype) -> bool:
     """Whether a tensor is a moment that is kept in 16 bits either in the checkpoint or here, and in fp32 else."""
-    return kind_of(name) in STATES and {manifest.tensors[name].dtype, dtype} == {KEPT_IN, torch.float32}
+    return kind_of(name) in STATES and {stored, here} == {KEPT_IN, torch.float32}
 
 
 def _tell_other_formats(manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]) -> None:
     """Tell what a resume did to moments that the checkpoint has in another number format."""
     for kind in STATES:
         names = [name for name in targets if kind_of(name) == kind and name in manifest.tensors]
-        if any(_is_rounded(manifest, name, targets[name].dtype) for name in names):
+        if any(_is_rounded(name, manifest.tensors[name].dtype, targets[name].dtype) for name in names):
             narrows = targets[names[0]].dtype == KEPT_IN
             how = "bf16: fp32 was rounded to nearest once" if narrows else "fp32 again, exactly as they were in bf16"
             say(f" > the values of {kind} are {how}")

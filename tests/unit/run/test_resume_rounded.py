@@ -73,3 +73,22 @@ def test_weights_are_never_cast(tmp_path: Path) -> None:
         resume.load(second, inputs_of(second.config), lambda _: None)
     first.close()
     second.close()
+
+
+def test_an_older_checkpoint_of_another_number_format_takes_a_damaged_one_s_place(tmp_path: Path) -> None:
+    first, told = run_of(tmp_path, f"--bf16 {OFFLOAD} 1"), list[str]()
+    train(first, 0, 1)
+    save(first, 1)
+    second = run_of(tmp_path, f"--bf16 --exp-avg-sq-dtype bf16 {OFFLOAD} 1")
+    resume.load(second, inputs_of(second.config), lambda _: None)
+    train(second, 1, 2)
+    save(second, 2)
+    (data,) = tmp_path.rglob("iter_0000002/*.bin")
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    third = run_of(tmp_path, f"--bf16 --exp-avg-sq-dtype bf16 {OFFLOAD} 1")
+    assert resume.load(third, inputs_of(third.config), told.append).iteration == 1
+    assert " > the values of exp_avg_sq are bf16: fp32 was rounded to nearest once" in told
+    for trainer in (first, second, third):
+        trainer.close()

@@ -177,9 +177,12 @@ class HostSums:
         self._thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
-        if self._cores is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self._cores)
-        self._shared.transfers.enter_thread()
+        try:
+            if self._cores is not None and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, self._cores)
+            self._shared.transfers.enter_thread()
+        except BaseException as error:  # each addend's turn tells the training loop
+            self._failure = error
         while (addend := self._under_way.get()) is not None:
             self._add(addend)
             del addend  # with it, the device's memory
@@ -187,8 +190,9 @@ class HostSums:
     def _add(self, addend: _Addend) -> None:
         bucket, square = addend.bucket, 0.0
         try:
+            grad = addend.grad.tensor()  # after an error, too: the device may still read its memory
             if self._failure is None:
-                order_sum(addend.total, addend.old, addend.grad.tensor(), bucket.kernel.threads)()
+                order_sum(addend.total, addend.old, grad, bucket.kernel.threads)()
                 if addend.result is not None:
                     square = sum(bucket.kernel.square(addend.total[start:stop]) for start, stop in bucket.counted)
         except BaseException as error:  # the training loop raises it when it waits

@@ -182,6 +182,23 @@ def test_an_error_of_the_additions_reaches_the_loop(monkeypatch: pytest.MonkeyPa
     host.close()
 
 
+def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers, begun = SameMemory(), threading.Event()
+
+    def enter() -> None:
+        if threading.current_thread().name == "gptpar-gradient-sums":
+            begun.set()
+            raise OSError("no such core")
+
+    monkeypatch.setattr(transfers, "enter_thread", enter)
+    host, _ = make_host(transfers)
+    assert begun.wait(60) and host.sums is not None
+    with pytest.raises(OSError, match="no such core"):
+        submit(host, 1.0, first=True, last=True)
+        host.sums.squares()
+    host.close()
+
+
 def test_memory_of_the_sums() -> None:
     assert sums_bytes(1000, 4) == 8000
     assert sums_bytes(10**8, 4) == 4 * (10**8 + buckets.BUCKET_ELEMENTS)

@@ -211,8 +211,8 @@ class _Saved:
     """What attention saves for its backward pass.
 
     Attributes:
-        gathered: tensors of which saved ones are views.
-        others: the saved tensors that are not.
+        gathered: the gathered keys and values; they are gathered again, and not saved.
+        others: the saved tensors that are no views of these.
     """
 
     def __init__(self, gathered: list[torch.Tensor]):

@@ -74,8 +74,8 @@ def load_checkpoint(
         strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
             and left alone. Shapes must match always, and dtypes but for ``may_cast``.
         may_stay: names in the checkpoint that need not be loaded, however strict.
-        may_cast: names and dtypes of tensors that may have another dtype here, to which they are rounded to nearest
-            even.
+        may_cast: (name, stored dtype) -> whether the tensor may have another dtype here. Its values are then rounded
+            to nearest even.
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.

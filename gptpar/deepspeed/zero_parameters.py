@@ -181,7 +181,7 @@ def mark_trained(engine: TrainingEngine) -> None:
 
 
 class _CopiesToCpu(TorchFunctionMode):
-    """A context in which ``.cpu()`` and ``.to()`` copy a tensor that is there already, as they do from a GPU.
+    """A context in which ``.cpu()`` and ``.to()`` copy even a tensor in host memory, as they copy from a GPU.
 
     Parameters lose their memory after ``GatheredParameters``, and programs keep what these calls return.
     """

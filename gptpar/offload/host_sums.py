@@ -18,14 +18,12 @@ import torch
 
 from gptpar.offload.bucket_state import ForbiddenEvent
 from gptpar.offload.buckets import BUCKET_ELEMENTS, Bucket
+from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.events import What
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.transfers import D2HCopy, DeviceEvent
 from gptpar.optim.cpu_adam import order_sum
 from gptpar.system import pages
-
-MAX_UNITS_WAITING = 2
-"""Gradients that may wait on the device for their copies, in sizes of the largest: one is being copied, one is next."""
 
 EXIT_SECONDS = 10.0
 

@@ -15,8 +15,8 @@ and ``csrc/cpu_adam_loop.h`` give the same bits. The weights follow the new mome
 
 The old moments take the place of the element's position. They are the same bits in every layout, at every ratio and
 after a resume, if the gradients are; and no kernel has to know where in the global tensor its elements are. Elements
-whose moments are equal, as all are before the first step, share the draws of one step: their average is still right,
-and so many different moments exist that shares of them cancel.
+whose moments are equal, as all are before the first step, share the draws of one step. Each draw's expected value is
+the same, and elements with other moments have other draws.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rounded(values: Tensor, draw: Tensor) -> Tensor:
 
 
 def as_kept(new: Sequence[Tensor], old: Sequence[Tensor], kept: Sequence[Tensor], key: Tensor | int) -> list[Tensor]:
-    """An update's new weights and states, in the number formats in which they are kept.
+    """New weights and states of an update, converted to their stored number formats.
 
     Args:
         new, old: [n] weights and states in the dtype of the weights; rounded states are two moments.

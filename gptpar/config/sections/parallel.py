@@ -12,7 +12,7 @@ from gptpar.topology.mesh import Mesh
 SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron's names of the ZeRO stages."""
 MAX_GATHERED_BYTES = 256 * 2**20
-"""Attention gathers keys and values of so many bytes at once over the context axis, or those of one group."""
+"""The most bytes of keys and values that attention gathers at once over the context axis; at least one group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ class ExpertBalance:
         A model that is fine-tuned may have fewer layers, or experts in fewer of them: each takes its own.
 
         Raises:
-            CheckpointError: it lacks the state of a layer, or is no state of such layers.
+            CheckpointError: a layer is missing in the state, or the number of experts differs.
         """
         if state is None or not self.names:
             return

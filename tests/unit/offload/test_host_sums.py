@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from gptpar.offload import buckets, host_sums
+from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.host_sums import MAX_UNITS_WAITING, HostSums, sums_bytes
+from gptpar.offload.host_sums import HostSums, sums_bytes
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, order_sum

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,21 +23,23 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gptpar.system.pinned import PinnedMemory
 
+Block = TypeVar("Block")
+
 MIN_BYTES = 1024
 """Smaller tensors stay on the device: a copy would take longer than it is worth."""
 
 
-def offloaded_blocks(names: Sequence[str], count: int) -> frozenset[str]:
+def offloaded_blocks(blocks: Sequence[Block], count: int) -> frozenset[Block]:
     """The blocks whose activations leave: ``count`` of all, evenly spread, so that copies have the time of all blocks.
 
     The last block stays if any does: its backward pass begins first.
 
     Args:
-        names: the model's blocks in forward order.
+        blocks: the model's, in forward order.
     """
-    total = len(names)
+    total = len(blocks)
     places = (place for place in range(total) if (place + 1) * count // total > place * count // total)
-    return frozenset(names[total - 1 - place] for place in places)
+    return frozenset(blocks[total - 1 - place] for place in places)
 
 
 class HostActivations:

@@ -28,7 +28,7 @@ CPU_PARAMETERS, OFFLOAD_GRADIENTS = "offload.cpu_parameters", "offload.offload_g
 
 ON_CPU: Changes = {CPU_OPTIMIZER: True, CPU_RATIO: "auto"}
 PARAMETERS_ON_CPU: Changes = {CPU_PARAMETERS: True}
-RECOMPUTED: Changes = {RECOMPUTE: "full", RECOMPUTE_MODULES: None, OFFLOADED_LAYERS: 0}
+RECOMPUTED: Changes = {RECOMPUTE: "full", RECOMPUTE_MODULES: None}
 PRECISIONS = ("precision.bf16", "precision.fp16", "precision.fp64")
 
 

@@ -74,12 +74,16 @@ def test_each_block_returns_while_the_one_after_it_is_used(first: bool) -> None:
         kept[number].clear()
 
 
-def test_a_pass_brings_nothing_of_another_one() -> None:
-    """1F1B: two forward passes, then the backward pass of the first."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_pass_brings_nothing_of_another_one(first: int) -> None:
+    """1F1B: two forward passes, then the backward pass of the first; of the last, in a schedule of virtual stages."""
     host, kept = Watched(), []
     for value in (0.0, 1.0):
         host.begin_pass()
         kept.append([put(host, value)[0], put(host, value + 10)[0]])
+    if first:
+        assert [float(host.take(one)[0, 0]) for one in reversed(kept[1])] == [11.0, 1.0] and host.returned == [1.0]
+        return
     assert float(host.take(kept[0][1])[0, 0]) == 10 and host.returned == [10.0, 0.0]
     assert float(host.take(kept[0][0])[0, 0]) == 0 and host.returned == [10.0, 0.0]
     assert float(host.take(kept[1][1])[0, 0]) == 11 and host.returned == [10.0, 0.0, 1.0]

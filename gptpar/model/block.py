@@ -211,12 +211,16 @@ class Block(nn.Module):
         self.attention_post_norm = norm(fused=of_output) if after else None
         self.mlp_norm = norm(fused=of_stream) if before else None
         self.mlp = make_mlp(linears, experts, recompute_modules, mlp_tiles)
-        both = {"mlp", "layernorm"} <= recompute_modules
-        self.norm_is_in_mlp = both and before and not self.parallel and isinstance(self.mlp, MLP)
         self.returns_losses = bool(experts and losses_of(config))
         self.mlp_post_norm = norm(fused=of_output) if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
+
+    @property
+    def norm_is_in_mlp(self) -> bool:
+        """Whether the norm before the MLP is computed again together with it."""
+        both = {"mlp", "layernorm"} <= self.recompute_modules and isinstance(self.mlp, MLP)
+        return both and self.mlp_norm is not None and not self.parallel
 
     def forward(
         self,

@@ -43,12 +43,11 @@ class StagePart:
     """The layers that a process of one stage runs; two are equal if their layers are, but for the names.
 
     Attributes:
-        kinds: of the layers of each of its virtual stages (:class:`~gptpar.plan.layers.Layers`), each with whether the
-            host keeps what the layer saves.
+        kinds: of each virtual stage's layers (:class:`~gptpar.plan.layers.Layers`); ``~kind``: it saves in host memory.
         chunks: numbers of these layers in the model.
     """
 
-    kinds: tuple[tuple[tuple[int, bool], ...], ...]
+    kinds: tuple[tuple[int, ...], ...]
     chunks: tuple[tuple[int, ...], ...] = field(compare=False)
 
     @cached_property
@@ -285,14 +284,16 @@ class Job:
     @cached_property
     def offloaded(self) -> frozenset[int]:
         """The blocks, by number, that save their activations in host memory."""
-        return offloaded_blocks(sorted(self.layers.blocks), self.config.recompute.cpu_offloading_num_layers)
+        count = self.config.recompute.cpu_offloading_num_layers
+        return offloaded_blocks(sorted(self.layers.blocks), count) if count else frozenset()
 
     def bytes_to_host(self, part: StagePart) -> list[float]:
         """For each of a stage's virtual stages: bytes of a micro-batch's activations that the host keeps."""
-        of_group = self.recomputed_input_bytes * self.config.recompute.checkpoint_in_cpu
-        groups = [of_group * len(groups) for groups in self.recomputed(part)]
-        saved = [sum(self.kept(number) for number in chunk if number in self.offloaded) for chunk in part.chunks]
-        return [one + other for one, other in zip(groups, saved, strict=True)]
+        if not self.offloaded and not self.config.recompute.checkpoint_in_cpu:
+            return [0.0] * len(part.chunks)
+        if not self.offloaded:
+            return [self.recomputed_input_bytes * len(groups) for groups in self.recomputed(part)]
+        return [sum(self.kept(number) for number in chunk if number in self.offloaded) for chunk in part.chunks]
 
     def blocks(self, part: StagePart) -> list[int]:
         """A stage's blocks, by number."""
@@ -331,7 +332,7 @@ class Job:
     def _parts(self) -> tuple[tuple[StagePart, ...], Ties]:
         method = self.config.parallel.pipeline_partition_method
         sizes = self.mesh.pipeline, self.num_virtual_stages
-        return parts_of(self.layers, self.config.model, *sizes, method, self.offloaded)
+        return parts_of(self.layers, self.shape, *sizes, method, self.offloaded)
 
 
 @lru_cache(maxsize=4096)
@@ -364,17 +365,17 @@ def parts_of(
     num_stages: int,
     num_virtual_stages: int,
     method: str,
-    offloaded: frozenset[int] = frozenset(),
+    offloaded: frozenset[int],
 ) -> tuple[tuple[StagePart, ...], Ties]:
     """(the layers that each stage runs, the layers that several stages have)."""
     split = split_of_model(model, num_stages, num_virtual_stages, method)
     pieces = [tuple(range(start, stop)) for start, stop in pairwise(split.bounds)]
+    kinds = [~kind if number in offloaded else kind for number, kind in enumerate(layers.kinds)]
     parts: dict[StagePart, StagePart] = {}
     stages = []
     for stage in range(num_stages):
         chunks = tuple(pieces[stage::num_stages])
-        kinds = (tuple((layers.kinds[number], number in offloaded) for number in chunk) for chunk in chunks)
-        part = StagePart(tuple(kinds), chunks)
+        part = StagePart(tuple(tuple(kinds[number] for number in chunk) for chunk in chunks), chunks)
         stages.append(parts.setdefault(part, part))
     return tuple(stages), tuple(split.tied_stages(layers.spec.specs).items())
 

@@ -325,9 +325,12 @@ class _Costs:
 
         Activations leave and return while blocks run. In the forward pass weights come against them.
         """
-        job, layers = self._job, self.layers(part)
+        job = self._job
         weights = job.table(part).length() * job.element_size * job.config.offload.cpu_parameters
         activations = sum(job.bytes_to_host(part))
+        if not weights and not activations:
+            return 0.0
+        layers = self.layers(part)
         if activations:
             layers = [layer for number, layer in zip(part.layers, layers, strict=True) if number in job.layers.blocks]
         rate, both_ways = self._sustained.bus, self._sustained.bus * BUS_BOTH_WAYS / BUS

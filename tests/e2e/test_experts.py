@@ -11,8 +11,8 @@ from tests.e2e.commands import gptpar, said_by
 from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
 
 EXPERTS = (
-    f"{BYTES.replace('--eval-iters 0', '--eval-iters 2')} --swiglu --disable-bias-linear --position-embedding-type rope "
-    "--num-experts 4 --moe-ffn-hidden-size 16 --moe-layer-freq [0,1] --moe-router-enable-expert-bias "
+    f"{BYTES.replace('--eval-iters 0', '--eval-iters 2')} --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --num-experts 4 --moe-ffn-hidden-size 16 --moe-layer-freq [0,1] --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.1 --moe-expert-capacity-factor 1.25 --global-batch-size 4 --fp64"
 )
 LAYOUTS = {

@@ -155,8 +155,15 @@ EXPERTS = [
     Mutation(
         "balance-of-a-context-rank-s-tokens",
         "gptpar/context_parallel.py",
-        "            module.context = group\n",
+        "            module.context = DividedSamples(split, group)\n",
         "            pass\n",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "full-experts-take-tokens-in-the-order-of-ranks",
+        "gptpar/context_parallel.py",
+        "ranges = replace(self.split, rank=rank).ranges(seq_length)",
+        "ranges = replace(self.split, rank=rank, gathers=False).ranges(seq_length)",
         LAYOUT_TESTS,
     ),
     Mutation(
@@ -246,7 +253,7 @@ EXPERTS = [
     Mutation(
         "a-full-expert-s-surplus-of-the-micro-batch",
         ROUTING,
-        "limit = seq_length, config",
+        "limit = length, config",
         "limit = len(judged_NE), config",
         UNIT_TESTS,
     ),

@@ -35,12 +35,6 @@ def check_experts(flags: Flags) -> Iterator[str]:
 
 def _not_together(flags: Flags) -> Iterator[str]:
     """What experts do not go with yet."""
-    size, factor = flags.parallel.context_parallel_size, flags.model.moe_expert_capacity_factor
-    if size > 1 and factor is not None:
-        yield (
-            f"--moe-expert-capacity-factor {factor:g} limits an expert's tokens of whole sequences, and "
-            f"--context-parallel-size {size} divides these: drop one of them."
-        )
     again = flags.recompute
     if again.mlp_chunks_for_training > 1 or "mlp_act" in (again.recompute_modules or ()):
         yield (

@@ -195,12 +195,6 @@ def test_the_width_of_experts_is_split_over_tensor_ranks() -> None:
         resolve(parsed, 2)
 
 
-def test_a_capacity_is_of_whole_sequences() -> None:
-    words = [*TINY.split(), *EXPERTS.split(), *["--moe-expert-capacity-factor", "2", "--context-parallel-size", "2"]]
-    with pytest.raises(Exception, match="--moe-expert-capacity-factor 2 limits .* --context-parallel-size 2 divides"):
-        resolve(parse_flags(words), 2)
-
-
 def test_flags_of_a_dense_model_have_no_effect() -> None:
     flags = (
         "--num-experts 1 --moe-expert-parallel-size 1 --mlp-type standard --moe-loss-coeff 0.0 --moe-min-capacity 4 "

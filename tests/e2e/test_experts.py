@@ -12,8 +12,9 @@ from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_
 
 EXPERTS = (
     f"{BYTES.replace('--eval-iters 0', '--eval-iters 2')} --swiglu --disable-bias-linear "
-    "--position-embedding-type rope --num-experts 4 --moe-ffn-hidden-size 16 --moe-layer-freq [0,1] --moe-router-enable-expert-bias "
-    "--moe-router-bias-update-rate 0.1 --moe-expert-capacity-factor 1.25 --global-batch-size 4 --fp64"
+    "--position-embedding-type rope --num-experts 4 --moe-ffn-hidden-size 16 --moe-layer-freq [0,1] "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --moe-expert-capacity-factor 1.25 "
+    "--global-batch-size 4 --fp64"
 )
 LAYOUTS = {
     "one": "--nproc-per-node 1",

@@ -172,7 +172,9 @@ def without_surplus(
 class ContextRanks(Protocol):
     """The ranks that divide the tokens of samples; :mod:`gptpar.context_parallel` has them."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
 
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Over the ranks."""

@@ -179,7 +179,7 @@ SIGMOID, GROUPS = (
         (EXPERTS + "--moe-shared-expert-gate", "--moe-shared-expert-gate is a shared expert's: give --moe-shared-ex"),
         (EXPERTS + "--mup --mup-base-hidden-size 8", "--mup has no rule for experts: leave it out, or train a model"),
         (EXPERTS + "--moe-loss-coeff 0.1", "--moe-loss-coeff: DeepSpeed's mixture-of-experts is not part of gptpar,"),
-        (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: tokens are brought"),
+        (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: experts of width"),
     ],
 )
 def test_experts_that_cannot_be_are_told(flags: str, told: str) -> None:

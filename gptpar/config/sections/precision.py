@@ -80,8 +80,8 @@ def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
     if config.precision.dtype != "bf16" or width % GROUPED_MULTIPLE or (m.hidden_size or 0) % GROUPED_MULTIPLE:
         yield (
             f"experts of width {width} in {config.precision.dtype}, in a model of width {m.hidden_size}, are "
-            "multiplied one after another, by counts that the host reads (a kernel takes all in bf16, where both widths "
-            f"are multiples of {GROUPED_MULTIPLE})"
+            "multiplied one after another, by counts that the host reads (a kernel takes all in bf16, where both "
+            f"widths are multiples of {GROUPED_MULTIPLE})"
         )
 
 

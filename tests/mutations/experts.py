@@ -50,8 +50,8 @@ EXPERTS = [
     Mutation(
         "router-s-gradient-of-one-tensor-rank",
         ROUTING,
-        "ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)",
-        "ParameterSpec(Normal(hidden_std(config)), axis.between_layers)",
+        "ParameterSpec(Normal(router_std(config)), axis.inside_layers)",
+        "ParameterSpec(Normal(router_std(config)), axis.between_layers)",
         LAYOUT_TESTS,
     ),
     Mutation(

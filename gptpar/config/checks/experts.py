@@ -27,8 +27,11 @@ def check_experts(flags: Flags) -> Iterator[str]:
     yield from _balance(m)
     if m.add_bias_linear:
         yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
-    if m.mup:
-        yield "--mup has no rule for experts: leave it out, or train a model with --num-experts 1."
+    if m.mup and flags.optimizer.optimizer == "muon":
+        yield (
+            f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the model: "
+            "leave one out, or train a model with --num-experts 1."
+        )
     yield from _not_together(flags)
     yield from _tensor(flags)
 

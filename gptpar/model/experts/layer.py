@@ -25,7 +25,7 @@ from gptpar.model.experts.dispatch import (
 from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
-from gptpar.model.mup import hidden_std
+from gptpar.model.mup import hidden_std, router_std
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.topology.initial_values import Normal
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         self.declared = {
             "up": ParameterSpec(Normal(std), axis.split(2, inner) | placed.split(config.num_experts)),
             "down": ParameterSpec(Normal(down_std), axis.split(2, inner) | placed.split(config.num_experts)),
-            "gate": ParameterSpec(Normal(std), axis.between_layers),
+            "gate": ParameterSpec(Normal(router_std(config)), axis.between_layers),
         }
         self.router = Router(config, axis)
         num_here = config.num_experts // placed.size

@@ -21,7 +21,7 @@ from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
-from gptpar.model.mup import hidden_std
+from gptpar.model.mup import router_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
 from gptpar.topology.initial_values import Normal
@@ -242,7 +242,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
-        self.declared = {"weight": ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)}
+        self.declared = {"weight": ParameterSpec(Normal(router_std(config)), axis.inside_layers)}
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         # Under sequence parallelism an auxiliary loss counts for a part of the tokens on each rank already.
         self._loss_parts = 1 if axis.splits_tokens else axis.size

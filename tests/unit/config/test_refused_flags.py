@@ -177,7 +177,10 @@ SIGMOID, GROUPS = (
         (EXPERTS + "--moe-expert-capacity-factor 4", "--moe-expert-capacity-factor 4 limits nothing: from --num-exper"),
         (EXPERTS + "--moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax is for"),
         (EXPERTS + "--moe-shared-expert-gate", "--moe-shared-expert-gate is a shared expert's: give --moe-shared-ex"),
-        (EXPERTS + "--mup --mup-base-hidden-size 8", "--mup has no rule for experts: leave it out, or train a model"),
+        (
+            EXPERTS + "--mup --mup-base-hidden-size 8 --optimizer muon",
+            "--mup has no rule for Muon's update of a router",
+        ),
         (EXPERTS + "--moe-loss-coeff 0.1", "--moe-loss-coeff: DeepSpeed's mixture-of-experts is not part of gptpar,"),
         (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: experts of width"),
     ],

@@ -148,8 +148,8 @@ EXPERTS = [
     Mutation(
         "shared-expert-s-gate-of-all-tensor-ranks",
         LAYER,
-        '"gate": ParameterSpec(Normal(std), axis.between_layers)',
-        '"gate": ParameterSpec(Normal(std), axis.inside_layers)',
+        '"gate": ParameterSpec(Normal(router_std(config)), axis.between_layers)',
+        '"gate": ParameterSpec(Normal(router_std(config)), axis.inside_layers)',
         LAYOUT_TESTS,
     ),
     Mutation(

@@ -29,8 +29,8 @@ def check_experts(flags: Flags) -> Iterator[str]:
         yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
     if m.mup and flags.optimizer.optimizer == "muon":
         yield (
-            f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the model: "
-            "leave one out, or train a model with --num-experts 1."
+            f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the "
+            "model: leave one out, or train a model with --num-experts 1."
         )
     yield from _not_together(flags)
     yield from _tensor(flags)

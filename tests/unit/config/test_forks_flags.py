@@ -305,7 +305,7 @@ def test_flags_of_the_newest_and_the_oldest_megatron_that_change_no_number_are_n
         ("--top-k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
         ("--top_k 2", "a choice among the k likeliest tokens or experts (see gptpar generate)"),
         ("--top_p 0.9", "generating text beside the training (see gptpar generate)"),
-        ("--enable-gpt-oss", "gpt-oss's options all at once (see --rope-scaling-type)"),
+        ("--enable-gpt-oss", "gpt-oss's options all at once (see --preset gpt-oss-20B)"),
         ("--use_one_sent_docs", "retrieval"),
         ("--fmoe-num-experts 4", "this option of experts"),
         ("--hybrid-context-parallel", "context parallelism"),

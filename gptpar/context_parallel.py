@@ -186,7 +186,7 @@ class _GatheredAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attend: Any, stops: Any, group: Any, q: Any, sinks: Any, k: Any, v: Any) -> torch.Tensor:
-        """``attend`` takes q_BHTK, sinks_H, and of a sample's first tokens, for each of ``stops``, k_BGSK and v_BGSK."""
+        """``attend`` takes q_BHTK, sinks_H and, for each of ``stops``, k_BGSK and v_BGSK of a sample's first tokens."""
         saved = _Saved(_gathered(k, v, stops, group))
         own = (q,) if sinks is None else (q, sinks)
         leaves = [x.detach().requires_grad_() for x in (*own, *(x.transpose(1, 2) for x in saved.gathered))]

@@ -79,7 +79,8 @@ def choose_gelu(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
         given: fields that keep what was typed, as ``section.field``.
     """
     notes, model = _Notes(flags), flags.model
-    other = model.swiglu or model.glu_activation or model.quick_geglu or model.squared_relu or model.mlp_activation != FUSED_GELU
+    switches = model.swiglu, model.glu_activation, model.quick_geglu, model.squared_relu
+    other = any(switches) or model.mlp_activation != FUSED_GELU
     if not other and "model.mlp_activation" not in given and not (model.add_bias_linear and model.bias_gelu_fusion):
         reason = "--disable-bias-linear" if not model.add_bias_linear else "--no-bias-gelu-fusion"
         notes.replace("model", "mlp_activation", UNFUSED_GELU, f"{reason}, as in Megatron-LM")

@@ -85,7 +85,7 @@ def varlen_attention_with_sinks(
     left: int,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal flash attention inside documents, with sinks; returns (y_NHK, logsumexp_HN with the sink, in fp32 or wider).
+    """Causal flash attention inside documents, with sinks; returns (y_NHK, logsumexp_HN with the sink).
 
     Args:
         cu_queries, cu_keys, max_queries, max_keys: as :func:`torch.nn.attention.varlen.varlen_attn` has them.
@@ -114,7 +114,7 @@ def varlen_attention_with_sinks_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values."""
     tensors = grad_NHK.contiguous(), q_NHK, k_NGK, v_NGK, y_NHK, total_HN, cu_queries, cu_keys
-    return _flash_backward(*tensors, max_queries, max_keys, left, scale)
+    return _flash_backward(tensors, max_queries, max_keys, left, scale)
 
 
 def _flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, left: int, scale: Any) -> Any:
@@ -123,20 +123,21 @@ def _flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int,
     return torch.ops.aten._flash_attention_forward(*where, 0.0, True, False, scale=scale, **sides)[:2]
 
 
-def _flash_backward(
-    grad: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, left: int, scale: Any
-) -> Any:
-    """Gradients of q, k and v by torch's kernel; without dropout it reads no state of a generator."""
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    where, sides = (cu_q, cu_k, max_q, max_k), {"window_size_left": left, "window_size_right": 0}
-    how = 0.0, True, state, unused
-    return torch.ops.aten._flash_attention_backward(grad, q, k, v, y, lse, *where, *how, scale=scale, **sides)
+def _flash_backward(tensors: tuple[Any, ...], max_q: int, max_k: int, left: int, scale: Any) -> Any:
+    """Gradients of q, k and v by torch's kernel; without dropout it reads no state of a generator.
+
+    Args:
+        tensors: gradient of y, q, k, v, y, logsumexp, and where documents start among queries and keys.
+    """
+    device, sides = tensors[0].device, {"window_size_left": left, "window_size_right": 0}
+    how = 0.0, True, torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+    return torch.ops.aten._flash_attention_backward(*tensors, max_q, max_k, *how, scale=scale, **sides)
 
 
 @varlen_attention_with_sinks.register_fake
 def _(q_NHK: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, (tokens, heads, _) = torch.promote_types(q_NHK.dtype, torch.float32), q_NHK.shape
-    return q_NHK.new_empty(q_NHK.shape), q_NHK.new_empty(heads, tokens, dtype=wide)
+    total_HN = q_NHK.new_empty(q_NHK.shape[1], len(q_NHK), dtype=torch.promote_types(q_NHK.dtype, torch.float32))
+    return q_NHK.new_empty(q_NHK.shape), total_HN
 
 
 @varlen_attention_with_sinks_backward.register_fake

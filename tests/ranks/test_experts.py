@@ -27,9 +27,10 @@ EXPERTS = (
     "--moe-aux-loss-coeff 0.1 "
 )
 SIGMOID = (
-    "--swiglu --disable-bias-linear --moe-router-load-balancing-type seq_aux_loss --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 "
-    "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3 --moe-router-num-groups 4 --moe-router-group-topk 2"
+    "--swiglu --disable-bias-linear --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate "
+    "--moe-layer-freq [0]*1+[1]*3 --moe-router-num-groups 4 --moe-router-group-topk 2"
 )
 SOFTMAX = (
     "--moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax --moe-layer-freq 2 --quick-geglu "

@@ -144,7 +144,7 @@ class ModelConfig(ExpertOptions, Generic[Open]):
     )
     activation_func_clamp_value: float | None = flag(
         None,
-        "c: in an MLP with a gate, clamp what goes into the gate to at most c, and the other half to -c ... c (gpt-oss)",
+        "c: in an MLP with a gate, clamp the gate's input to at most c, and the other half to -c ... c (gpt-oss: 7)",
         above=0,
     )
     glu_linear_offset: float = flag(

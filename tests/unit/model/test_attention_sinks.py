@@ -65,20 +65,10 @@ def _documents(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, left: int, scale: f
 
 
 def flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    y: torch.Tensor,
-    lse: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    left: int,
-    scale: float,
+    tensors: tuple[torch.Tensor, ...], max_q: int, max_k: int, left: int, scale: float
 ) -> tuple[torch.Tensor, ...]:
     """The kernel's arithmetic (Dao 2023): probabilities from lse, and row sums from the output that it is given."""
+    grad, q, k, v, y, lse, cu_q, cu_k = tensors
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
     queries = q.shape[1] // k.shape[1]
     sums_HN = (grad * y).sum(-1).t()

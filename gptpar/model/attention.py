@@ -228,19 +228,17 @@ class Attention(nn.Module):
         groups = self.num_groups // self.axis.size
         heads, has_norms = groups * self.queries_per_group, self.query_norm is not None
         queries, keys = heads * self.head_width, groups * self.head_width
-        over_width, channels = isinstance(self.query_norm, WidthRMSNorm), DISTANCE_CHANNELS * self.has_distances
+        over_width, added = isinstance(self.query_norm, WidthRMSNorm), self._added_channels(batch)
         projected = self.qkv.weight.shape[0]
-        kept = projected if has_norms or not self.has_distances else 0  # values are a view of it
-        if self.has_distances:
-            kept += (heads + 2 * groups) * (self.head_width + channels)
+        kept = projected if has_norms or not added else 0  # values are a view of it
+        if added:
+            kept += (heads + 2 * groups) * (self.head_width + added)
         elif has_norms or self.rotary:
             kept += queries + keys
         kept += (queries + keys) * over_width  # before the norms' factor
-        if self.sinks is not None and not self._has_kernel(batch):  # copies with a sink's channels
-            kept += (2 * heads + 2 * groups) * (self.head_width + SINK_CHANNELS)
-        if self.rotary or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
-            kept += heads * (self.head_width + channels) + queries * self.gated
-        if self._calls_by_document(batch) and (self.gated or not (self.rotary or self.has_distances)):
+        if self.rotary or self.gated or added:  # the projection reads a copy of the kernel's output
+            kept += heads * (self.head_width + added) + queries * self.gated
+        if self._calls_by_document(batch) and (self.gated or not (self.rotary or added)):
             kept += queries  # their outputs are put together in a copy
         seen, masked, mask_bytes = self._pairs(batch)
         normed, size = (queries + keys) * has_norms, batch.dtype.itemsize
@@ -273,6 +271,11 @@ class Attention(nn.Module):
             return seen, hidden / tokens, sum(one * one for one in masked) / tokens * size
         rows = batch.rows_of_masks if has_documents else length / batch.tokens
         return seen, length - seen, rows * length * size
+
+    def _added_channels(self, batch: BatchShape) -> int:
+        """Of each head: for distances, and for a sink that is a key."""
+        is_key = self.sinks is not None and not self._has_kernel(batch)
+        return DISTANCE_CHANNELS * self.has_distances + SINK_CHANNELS * is_key
 
     def _has_kernel(self, batch: BatchShape) -> bool:
         """Whether flash attention of variable length computes windows, documents and sinks."""

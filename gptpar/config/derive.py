@@ -131,9 +131,8 @@ def _derive_rotary(notes: _Notes) -> None:
                 notes.fill("model", pattern, layer_pattern(text, letters, most), f"{flag_name(name)} {text}")
 
 
-def _derive_model(notes: _Notes) -> None:
-    _derive_position_embedding(notes)
-    _derive_rotary(notes)
+def _derive_gate(notes: _Notes) -> None:
+    """Other programs' words for a gate, beside which the MLP has another width."""
     gate = notes.flags.model.glu_activation
     reason = f"--glu-activation {gate}"
     if gate is None and notes.flags.model.quick_geglu:
@@ -144,6 +143,12 @@ def _derive_model(notes: _Notes) -> None:
         if notes.flags.model.hidden_size:
             width = 4 * notes.flags.model.hidden_size
             notes.fill("model", "ffn_hidden_size", width, f"4 x hidden, as {reason.split()[0]} has it")
+
+
+def _derive_model(notes: _Notes) -> None:
+    _derive_position_embedding(notes)
+    _derive_rotary(notes)
+    _derive_gate(notes)
     if notes.flags.model.squared_relu:
         notes.replace("model", "mlp_activation", "squared_relu", "--squared-relu")
     model = notes.flags.model

@@ -261,12 +261,13 @@ class Attention(nn.Module):
         lengths, window = batch.document_lengths or (length,), self.window or length
         tokens, size = sum(lengths), batch.dtype.itemsize
         seen = sum(_pairs_seen(one, window) for one in lengths) / tokens
-        if not has_documents and window >= length and self.sinks is None:
+        unmasked = window * (self.sinks is None)  # tokens of a sample that is computed without a mask, at most
+        if not has_documents and unmasked >= length:
             return seen, 0.0, 0.0
         if self._has_kernel(batch):
             return seen, seen / VARLEN_SPEED - seen, 0.0
-        if self._calls_by_document(batch):  # long ones have a mask for the window, and all have one for a sink
-            masked = [one for one in lengths if one > window or self.sinks is not None]
+        if self._calls_by_document(batch):
+            masked = [one for one in lengths if one > unmasked]
             hidden = sum(one * one - _pairs_seen(one, window) for one in masked)
             return seen, hidden / tokens, sum(one * one for one in masked) / tokens * size
         rows = batch.rows_of_masks if has_documents else length / batch.tokens

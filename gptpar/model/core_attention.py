@@ -104,11 +104,10 @@ def core_attention(
         sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`); without
             dropout alone.
     """
-    assert dropout is None or sinks_H is None, "attention with sinks has no dropout"
     (batch, _, length, width), device = q_BHSK.shape, q_BHSK.device
     window = None if window is None or window >= length else window
-    is_whole = cu_seqlens is None and window is None
-    if not (is_whole and sinks_H is None) and has_varlen_kernel(device.type, q_BHSK.dtype, width):
+    is_plain = all(one is None for one in (cu_seqlens, window, sinks_H))
+    if not is_plain and has_varlen_kernel(device.type, q_BHSK.dtype, width):
         if dropout is None:
             return varlen_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale, sinks_H=sinks_H)
         return attention_with_dropout(
@@ -116,7 +115,7 @@ def core_attention(
         )
     if cu_seqlens is not None and dropout is None and device.type == "cpu":
         return one_call_a_document(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale, sinks_H)
-    mask_B1SS = None if is_whole and sinks_H is None else attention_mask(batch, length, cu_seqlens, window, device)
+    mask_B1SS = None if is_plain else attention_mask(batch, length, cu_seqlens, window, device)
     if dropout is not None:
         return attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *dropout, scale=scale)
     return attention_to_seen(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, scale, sinks_H)

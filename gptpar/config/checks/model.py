@@ -28,7 +28,8 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _scaling(m)
     yield from _layer_lists(m)
     yield from _windows(m)
-    yield from _mlp(flags)
+    yield from _mlp(m)
+    yield from _gates(flags)
     yield from _sinks(m)
     yield from _mup(m)
     yield from check_experts(flags)
@@ -72,8 +73,7 @@ def _sinks(m: ModelFlags) -> Iterator[str]:
         )
 
 
-def _mlp(flags: Flags) -> Iterator[str]:
-    m = flags.model
+def _mlp(m: ModelFlags) -> Iterator[str]:
     if m.swiglu and m.mlp_activation != "gelu_tanh":
         yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
     if m.swiglu and m.glu_activation not in (None, "swiglu"):
@@ -81,6 +81,11 @@ def _mlp(flags: Flags) -> Iterator[str]:
     if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
         other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
         yield f"--quick-geglu and {other} are different gates: keep one."
+
+
+def _gates(flags: Flags) -> Iterator[str]:
+    """Options that only an MLP with a gate has."""
+    m = flags.model
     of_gates = [
         flag_name(name)
         for name in ("activation_func_clamp_value", "glu_linear_offset")

@@ -25,8 +25,6 @@ def check_experts(flags: Flags) -> Iterator[str]:
     yield from _groups(m)
     yield from _capacity(m)
     yield from _balance(m)
-    if m.add_bias_linear:
-        yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
     if m.mup and flags.optimizer.optimizer == "muon":
         yield (
             f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the "

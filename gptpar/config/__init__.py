@@ -9,7 +9,7 @@ only where that means something ("never", "no folder"), aliases are gone, and ``
 GPU decides.
 
 The door, ``validate.resolve``, goes from one to the other: ``derive`` fills what follows from other flags and says why,
-``checks`` finds all problems at once, and ``complete`` builds the ``Config``.
+``validate`` finds all problems at once, and ``complete`` builds the ``Config``.
 
 Each file of ``sections`` declares one section once. ``...Config`` has the fields of the complete section. A field whose
 type ends in ``| Open`` is ``None`` until something says it: as typed, a section is ``...Config[None]``, and complete it

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from gptpar.config import Config, Flags
-from gptpar.config.complete import complete
+from gptpar.config import Config, Flags, complete
 from gptpar.config.derive import Derived, derive
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
 from gptpar.config.fields import Missing, flag_name

@@ -22,8 +22,7 @@ from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.run import resume
-from gptpar.run.auto_gradients import with_gradients
-from gptpar.run.auto_ratio import with_ratio
+from gptpar.run.auto_offload import with_gradients, with_ratio
 from gptpar.run.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary

@@ -11,8 +11,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.complete import complete_model
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig, complete_model
 from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name, hints_of
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern

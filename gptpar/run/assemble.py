@@ -120,7 +120,7 @@ def open_run(
         topology = stack.enter_context(
             open_topology(mesh, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
         )
-        say = _say if topology.is_main else _say_nothing
+        say = _say if topology.is_main else lambda line: None
         times = RecoveryTimes(Restart.of_worker(), say)
         folder = stack.enter_context(_run_folder(config, say))
         local = stack.enter_context(_local_folder(config, topology, say))
@@ -272,7 +272,3 @@ def _sinks(
 
 def _say(lines: str) -> None:
     print("\n".join(map(printable, lines.split("\n"))), flush=True)  # a path may hold control characters
-
-
-def _say_nothing(line: str) -> None:
-    pass

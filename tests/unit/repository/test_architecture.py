@@ -159,7 +159,7 @@ def test_no_two_public_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         for name in facts_of(file).classes:
-            if not name.startswith("_") and file.parent.name != "deepspeed":  # its names are DeepSpeed's
+            if not name.startswith("_"):
                 homes.setdefault(name, []).append(str(file.relative_to(ROOT)))
     assert not {name: files for name, files in homes.items() if len(files) > 1}
 

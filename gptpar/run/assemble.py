@@ -123,7 +123,7 @@ def open_run(
         say = _say if topology.is_main else lambda line: None
         times = RecoveryTimes(Restart.of_worker(), say)
         folder = stack.enter_context(_run_folder(config, say))
-        local = stack.enter_context(_local_folder(config, topology, say))
+        local = stack.enter_context(_local_folder(config, say))
         with all_or_none(world_size):  # a file may be missing on one machine
             vocabulary = vocabulary_of(config.tokenizer)
             config = with_vocabulary(config, vocabulary)
@@ -167,7 +167,7 @@ def open_run(
         stack.callback(reporter.close)
         saving = stack.enter_context(open_saving(trainer, inputs, say, reporter.flush, permits))
         request.hold()
-        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, saving, mirror, tasks)
+        yield Run(trainer, progress, plan, loaders, reporter, request, say, started, saving, mirror, tasks)
 
 
 def _open_loaders(
@@ -194,9 +194,7 @@ def _run_folder(config: Config, say: Callable[[str], None]) -> AbstractContextMa
     return open_run_folder(Path(folder), Path(tensorboard) if tensorboard else None, say)
 
 
-def _local_folder(
-    config: Config, topology: Topology, say: Callable[[str], None]
-) -> AbstractContextManager[RunFolder | None]:
+def _local_folder(config: Config, say: Callable[[str], None]) -> AbstractContextManager[RunFolder | None]:
     """The ``--save-local`` folder, for this run alone.
 
     Raises:

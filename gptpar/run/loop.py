@@ -16,7 +16,6 @@ from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE, OUTLIER
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
-from gptpar.run import resume
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.data import Loaders
 from gptpar.run.evaluation.in_run import TaskEvaluation
@@ -62,7 +61,6 @@ class Run:
     progress: Progress
     plan: BatchPlan
     loaders: Loaders
-    inputs: resume.Inputs
     reporter: Reporter
     request: StopRequest
     say: Callable[[str], None]

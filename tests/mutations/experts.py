@@ -20,6 +20,20 @@ EXPERTS = [
         HUGGING_FACE_TESTS,
     ),
     Mutation(
+        "second-bias-of-experts-once-a-tensor-rank",
+        LAYER,
+        "self.down_bias / self.axis.size",
+        "self.down_bias",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "upper-half-of-a-packed-byte-first",
+        "gptpar/exchange/files/mxfp4.py",
+        "[_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)]",
+        "[_NUMBERS.repeat_interleave(16), _NUMBERS.repeat(16)]",
+        ("tests/unit/exchange/test_mxfp4.py",),
+    ),
+    Mutation(
         "weights-over-all-experts-are-divided",
         "gptpar/model/families/mixtures.py",
         '"moe_router_pre_softmax": not normalised',

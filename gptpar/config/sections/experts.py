@@ -144,8 +144,6 @@ def check_experts(flags: Flags) -> Iterator[str]:
     yield from _groups(m)
     yield from _capacity(m)
     yield from _balance(m)
-    if m.add_bias_linear:
-        yield f"the {m.num_experts} experts of --num-experts have no biases: give --disable-bias-linear, too."
     if m.mup:
         yield "--mup has no rule for experts: leave it out, or train a model with --num-experts 1."
     yield from _not_together(flags)

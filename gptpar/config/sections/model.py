@@ -20,7 +20,7 @@ MAX_TOKEN_IDS = 2**31 - 1
 MAX_ELEMENTS = 10**14
 """Of all parameters, and of one micro-batch's activations in one place; a hundred times what anybody has trained."""
 
-GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
+GATES = ("geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
 
 FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
@@ -60,6 +60,12 @@ class ModelConfig(PositionOptions, ExpertOptions, Generic[Open]):
     attention_output_gate: bool = flag(
         False, "multiply attention's output by the sigmoid of a gate that is projected beside the queries (Qwen3-Next)"
     )
+    softmax_type: str = flag(
+        "vanilla",
+        "softmax of attention: of a token's scores alone, or beside a learned logit of each head, the attention sink "
+        "(learnable)",
+        choices=("vanilla", "learnable"),
+    )
     window_size: int | None = flag(
         None, "tokens that a sliding-window layer sees, including the token itself", least=1, most=100_000_000
     )
@@ -72,12 +78,22 @@ class ModelConfig(PositionOptions, ExpertOptions, Generic[Open]):
     mlp_activation: str = flag(
         FUSED_GELU,
         "the MLP's activation function without --swiglu (without biases the default is gelu, as in Megatron-LM); "
-        "geglu, geglu_tanh, reglu and liglu are gates, as SwiGLU is: of the exact GELU, its tanh form, the ReLU, and "
-        "none",
+        "geglu, geglu_tanh, quick_geglu, reglu and liglu are gates, as SwiGLU is: of the exact GELU, its tanh form, "
+        "x * sigmoid(1.702 x), the ReLU, and none",
         choices=(FUSED_GELU, UNFUSED_GELU, "squared_relu", *GATES),
         spellings={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "squared_relu"},
     )
-    add_bias_linear: bool = on_unless("--disable-bias-linear", "no biases in linear layers")
+    activation_func_clamp_value: float | None = flag(
+        None,
+        "c: in an MLP with a gate, clamp the gate's input to at most c, and the other half to -c ... c (gpt-oss: 7)",
+        above=0,
+    )
+    glu_linear_offset: float = flag(
+        0.0, "in an MLP with a gate, add this to the half that the gate multiplies (gpt-oss: 1)"
+    )
+    add_bias_linear: bool = on_unless(
+        "--disable-bias-linear", "no biases in linear layers, nor in experts and their router"
+    )
     add_qkv_bias: bool = flag(False, "bias on the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
     make_vocab_size_divisible_by: int = flag(
@@ -174,6 +190,7 @@ class ModelFlags(ModelConfig[None]):
     glu_activation: str | None = flag(
         None, "same as --swiglu, or as --mlp-activation with a gate (BigScience)", choices=("swiglu", *GATES)
     )
+    quick_geglu: bool = flag(False, "same as --mlp-activation quick_geglu")
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     bias_gelu_fusion: bool = on_unless(
         "--no-bias-gelu-fusion",
@@ -210,6 +227,8 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _layer_lists(m)
     yield from _windows(m)
     yield from _mlp(m)
+    yield from _gates(flags)
+    yield from _sinks(m)
     yield from _mup(m)
     yield from check_experts(flags)
     if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
@@ -244,11 +263,36 @@ def _windows(m: ModelFlags) -> Iterator[str]:
         yield "--window-pattern says which layers have a sliding window: give its --window-size, too."
 
 
+def _sinks(m: ModelFlags) -> Iterator[str]:
+    if m.softmax_type == "learnable" and m.attention_dropout:
+        yield (
+            f"--softmax-type learnable has no dropout of probabilities yet, and --attention-dropout is "
+            f"{m.attention_dropout:g}: give --attention-dropout 0."
+        )
+
+
 def _mlp(m: ModelFlags) -> Iterator[str]:
     if m.swiglu and m.mlp_activation != "gelu_tanh":
         yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
     if m.swiglu and m.glu_activation not in (None, "swiglu"):
         yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
+    if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
+        other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
+        yield f"--quick-geglu and {other} are different gates: keep one."
+
+
+def _gates(flags: Flags) -> Iterator[str]:
+    """Options that only an MLP with a gate has."""
+    m = flags.model
+    of_gates = [
+        flag_name(name)
+        for name in ("activation_func_clamp_value", "glu_linear_offset")
+        if getattr(m, name) != getattr(ModelFlags(), name)
+    ]
+    if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
+        yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."
+    if of_gates and flags.recompute.mlp_chunks_for_training > 1:
+        yield f"{', '.join(of_gates)}: --mlp-chunks-for-training has no such gate yet: drop one of them."
 
 
 def _mup(m: ModelFlags) -> Iterator[str]:

@@ -24,7 +24,7 @@ from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
-from gptpar.topology.initial_values import Normal
+from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.placement import ParameterSpec
 
 BALANCE_LOSS, Z_LOSS = "expert balance loss", "router z-loss"
@@ -161,6 +161,7 @@ class Router(nn.Module):
     """Scores experts for each token, and chooses the best.
 
     Tensor ranks all route all tokens. An expert's width is split over them, so that each has an addend of the gradient.
+    In a model with biases, logits have one.
 
     Attributes:
         bias_E: is added to scores for the choice; ``None``: nothing is. Its owner is
@@ -180,6 +181,8 @@ class Router(nn.Module):
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
         self.declared = {"weight": ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)}
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.declared["bias"] = ParameterSpec(Constant(0.0), axis.inside_layers)
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.add_bias_linear else None
         # Under sequence parallelism an auxiliary loss counts for a part of the tokens on each rank already.
         self._loss_parts = 1 if axis.splits_tokens else axis.size
 
@@ -192,6 +195,8 @@ class Router(nn.Module):
         """
         config = self.config
         logits_NE = _Logits.apply(x_ND, self.weight)
+        if self.bias is not None:
+            logits_NE = logits_NE + self.bias.to(logits_NE.dtype)
         scores_NE = logits_NE.softmax(-1) if config.moe_router_score_function == "softmax" else logits_NE.sigmoid()
         found_NK = chosen_NK = self._choose(scores_NE.detach(), seq_length, choice_NK)
         if self.drops_tokens:

@@ -133,7 +133,6 @@ SIGMOID, GROUPS = (
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too."),
         ("--num-experts 8 8 --disable-bias-linear", "unexpected word '8'; values follow a flag."),
         ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: tensor-parallel processes split the"),
         (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide the 1 process"),

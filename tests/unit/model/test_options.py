@@ -255,7 +255,10 @@ def test_mups_initial_values_and_multipliers_are_the_papers() -> None:
         ("--qk-layernorm --qk-layernorm-scope width", "there for --normalization RMSNorm alone, not for LayerNorm"),
         ("--swiglu --squared-relu", "--swiglu has an activation function of its own: drop --mlp-activation squ"),
         ("--swiglu --glu-activation reglu", "--swiglu and --glu-activation reglu are different gates: keep one"),
-        ("--num-experts 8", "the 8 experts of --num-experts have no biases: give --disable-bias-linear, too"),
+        ("--swiglu --quick-geglu", "--quick-geglu and --swiglu are different gates: keep one"),
+        ("--activation-func-clamp-value 7", "--activation-func-clamp-value: an MLP without a gate has neither"),
+        ("--swiglu --glu-linear-offset 1 --mlp-chunks-for-training 2", "--mlp-chunks-for-training has no such gate"),
+        ("--softmax-type learnable --attention-dropout 0.1", "has no dropout of probabilities yet"),
     ],
 )
 def test_options_that_contradict_each_other_are_told(flags: str, told: str) -> None:

@@ -22,7 +22,6 @@ from gptpar.adapter.monitor import monitor_problems
 from gptpar.adapter.option_problems import precision_problems
 from gptpar.adapter.step_batch import StepBatch, step_batch
 from gptpar.config import Flags, LoggingConfig, LoggingFlags
-from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import (
     KeyReader,
     optimizer_problems,
@@ -35,6 +34,7 @@ from gptpar.config.deepspeed_reader import (
 from gptpar.config.deepspeed_rules import Door
 from gptpar.config.derive import Derived
 from gptpar.config.jsonc import infinity
+from gptpar.config.sections.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.validate import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW

@@ -10,19 +10,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
-from gptpar.kernels.bias_gradient import gelu, squared_relu
+from gptpar.model.activations import activation, gated
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
-from gptpar.model.mlp_tiles import QUICK_SLOPE, tiled_mlp
+from gptpar.model.mlp_tiles import tiled_mlp
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
@@ -36,51 +35,6 @@ PLACEMENTS = {"pre": (True, False), "post": (False, True), "peri": (True, True)}
 STREAM, FURTHER_NORM = (10, 15), (1, 3)
 KERNELS = (9, 22)
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
-
-
-def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-    """GELU in its tanh form or exact, or the squared ReLU (So et al. 2021), by its name in ``--mlp-activation``.
-
-    Args:
-        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; the exact GELU cannot do that.
-    """
-    match name:
-        case "gelu_tanh":
-            return gelu(x_NF, bias_F)
-        case "gelu":
-            return F.gelu(x_NF)
-        case _:
-            return squared_relu(x_NF, bias_F)
-
-
-def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
-    """What the other half is multiplied by: SiLU, GELU (exact, tanh, or by a sigmoid), ReLU, or x (Shazeer 2020)."""
-    match name:
-        case "swiglu":
-            return F.silu(x_NF)
-        case "geglu":
-            return F.gelu(x_NF)
-        case "geglu_tanh":
-            return F.gelu(x_NF, approximate="tanh")
-        case "quick_geglu":
-            return x_NF * (QUICK_SLOPE * x_NF).sigmoid()
-        case "reglu":
-            return F.relu(x_NF)
-        case _:
-            return x_NF
-
-
-def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0) -> torch.Tensor:
-    """One half of an MLP's first product, multiplied by a gate's function of the other half.
-
-    Args:
-        limit: of the gate's input from above, and of the other half in size.
-        offset: is added to the other half.
-    """
-    gate_NF, value_NF = up.chunk(2, dim=-1)
-    if limit is not None:
-        gate_NF, value_NF = gate_NF.clamp(max=limit), value_NF.clamp(-limit, limit)
-    return gate(name, gate_NF) * (value_NF + offset if offset else value_NF)
 
 
 def _of_gate(config: ModelConfig) -> dict[str, Any]:

@@ -370,11 +370,7 @@ class HostOptimizer:
             bucket.steps = count
 
     def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`.
-
-        Args:
-            beside_loop: see :class:`~gptpar.engine.subscriber.Subscriber`.
-        """
+        """See :func:`~gptpar.offload.buckets.parts_of` and :class:`~gptpar.engine.subscriber.Subscriber`."""
         if beside_loop:
             self.shared.wait_for_step()
         else:

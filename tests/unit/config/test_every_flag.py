@@ -58,7 +58,7 @@ NOTHING_ELSE = {"optimizer", "deepspeed", "deepspeed_config", "data_args_path", 
 
 
 # What fills, checks or translates flags, or foresees a run: being read here alone is being ignored by the run.
-NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "config/checks/", "plan/", "sweep/", "fit.py")
+NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "plan/", "sweep/", "fit.py")
 
 
 def _yields(node: ast.stmt) -> bool:

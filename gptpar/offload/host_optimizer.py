@@ -7,7 +7,7 @@ two times, with the same result:
 - After the backward pass, the global gradient norm and so the clipping factor are known: update in place.
 - Before that, if the bucket has a double buffer: assume that nothing will be clipped, and write the new values to the
   double buffer ("speculate"). If the assumption was right, the two buffers are swapped ("commit"). If it was wrong, the
-  step is computed again from the old values, and the optimizer does not speculate for some steps ("back off"). With a
+  step is computed again from the old values, and the optimizer does not speculate in the next step ("back off"). With a
   partial gradient, the elements that may change are left out until it is final, or those that did are computed again.
 """
 
@@ -190,7 +190,8 @@ class HostOptimizer:
             ForbiddenEvent: another unit has no final gradient.
         """
         unclipped = StepHyperparameters(hyperparameters, loss_scale, self._missed)
-        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without))
+        expected = self.shared.expected
+        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without, expected))
 
     def cancel(self, *, wait: bool = True) -> None:
         """Forget the gradients of the coming step, and undo its speculation in the device's parameters.
@@ -268,8 +269,8 @@ class HostOptimizer:
 
     @property
     def backs_off(self) -> bool:
-        """Whether the coming step does not speculate, because a recent speculation was wrong."""
-        return self.shared.back_off.steps > 0
+        """Whether the coming step does not speculate, because the last one's numbers were not the expected ones."""
+        return self.shared.backs_off
 
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from gptpar.config import Flags, LoggingConfig, LoggingFlags
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import (
     KeyReader,
+    contradicted_rate,
     optimizer_problems,
     part_of,
     read_file,
@@ -251,6 +253,8 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
             problems.append(str(error))
     if problems or batch is None:
         return None, problems
+    for sentence in contradicted_rate(raw):
+        warnings.warn(f"{sentence} It does so here, too.", stacklevel=6)
     notes = [*reader.without_effect, *_pipeline_notes(values, model)]
     options = _assembled(values, batch, without_auto(raw), notes)
     if torch_optimizer is not None:

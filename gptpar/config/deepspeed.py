@@ -10,6 +10,7 @@ from typing import Any
 from gptpar.config import Flags
 from gptpar.config.deepspeed_reader import (
     Said,
+    contradicted_rate,
     optimizer_problems,
     part_of,
     read_file,
@@ -126,7 +127,8 @@ def _schedule_problems(raw: Mapping[str, Any], flags: Flags) -> Iterator[str]:
             f"--lr-decay-style and --lr-warmup-{unit}, or give --train-iters."
         )
         return
-    yield from schedule_problems(raw, auto_is_known=flags.batch.train_iters is not None)
+    for problems in (contradicted_rate, schedule_problems):
+        yield from problems(raw, auto_is_known=flags.batch.train_iters is not None)
 
 
 def _fill(one: Said, given: Set[str], parsed: ParsedFlags) -> Iterator[str]:

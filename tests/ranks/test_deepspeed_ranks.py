@@ -147,6 +147,12 @@ def zero3_under_init(rank: int) -> None:
         torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(one), other.data, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(copies[0], other.data, rtol=1e-5, atol=1e-6)
         assert torch.equal(copies[0], copies[1]) and not copies[2].untyped_storage().nbytes()
+    with pytest.warns(UserWarning, match="this model has an engine already"):
+        again, *_ = deepspeed.initialize(model=model, config=engine.config)
+    assert engine.is_closed and model[0].weight.ds_numel == 8 * 32
+    for one, copies in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(one), copies[0])
+    again.destroy()
 
 
 def without_an_optimizer(rank: int) -> None:

@@ -39,9 +39,10 @@ class CheckpointVerbs(EngineState):
         self._require_open()
         _require_path("engine.save_checkpoint: save_dir", save_dir)
         if self._is_final:
-            raise CheckpointError("engine.save_checkpoint before the engine.step() that ends the step: call that first.")
+            raise CheckpointError("engine.save_checkpoint after a step's last backward pass: call engine.step() first.")
         if self._has_begun or self._count:
-            warnings.warn(checkpoint.AMID_A_STEP.format(self._count, self.options.batch.accumulation_steps), stacklevel=2)
+            steps = self.options.batch.accumulation_steps
+            warnings.warn(checkpoint.AMID_A_STEP.format(self._count, steps), stacklevel=2)
         with self._watch.together("save_checkpoint"):
             self._take_note_of_last_step()
             kept = UsersPart(client_state, latest=save_latest, frozen=not exclude_frozen_parameters)

@@ -85,6 +85,7 @@ class HostOptimizer:
         for bucket in self._buckets:
             bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s = 0.0
+        self._has_gradients = False  # of the coming step
         self._missed: tuple[int, ...] = ()
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
@@ -148,6 +149,7 @@ class HostOptimizer:
         Raises:
             ForbiddenEvent: the unit's last step is not done.
         """
+        self._has_gradients = True
         with self.shared.changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
@@ -209,7 +211,7 @@ class HostOptimizer:
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
-            self.shared.keeps = False
+            self.shared.keeps = self._has_gradients = False
             for bucket in self._buckets:
                 bucket.due = True
             self.shared.record(What.STEP_REQUESTED)
@@ -289,9 +291,9 @@ class HostOptimizer:
 
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
+        if self.shared.keeps or not self._has_gradients:  # without the lock: each layer of each forward pass asks this
+            return
         with self.shared.changed:
-            if self.shared.keeps or all(bucket.state is BucketState.IDLE or bucket.due for bucket in self._buckets):
-                return
             self.shared.keeps = self.shared.taking_back = True
             self.shared.changed.notify_all()
         self.shared.loop_waits(lambda: not self.shared.taking_back)

@@ -221,7 +221,11 @@ def test_the_parameters_before_the_step_until_it_is_requested(kind: str) -> None
     log, live, first = EventLog(), torch.zeros(128), TWO_PIECES[:1]
     unit = "first" if kind == "partial" else None
     host = make_host(CpuAdam(1), speculated=128, pieces=first, log=log, parameters={"first": live}, partial_unit=unit)
-    host.keep_last_step()  # there is nothing to undo, and nothing is held up
+    with host.shared.changed:  # there is nothing to undo, and nothing is held up: no forward pass waits for the thread
+        forward = threading.Thread(target=host.keep_last_step, daemon=True)
+        forward.start()
+        forward.join(60)
+        assert not forward.is_alive()
     host.expect_step(RATES, 1.0)
     if kind == "partial":
         host.expect_open_ranges("first", np.array([[0, 8]]))

@@ -82,8 +82,9 @@ class HostOptimizer:
         self._kernels, self._transfers = kernels, transfers
         self._buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
         self.shared = SharedState(self._buckets, transfers, log)
-        for bucket in self._buckets:
-            bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
+        staging = transfers.own_staging([bucket.parameters.nbytes for bucket in self._buckets])
+        for bucket, slot in zip(self._buckets, staging, strict=True):
+            bucket.own_staging = slot
         self.waited_s = 0.0
         self._has_gradients = False  # of the coming step
         self._missed: tuple[int, ...] = ()

@@ -11,7 +11,8 @@ import atexit
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,13 @@ from gptpar.offload.events import What
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.transfers import D2HCopy, DeviceEvent
 from gptpar.optim.cpu_adam import order_sum
+from gptpar.optim.elementwise import Done
 from gptpar.system import pages
 
 EXIT_SECONDS = 10.0
+
+MAX_ORDERED = 3
+"""Additions in the kernels' queue: while one runs, the thread waits for the next copies and for Python's lock."""
 
 
 def sums_bytes(elements: float, itemsize: int) -> int:
@@ -124,6 +129,7 @@ class HostSums:
         self._nothing = _zeros(max(shared.buckets, key=_length), dtype)
         self._final: dict[str, list[SummedGradient]] = {}
         self._under_way: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
+        self._ordered: deque[tuple[_Addend, Callable[[], Done] | None]] = deque()
         self._changed = threading.Condition()
         self._waiting_bytes, self._max_bytes = 0, 0
         self._failure: BaseException | None = None
@@ -181,26 +187,50 @@ class HostSums:
             self._shared.transfers.enter_thread()
         except BaseException as error:  # each addend's turn tells the training loop
             self._failure = error
-        while (addend := self._under_way.get()) is not None:
-            self._add(addend)
-            del addend  # with it, the device's memory
+        while self._take_next():
+            pass
 
-    def _add(self, addend: _Addend) -> None:
-        bucket, square = addend.bucket, 0.0
+    def _take_next(self) -> bool:
+        """Order the next addition, or finish the oldest one; false at the end."""
+        if self._ordered and (len(self._ordered) == MAX_ORDERED or self._under_way.empty()):
+            self._finish(*self._ordered.popleft())
+            return True
+        addend = self._under_way.get()
+        if addend is not None:
+            self._ordered.append((addend, self._order(addend)))
+            return True
+        while self._ordered:
+            self._finish(*self._ordered.popleft())
+        return False
+
+    def _order(self, addend: _Addend) -> Callable[[], Done] | None:
+        """Put an addition into the kernels' queue when the copy is there; ``None`` after an error."""
+        done = None
+        while self._ordered and not addend.grad.begin(urgent=False):
+            self._finish(*self._ordered.popleft())  # its copy has the ring's last slot
         try:
             grad = addend.grad.tensor()  # after an error, too: the device may still read its memory
             if self._failure is None:
-                order_sum(addend.total, addend.old, grad, bucket.kernel.threads)()
+                done = order_sum(addend.total, addend.old, grad, addend.bucket.kernel.threads)
+        except BaseException as error:  # the training loop raises it when it waits
+            self._failure = error
+        with self._changed:
+            self._waiting_bytes -= addend.num_bytes
+            self._changed.notify_all()
+        return done
+
+    def _finish(self, addend: _Addend, done: Callable[[], Done] | None) -> None:
+        bucket, square = addend.bucket, 0.0
+        try:
+            if done is not None:
+                done()
                 if addend.result is not None:
                     square = sum(bucket.kernel.square(addend.total[start:stop]) for start, stop in bucket.counted)
-        except BaseException as error:  # the training loop raises it when it waits
+        except BaseException as error:
             self._failure = error
         addend.grad.release()
         if addend.result is not None:
             addend.result.end(square, self._failure)
-        with self._changed:
-            self._waiting_bytes -= addend.num_bytes
-            self._changed.notify_all()
 
 
 def _length(bucket: Bucket) -> int:

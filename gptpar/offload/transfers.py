@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,8 +101,12 @@ class Transfers(Protocol):
             slot: this bucket's own; the gradient in it is overwritten. ``None``: take one from the ring.
         """
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        """Reserve host memory for one bucket's gradients; ``None``: they go through the ring."""
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        """Reserve host memory for each bucket's gradients, once; ``None``: they go through the ring.
+
+        Args:
+            sizes: bytes, by bucket.
+        """
 
     def hold_back(self) -> None:
         """Wait while submitted gradients keep too much of the device's memory. The caller must not hold a lock."""
@@ -145,8 +149,8 @@ class SameMemory:
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         return _CpuGradient(grad)
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        return None
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        return [None] * len(sizes)
 
     def hold_back(self) -> None: ...
 

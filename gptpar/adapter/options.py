@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from gptpar.config import Flags, LoggingConfig, LoggingFlags
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import (
     KeyReader,
-    contradicted_rate,
     optimizer_problems,
     part_of,
     read_file,
@@ -235,7 +233,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     problems = [
         *optimizer_problems(raw, OTHER_OPTIMIZER, others=torch_optimizers.TYPES),
         *torch_problems,
-        *schedule_problems(raw),
+        *schedule_problems(raw, warns=True),
         *reader.problems,
         *values.out_of_range(),
         *precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
@@ -253,8 +251,6 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
             problems.append(str(error))
     if problems or batch is None:
         return None, problems
-    for sentence in contradicted_rate(raw):
-        warnings.warn(f"{sentence} It does so here, too.", stacklevel=6)
     notes = [*reader.without_effect, *_pipeline_notes(values, model)]
     options = _assembled(values, batch, without_auto(raw), notes)
     if torch_optimizer is not None:

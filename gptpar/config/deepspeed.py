@@ -10,7 +10,6 @@ from typing import Any
 from gptpar.config import Flags
 from gptpar.config.deepspeed_reader import (
     Said,
-    contradicted_rate,
     optimizer_problems,
     part_of,
     read_file,
@@ -127,8 +126,7 @@ def _schedule_problems(raw: Mapping[str, Any], flags: Flags) -> Iterator[str]:
             f"--lr-decay-style and --lr-warmup-{unit}, or give --train-iters."
         )
         return
-    for problems in (contradicted_rate, schedule_problems):
-        yield from problems(raw, auto_is_known=flags.batch.train_iters is not None)
+    yield from schedule_problems(raw, auto_is_known=flags.batch.train_iters is not None)
 
 
 def _fill(one: Said, given: Set[str], parsed: ParsedFlags) -> Iterator[str]:

@@ -173,7 +173,7 @@ class HostOptimizer:
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
         """Whether a bucket can speculate with a partial gradient, and has none yet."""
         is_formed = bucket.stop <= formed and bucket.state is BucketState.IDLE
-        return is_formed and bucket.own_copy is not None and not self.backs_off and not self.shared.holds
+        return is_formed and bucket.own_copy is not None and not self.shared.backs_off and not self.shared.holds
 
     def step(
         self,
@@ -193,8 +193,7 @@ class HostOptimizer:
             ForbiddenEvent: another unit has no final gradient.
         """
         unclipped = StepHyperparameters(hyperparameters, loss_scale, self._missed)
-        expected = self.shared.expected
-        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without, expected))
+        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without, self.shared.expected))
 
     def cancel(self, *, wait: bool = True) -> None:
         """Forget the gradients of the coming step, and undo its speculation in the device's parameters.
@@ -269,11 +268,6 @@ class HostOptimizer:
     def busy_s(self) -> float:
         """Seconds in which the kernel worked."""
         return self.shared.busy_s
-
-    @property
-    def backs_off(self) -> bool:
-        """Whether the coming step does not speculate, because the last one's numbers were not the expected ones."""
-        return self.shared.backs_off
 
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:

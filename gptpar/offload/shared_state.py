@@ -58,7 +58,7 @@ class SharedState:
         taking_back: whether the loop waits for these values.
         closing: whether the thread is to end once no step is requested.
         failure: the error that ended the thread.
-        backs_off: whether the coming step does not speculate.
+        backs_off: whether the coming step does not speculate, because the last one had other numbers than expected.
         num_updated: number of elements that were updated, over all steps.
         num_ahead: how many of these were committed from a speculation; both numbers change together.
         num_redone: number of steps in which a speculation was wrong.

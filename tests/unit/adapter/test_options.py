@@ -263,7 +263,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 def test_contradictions_within_the_optimizer_and_the_schedule() -> None:
     optimizer = {"type": "Adam", "params": {"lr": 2e-3, "weight_decay": 0.1, "adam_w_mode": False, "eps": 0}}
-    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_type": "cubic"}}
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_type": "cubic", "warmup_max_lr": 2e-3}}
     assert problems({**BATCH, "optimizer": optimizer, "scheduler": scheduler, "gradient_clipping": -1}) == [
         f"config: {sentence}"
         for sentence in (

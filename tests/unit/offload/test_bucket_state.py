@@ -300,7 +300,7 @@ def test_a_step_after_a_clipped_one_does_not_speculate() -> None:
         host.expect_step(RATES, 1.0)
         host.submit_gradient("first", torch.ones(128))
         before = len(speculated)
-        wait_until(lambda before=before: host.backs_off or len(log.of(What.SPECULATION_BEGUN)) > before)
+        wait_until(lambda before=before: host.shared.backs_off or len(log.of(What.SPECULATION_BEGUN)) > before)
         speculated += [step] * (len(log.of(What.SPECULATION_BEGUN)) - before)
         host.step(torch.tensor(norms.get(step, 0.5)), RATES, 1.0)
         host.finish()

@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
 
     def patient(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(host, unit, grad, formed=formed)
-        if formed is not None and not host.backs_off:
+        if formed is not None and not host.shared.backs_off:
             assert host.shared.log is not None
             mine = {event.start for event in host.shared.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
             wait_until(lambda: mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit))

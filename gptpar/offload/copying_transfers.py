@@ -90,6 +90,9 @@ class GradientCopy:
             self._grad = None
         return self._values
 
+    def forget_device(self) -> None:
+        """Does nothing: :meth:`tensor` has done it."""
+
     def release(self) -> None:
         """Does nothing: the host memory holds the only copy, which is needed again if the speculation was wrong."""
 

@@ -256,9 +256,11 @@ class _GpuD2HCopy:
         self.begin(urgent=True)
         if not self._there.query():
             self._there.synchronize()
-        self._grad = None  # with it, the device's memory
         assert self._here is not None
         return self._here
+
+    def forget_device(self) -> None:
+        self._grad = None
 
     def release(self) -> None:
         if self._slot is not None and self._own is None:

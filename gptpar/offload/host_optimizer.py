@@ -266,8 +266,8 @@ class HostOptimizer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the kernel worked."""
-        return self.shared.busy_s
+        """Seconds in which the kernel updated parameters or added gradients."""
+        return self.shared.busy_s + (0.0 if self.sums is None else self.sums.busy_s)
 
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:

@@ -89,6 +89,9 @@ class SummedGradient:
             raise self._failure
         return self._values
 
+    def forget_device(self) -> None:
+        """Does nothing: the sum is in host memory."""
+
     def release(self) -> None:
         """Does nothing: the sum stays until the next step's first addend."""
 
@@ -121,10 +124,14 @@ class HostSums:
         shared: the CPU optimizer's state.
         dtype: of the sums.
         cores: the only ones on which the thread may run.
+
+    Attributes:
+        busy_s: seconds in which the kernel added.
     """
 
     def __init__(self, shared: SharedState, dtype: torch.dtype, cores: Sequence[int] | None):
         self._shared, self._cores = shared, cores
+        self.busy_s = 0.0
         self._totals = {id(bucket): _zeros(bucket, dtype) for bucket in shared.buckets}
         self._nothing = _zeros(max(shared.buckets, key=_length), dtype)
         self._final: dict[str, list[SummedGradient]] = {}
@@ -210,6 +217,7 @@ class HostSums:
             self._finish(*self._ordered.popleft())  # its copy has the ring's last slot
         try:
             grad = addend.grad.tensor()  # after an error, too: the device may still read its memory
+            addend.grad.forget_device()
             if self._failure is None:
                 done = order_sum(addend.total, addend.old, grad, addend.bucket.kernel.threads)
         except BaseException as error:  # the training loop raises it when it waits
@@ -223,7 +231,8 @@ class HostSums:
         bucket, square = addend.bucket, 0.0
         try:
             if done is not None:
-                done()
+                added = done()
+                self.busy_s += added.end - added.begin
                 if addend.result is not None:
                     square = sum(bucket.kernel.square(addend.total[start:stop]) for start, stop in bucket.counted)
         except BaseException as error:

@@ -58,6 +58,9 @@ class D2HCopy(Protocol):
     def tensor(self) -> torch.Tensor:
         """Wait for the copy; returns the values in host memory, which are valid until :meth:`release`."""
 
+    def forget_device(self) -> None:
+        """Give up the device's memory, after :meth:`tensor`: no copy begins any more."""
+
     def release(self) -> None:
         """Give back the slot, if there is one; :meth:`begin` would start the copy anew."""
 
@@ -226,5 +229,7 @@ class _CpuGradient:
 
     def tensor(self) -> torch.Tensor:
         return self._grad
+
+    def forget_device(self) -> None: ...
 
     def release(self) -> None: ...

@@ -113,6 +113,8 @@ class _Slow:
     def next_point(self) -> DeviceEvent | None:
         return self._signal
 
+    def forget_device(self) -> None: ...
+
     def release(self) -> None: ...
 
 

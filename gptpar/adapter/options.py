@@ -233,7 +233,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     problems = [
         *optimizer_problems(raw, OTHER_OPTIMIZER, others=torch_optimizers.TYPES),
         *torch_problems,
-        *schedule_problems(raw),
+        *schedule_problems(raw, warns=True),
         *reader.problems,
         *values.out_of_range(),
         *precision_problems(values.flags.precision, values.get("module.param_dtype", None)),

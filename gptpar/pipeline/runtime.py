@@ -158,7 +158,7 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, received: _Received) -> torch.Tensor:
         ctx.received = received
-        return x.view_as(x)
+        return x.data  # no view, so that the first layer may work in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,7 +142,8 @@ class Block(nn.Module):
     Args:
         axis: this process's place on the tensor axis.
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
-            without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``.
+            without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``. With ``mlp`` and
+            ``layernorm`` the norm before an MLP is computed again with it, so that the norm's output is not kept.
         mlp_tiles: see :class:`MLP`; several recompute the MLP.
         window, rotary: see :class:`Attention`.
         experts: this process's place on the expert axis, if the MLP is a mixture of experts; the block then returns
@@ -183,6 +185,12 @@ class Block(nn.Module):
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
 
+    @property
+    def norm_is_in_mlp(self) -> bool:
+        """Whether the norm before the MLP is computed again together with it."""
+        both = {"mlp", "layernorm"} <= self.recompute_modules and isinstance(self.mlp, MLP)
+        return both and self.mlp_norm is not None and not self.parallel
+
     def forward(
         self,
         x_ND: torch.Tensor,
@@ -208,13 +216,15 @@ class Block(nn.Module):
         if self.parallel:
             normed_ND = self._run("layernorm", self.mlp_norm, x_ND)
             x_ND = x_ND + attended_ND
+        elif self.norm_is_in_mlp:
+            x_ND = normed_ND = x_ND + attended_ND
         else:
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
         losses: dict[str, torch.Tensor] = {}
         if isinstance(self.mlp, Experts):
             y_ND, losses = self._run("mlp", self.mlp, normed_ND, seq_length, choice_NK)
         else:
-            y_ND = self._run("mlp", self.mlp, normed_ND)
+            y_ND = self._run("mlp", self._mlp_of_norm if self.norm_is_in_mlp else self.mlp, normed_ND)
         y_ND = x_ND + self.mlp_output_dropout(self._norm_output(self.mlp_post_norm, y_ND, self.mlp), seeds)
         return (y_ND, losses) if self.returns_losses else y_ND
 
@@ -223,7 +233,8 @@ class Block(nn.Module):
         mlp = self.mlp.cost(batch)
         if "mlp" in self.recompute_modules:
             last = isinstance(self.mlp, Experts) and self.mlp.reads_last_product
-            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits, last=last)
+            hidden = 0.0 if self.norm_is_in_mlp else self.width * batch.dtype.itemsize / self.token_splits
+            mlp = mlp.computed_again(hidden, last=last)
         kernels = Cost(forward_kernels=KERNELS[0], backward_kernels=KERNELS[1])
         return self.attention.cost(batch) + mlp + self._stream_cost(batch) + kernels
 
@@ -263,7 +274,12 @@ class Block(nn.Module):
             return norm(x_ND, layer.unsummed_bias)
         return self._run("layernorm", norm, x_ND)
 
-    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor, *args: Any) -> Any:
+    def _mlp_of_norm(self, x_ND: torch.Tensor) -> torch.Tensor:
+        assert self.mlp_norm is not None
+        y_ND: torch.Tensor = self.mlp(self.mlp_norm(x_ND))
+        return y_ND
+
+    def _run(self, name: str, part: Callable[..., Any] | None, x_ND: torch.Tensor, *args: Any) -> Any:
         if part is None:
             return x_ND
         if name in self.recompute_modules and self.training:

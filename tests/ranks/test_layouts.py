@@ -21,8 +21,9 @@ from gptpar.topology.placement import REPLICATED, Placement
 from tests.ranks.layout_cases import ALONE, FEWER_SAMPLES, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
+ON_HOST = ("--cpu-offloading-num-layers", "3")
 CASES = [
-    case(Mesh(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),
+    case(Mesh(data=4), "--zero-stage", "3", *VARIANTS["every 2"], "--checkpoint-in-cpu"),
     case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["selective"]),
     case(Mesh(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     case(Mesh(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel", *VARIANTS["MLP in tiles"]),
@@ -34,7 +35,7 @@ CASES = [
         *VARIANTS["CPU optimizer 0.05"],
     ),
     case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.95"]),
-    case(Mesh(data=2, pipeline=2), "--zero-stage", "3", *VARIANTS["norms, activation"]),
+    case(Mesh(data=2, pipeline=2), "--zero-stage", "3", *VARIANTS["norms, activation"], *ON_HOST),
     case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
     case(Mesh(tensor=2, pipeline=2), *VARIANTS["all on the CPU"]),
     case(Mesh(data=4), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"]),
@@ -62,13 +63,14 @@ SINGLE = [
             Mesh(data=2, pipeline=2),
             *("--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
             *VARIANTS["CPU optimizer 0.6"],
+            *VARIANTS["saved tensors on the host"],
         ),
     ),
     (BLOOM, case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
     (BLOOM, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["selective"])),
     (BLOOM, case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["all on the CPU"])),
     (LLAMA, case(Mesh(tensor=4), *VARIANTS["CPU optimizer 0.6"], *VARIANTS["MLP in tiles"])),
-    (LLAMA, case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
+    (LLAMA, case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"], *ON_HOST)),
     (
         LLAMA,
         case(
@@ -77,7 +79,7 @@ SINGLE = [
             *VARIANTS["all on the CPU"],
         ),
     ),
-    (DOCUMENTS, case(Mesh(tensor=2, pipeline=2), "--sequence-parallel", *VARIANTS["selective"])),
+    (DOCUMENTS, case(Mesh(tensor=2, pipeline=2), "--sequence-parallel", *VARIANTS["selective"], *ON_HOST)),
     (DROPPED_DOCUMENTS, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["full recompute"])),
 ]
 

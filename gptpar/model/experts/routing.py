@@ -21,6 +21,7 @@ from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
+from gptpar.model.attention_dropout import not_compiled
 from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
@@ -273,7 +274,7 @@ class Router(nn.Module):
         return self.num_experts * (shares_BE * mean_BE).sum(-1).mean()
 
 
-@torch.compiler.disable
+@not_compiled
 def _summed(counts_BE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Over the ranks of a group; their losses have one mean, so that each adds the probabilities of its own tokens."""
     dist.all_reduce(counts_BE, group=group)

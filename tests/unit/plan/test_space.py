@@ -35,8 +35,9 @@ def typed(words: list[str]) -> Flags:
 
 
 def test_flags_say_what_is_applied() -> None:
+    """With every pair of values: what one says does not depend on a third."""
     plain = typed(WORDS)
-    for candidate in to_prove(plain, 4):
+    for candidate in pairwise(list(to_prove(plain, 4))):
         assert typed([*WORDS, *candidate.flags]) == candidate.applied_to(plain), candidate.name
 
 

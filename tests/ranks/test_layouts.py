@@ -43,7 +43,7 @@ CASES = [
 
 UNEVEN = [*FEWER_SAMPLES, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
-DROPOUT = [*FEWER_SAMPLES, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
+DROPOUT = [*FEWER_SAMPLES, "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
 BLOOM = [*FEWER_SAMPLES, *MODELS["bloom"].split()]
 LLAMA = [*FEWER_SAMPLES, *MODELS["llama"].split()]
 DOCUMENTS = [*FEWER_SAMPLES, *MODELS["documents"].split()]

@@ -13,7 +13,13 @@ from gptpar.system.state_guard import StateGuard
 
 
 class HostGradientSums(Protocol):
-    """Sums of the subscriber's gradients over micro-batches, in host memory."""
+    """Sums of the subscriber's gradients over micro-batches, in host memory.
+
+    Attributes:
+        busy_s: seconds in which gradients were added.
+    """
+
+    busy_s: float
 
     def add(self, unit: str, grad: torch.Tensor, *, first: bool, last: bool) -> None:
         """Add a micro-batch's gradient of a unit, which may wait for earlier ones; its memory does not change any more.

@@ -45,7 +45,7 @@ def make_host_optimizer(
         dtype: of the model's parameters.
         wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
-        sums: whether gradients are sums, which are copied to the host in the dtype of the master weights.
+        sums: whether gradients are sums, which may be copied to the host in the dtype of the master weights.
         host_sums: whether the sums over micro-batches are formed on the host.
 
     Raises:
@@ -59,7 +59,7 @@ def make_host_optimizer(
     )
     if not elements:
         return None
-    itemsize = (wide if sums and not host_sums else dtype).itemsize
+    itemsize = (wide if sums else dtype).itemsize
     at_once = config.offload.gradients_leave_at_once and not host_sums
     transfer_bytes = copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES
     if host_sums:

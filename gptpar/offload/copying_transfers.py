@@ -9,6 +9,7 @@ waits when it is too far ahead of the copies. The copied values are the same, so
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -25,24 +26,19 @@ MAX_UNITS_WAITING = 2
 
 
 def copying_bytes(elements: float, itemsize: int, num_units: int = 1) -> int:
-    """Upper bound of the pinned memory (bytes) of a GPU's transfers, for gradients and for new parameters.
+    """Pinned memory (bytes) of a GPU's transfers, for gradients and for new parameters; exact to some pages.
 
     Args:
         elements: of all gradients together.
         num_units: number of units with offloaded elements.
     """
-    most_buckets = int(elements // BUCKET_ELEMENTS) + num_units  # each unit may have a bucket that is not full
+    most_buckets = int(elements // BUCKET_ELEMENTS) + num_units  # most units have one that is not full
     return int(elements * itemsize) + most_buckets * ALIGNMENT + NUM_H2D_BUFFERS * BUCKET_ELEMENTS * itemsize
 
 
-def slots_bytes(lengths: list[int], itemsize: int) -> int:
-    """Pinned memory (bytes) for the gradients alone.
-
-    Args:
-        lengths: of the units' gradients, in elements.
-    """
-    num_buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
-    return sum(lengths) * itemsize + num_buckets * ALIGNMENT
+def aligned(num_bytes: int) -> int:
+    """Size of the slot (bytes) for a bucket's gradient."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def max_bytes_waiting(lengths: list[int], itemsize: int) -> int:
@@ -94,6 +90,9 @@ class GradientCopy:
             self._grad = None
         return self._values
 
+    def forget_device(self) -> None:
+        """Does nothing: :meth:`tensor` has done it."""
+
     def release(self) -> None:
         """Does nothing: the host memory holds the only copy, which is needed again if the speculation was wrong."""
 
@@ -134,8 +133,8 @@ class CopyingSameMemory(SameMemory):
     def __init__(self, max_bytes: int):
         self._under_way = CopiesUnderWay(max_bytes)
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        return torch.empty(num_bytes, dtype=torch.uint8), Passed()
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        return [(torch.empty(size, dtype=torch.uint8), Passed()) for size in sizes]
 
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
@@ -151,7 +150,7 @@ class CopyingSameMemory(SameMemory):
 
 
 class CopyingGpuTransfers(GpuTransfers):
-    """Pinned memory for the whole gradient; parameters go to the device through a ring.
+    """Each bucket has pinned memory for its gradient; parameters go to the device through a ring.
 
     Args:
         lengths: of the units' gradients, in elements.
@@ -160,14 +159,12 @@ class CopyingGpuTransfers(GpuTransfers):
 
     def __init__(self, device: torch.device, lengths: list[int], itemsize: int):
         super().__init__(device, 0, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
-        self._pinned.append(PinnedMemory(slots_bytes(lengths, itemsize)))
-        self._unused = self._pinned[-1].data
         self._under_way = CopiesUnderWay(max_bytes_waiting(lengths, itemsize))
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        slot = self._unused[:num_bytes]
-        self._unused = self._unused[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
-        return slot, Passed()
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        slots = [aligned(size) for size in sizes]
+        self._pinned.append(PinnedMemory(sum(slots)))
+        return [(slot[:size], Passed()) for slot, size in zip(self._pinned[-1].data.split(slots), sizes, strict=True)]
 
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
@@ -181,10 +178,6 @@ class CopyingGpuTransfers(GpuTransfers):
 
     def hold_back(self) -> None:
         self._under_way.hold_back()
-
-    def close(self) -> None:
-        self._unused = self._unused[:0]
-        super().close()
 
 
 def _values_in(slot: StagingBuffer | None, grad: torch.Tensor) -> torch.Tensor:

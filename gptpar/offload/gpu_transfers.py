@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -117,8 +117,8 @@ class GpuTransfers:
             coming.start(self.d2h_stream)
         return coming
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        return None
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        return [None] * len(sizes)
 
     def hold_back(self) -> None: ...
 
@@ -216,7 +216,8 @@ class _GpuD2HCopy:
     """A gradient that stays on the device until a slot of the ring is free, or is copied to its bucket's own slot."""
 
     def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
-        self._transfers, self._grad = transfers, grad
+        self._transfers = transfers
+        self._grad: torch.Tensor | None = grad
         self._made = self._there = waitable_event()
         self._made.record(current_stream())
         self._is_made = False
@@ -233,6 +234,7 @@ class _GpuD2HCopy:
         return self._slot is not None
 
     def start(self, stream: torch.cuda.Stream) -> None:
+        assert self._grad is not None
         self._slot = self._own or self._transfers.free.pop()
         let_follow(stream, self._made)
         # A copy that was released unread may still be writing to the slot.
@@ -256,6 +258,9 @@ class _GpuD2HCopy:
             self._there.synchronize()
         assert self._here is not None
         return self._here
+
+    def forget_device(self) -> None:
+        self._grad = None
 
     def release(self) -> None:
         if self._slot is not None and self._own is None:

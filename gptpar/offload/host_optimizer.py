@@ -82,8 +82,9 @@ class HostOptimizer:
         self._kernels, self._transfers = kernels, transfers
         self._buckets = [b for one in partitions for b in buckets_of(one, parameters[one.unit], kernels, dtype, folder)]
         self.shared = SharedState(self._buckets, transfers, log)
-        for bucket in self._buckets:
-            bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
+        staging = transfers.own_staging([bucket.parameters.nbytes for bucket in self._buckets])
+        for bucket, slot in zip(self._buckets, staging, strict=True):
+            bucket.own_staging = slot
         self.waited_s = 0.0
         self._missed: tuple[int, ...] = ()
         self.partial_unit: str | None = None
@@ -263,8 +264,8 @@ class HostOptimizer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the kernel worked."""
-        return self.shared.busy_s
+        """Seconds in which the kernel updated parameters or added gradients."""
+        return self.shared.busy_s + (0.0 if self.sums is None else self.sums.busy_s)
 
     @property
     def backs_off(self) -> bool:

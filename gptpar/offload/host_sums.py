@@ -11,7 +11,8 @@ import atexit
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,13 @@ from gptpar.offload.events import What
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.transfers import D2HCopy, DeviceEvent
 from gptpar.optim.cpu_adam import order_sum
+from gptpar.optim.elementwise import Done
 from gptpar.system import pages
 
 EXIT_SECONDS = 10.0
+
+MAX_ORDERED = 3
+"""Additions in the kernels' queue: while one runs, the thread waits for the next copies and for Python's lock."""
 
 
 def sums_bytes(elements: float, itemsize: int) -> int:
@@ -84,6 +89,9 @@ class SummedGradient:
             raise self._failure
         return self._values
 
+    def forget_device(self) -> None:
+        """Does nothing: the sum is in host memory."""
+
     def release(self) -> None:
         """Does nothing: the sum stays until the next step's first addend."""
 
@@ -116,14 +124,19 @@ class HostSums:
         shared: the CPU optimizer's state.
         dtype: of the sums.
         cores: the only ones on which the thread may run.
+
+    Attributes:
+        busy_s: seconds in which the kernel added.
     """
 
     def __init__(self, shared: SharedState, dtype: torch.dtype, cores: Sequence[int] | None):
         self._shared, self._cores = shared, cores
+        self.busy_s = 0.0
         self._totals = {id(bucket): _zeros(bucket, dtype) for bucket in shared.buckets}
         self._nothing = _zeros(max(shared.buckets, key=_length), dtype)
         self._final: dict[str, list[SummedGradient]] = {}
         self._under_way: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
+        self._ordered: deque[tuple[_Addend, Callable[[], Done] | None]] = deque()
         self._changed = threading.Condition()
         self._waiting_bytes, self._max_bytes = 0, 0
         self._failure: BaseException | None = None
@@ -181,26 +194,52 @@ class HostSums:
             self._shared.transfers.enter_thread()
         except BaseException as error:  # each addend's turn tells the training loop
             self._failure = error
-        while (addend := self._under_way.get()) is not None:
-            self._add(addend)
-            del addend  # with it, the device's memory
+        while self._take_next():
+            pass
 
-    def _add(self, addend: _Addend) -> None:
-        bucket, square = addend.bucket, 0.0
+    def _take_next(self) -> bool:
+        """Order the next addition, or finish the oldest one; false at the end."""
+        if self._ordered and (len(self._ordered) == MAX_ORDERED or self._under_way.empty()):
+            self._finish(*self._ordered.popleft())
+            return True
+        addend = self._under_way.get()
+        if addend is not None:
+            self._ordered.append((addend, self._order(addend)))
+            return True
+        while self._ordered:
+            self._finish(*self._ordered.popleft())
+        return False
+
+    def _order(self, addend: _Addend) -> Callable[[], Done] | None:
+        """Put an addition into the kernels' queue when the copy is there; ``None`` after an error."""
+        done = None
+        while self._ordered and not addend.grad.begin(urgent=False):
+            self._finish(*self._ordered.popleft())  # its copy has the ring's last slot
         try:
             grad = addend.grad.tensor()  # after an error, too: the device may still read its memory
+            addend.grad.forget_device()
             if self._failure is None:
-                order_sum(addend.total, addend.old, grad, bucket.kernel.threads)()
+                done = order_sum(addend.total, addend.old, grad, addend.bucket.kernel.threads)
+        except BaseException as error:  # the training loop raises it when it waits
+            self._failure = error
+        with self._changed:
+            self._waiting_bytes -= addend.num_bytes
+            self._changed.notify_all()
+        return done
+
+    def _finish(self, addend: _Addend, done: Callable[[], Done] | None) -> None:
+        bucket, square = addend.bucket, 0.0
+        try:
+            if done is not None:
+                added = done()
+                self.busy_s += added.end - added.begin
                 if addend.result is not None:
                     square = sum(bucket.kernel.square(addend.total[start:stop]) for start, stop in bucket.counted)
-        except BaseException as error:  # the training loop raises it when it waits
+        except BaseException as error:
             self._failure = error
         addend.grad.release()
         if addend.result is not None:
             addend.result.end(square, self._failure)
-        with self._changed:
-            self._waiting_bytes -= addend.num_bytes
-            self._changed.notify_all()
 
 
 def _length(bucket: Bucket) -> int:

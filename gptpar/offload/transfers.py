@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,9 @@ class D2HCopy(Protocol):
     def tensor(self) -> torch.Tensor:
         """Wait for the copy; returns the values in host memory, which are valid until :meth:`release`."""
 
+    def forget_device(self) -> None:
+        """Give up the device's memory, after :meth:`tensor`: no copy begins any more."""
+
     def release(self) -> None:
         """Give back the slot, if there is one; :meth:`begin` would start the copy anew."""
 
@@ -101,8 +104,12 @@ class Transfers(Protocol):
             slot: this bucket's own; the gradient in it is overwritten. ``None``: take one from the ring.
         """
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        """Reserve host memory for one bucket's gradients; ``None``: they go through the ring."""
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        """Reserve host memory for each bucket's gradients, once; ``None``: they go through the ring.
+
+        Args:
+            sizes: bytes, by bucket.
+        """
 
     def hold_back(self) -> None:
         """Wait while submitted gradients keep too much of the device's memory. The caller must not hold a lock."""
@@ -145,8 +152,8 @@ class SameMemory:
     def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         return _CpuGradient(grad)
 
-    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
-        return None
+    def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
+        return [None] * len(sizes)
 
     def hold_back(self) -> None: ...
 
@@ -222,5 +229,7 @@ class _CpuGradient:
 
     def tensor(self) -> torch.Tensor:
         return self._grad
+
+    def forget_device(self) -> None: ...
 
     def release(self) -> None: ...

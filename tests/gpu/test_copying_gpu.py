@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from gptpar.offload import buckets, copying_transfers, machine
+from gptpar.offload import buckets, copying_transfers, gpu_transfers, machine
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
 from gptpar.run import auto_gradients
 from gptpar.run.auto_gradients import with_gradients
@@ -53,6 +53,8 @@ def test_sums_on_the_host_are_those_of_the_gpu(
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
     monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
     monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
+    if ratio != "1":
+        monkeypatch.setattr(gpu_transfers, "RING_BYTES", 1)  # three slots
     words = f"{dtype} --clip-grad 0 --cpu-optimizer --cpu-optimizer-ratio {ratio} --micro-batch-size 1 --cuda-graph off"
     words += f" --offload-speculation {speculation} --offload-gradients"
     stay, leave = (run(f"{words} {word}", micro_batches=4) for word in ("off", "on"))
@@ -102,7 +104,7 @@ def test_peak_memory_has_two_gradients_instead_of_all(monkeypatch: pytest.Monkey
 def test_the_loop_waits_for_the_oldest_copy_alone() -> None:
     length = 1 << 20
     transfers = CopyingGpuTransfers(DEVICE, [length] * 4, 2)
-    slots = [transfers.own_staging(2 * length) for _ in range(4)]
+    slots = transfers.own_staging([2 * length] * 4)
     assert all(slot is not None for slot in slots)
     with torch.cuda.stream(transfers.d2h_stream):
         torch.cuda._sleep(SLEEP)
@@ -133,7 +135,7 @@ def test_memory_is_given_up_when_the_copy_is_known_to_be_done() -> None:
     grad = torch.ones(length, dtype=torch.bfloat16, device=DEVICE)
     with torch.cuda.stream(transfers.d2h_stream):
         torch.cuda._sleep(SLEEP)
-    copy = transfers.fetch(grad, transfers.own_staging(2 * length))
+    copy = transfers.fetch(grad, transfers.own_staging([2 * length])[0])
     del grad
     assert not copy.arrived() and torch.cuda.memory_allocated() - before == 2 * length
     torch.cuda.synchronize()

@@ -20,9 +20,9 @@ from gptpar.offload.copying_transfers import (
     CopiesUnderWay,
     CopyingSameMemory,
     GradientCopy,
+    aligned,
     copying_bytes,
     max_bytes_waiting,
-    slots_bytes,
 )
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS
 from gptpar.offload.host_optimizer import HostOptimizer
@@ -169,8 +169,8 @@ def test_the_bound_is_two_of_the_largest() -> None:
     assert copying_bytes(1000, 2) == 2000 + ALIGNMENT + outgoing
     full = buckets.BUCKET_ELEMENTS
     for lengths in ([1000], [full], [full, full], [full + 1, 64, 3 * full - 1], [64] * 50):
-        locked = slots_bytes(lengths, 2) + outgoing
-        assert locked <= copying_bytes(sum(lengths), 2, len(lengths)) <= locked + len(lengths) * ALIGNMENT
+        locked = sum(aligned(2 * length) for length in lengths) + outgoing
+        assert locked <= copying_bytes(sum(lengths), 2, len(lengths)) <= locked + 2 * len(lengths) * ALIGNMENT
 
 
 # --- with the host optimizer ----------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ class Made:
         assert self.is_made.wait(10)
         return self.values.clone()
 
+    def forget_device(self) -> None: ...
+
     def release(self) -> None: ...
 
 

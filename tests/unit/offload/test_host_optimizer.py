@@ -151,6 +151,8 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
         def tensor(self) -> torch.Tensor:
             return self.values
 
+        def forget_device(self) -> None: ...
+
         def release(self) -> None: ...
 
     class Way(SlowNorm):

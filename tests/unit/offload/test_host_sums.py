@@ -115,6 +115,8 @@ class _Slow:
     def next_point(self) -> DeviceEvent | None:
         return self._signal
 
+    def forget_device(self) -> None: ...
+
     def release(self) -> None: ...
 
 
@@ -182,6 +184,37 @@ def test_an_error_of_the_additions_reaches_the_loop(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MemoryError, match="no memory for a sum"):
         for _ in range(1000):
             submit(host, 1.0, first=True)
+    host.close()
+
+
+def test_additions_give_back_the_only_slot_of_a_ring() -> None:
+    """The thread has several additions in the kernels' queue, but none of them keeps the next copy from beginning."""
+
+    owners: list[D2HCopy] = []
+
+    class OneSlot(SameMemory):
+        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+            copy = super().fetch(grad)
+
+            def begin(*, urgent: bool) -> bool:
+                if not owners:
+                    owners.append(copy)
+                return copy in owners
+
+            def tensor() -> torch.Tensor:
+                assert begin(urgent=True)
+                return grad
+
+            replaced = {"begin": begin, "tensor": tensor, "release": owners.clear}
+            for name, method in replaced.items():
+                setattr(copy, name, method)
+            return copy
+
+    host, _ = make_host(OneSlot())
+    for value in (1.0, 2.0, 4.0):
+        submit(host, value, first=value == 1.0, last=value == 4.0)
+    assert host.sums is not None
+    assert host.sums.squares() == pytest.approx({piece.unit: 100 * 49.0 for piece in UNITS})
     host.close()
 
 

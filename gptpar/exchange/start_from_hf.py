@@ -34,6 +34,7 @@ SPELLINGS = {
     "add_position_embedding": ("position_embedding_type", "none"),
     "use_rope_scaling": ("rope_scaling_type", "llama3"),
     "squared_relu": ("mlp_activation", "squared_relu"),
+    "quick_geglu": ("mlp_activation", "quick_geglu"),
 }
 """Field of a switch -> the field for which it stands, and the value."""
 

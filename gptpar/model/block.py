@@ -22,7 +22,7 @@ from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
-from gptpar.model.mlp_tiles import tiled_mlp
+from gptpar.model.mlp_tiles import QUICK_SLOPE, tiled_mlp
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
@@ -54,7 +54,7 @@ def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> to
 
 
 def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
-    """What the other half is multiplied by: SiLU, GELU (exact or tanh), ReLU, or x itself (Shazeer 2020)."""
+    """What the other half is multiplied by: SiLU, GELU (exact, tanh, or by a sigmoid), ReLU, or x (Shazeer 2020)."""
     match name:
         case "swiglu":
             return F.silu(x_NF)
@@ -62,24 +62,39 @@ def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
             return F.gelu(x_NF)
         case "geglu_tanh":
             return F.gelu(x_NF, approximate="tanh")
+        case "quick_geglu":
+            return x_NF * (QUICK_SLOPE * x_NF).sigmoid()
         case "reglu":
             return F.relu(x_NF)
         case _:
             return x_NF
 
 
-def gated(name: str, up: torch.Tensor) -> torch.Tensor:
-    """One half of an MLP's first product, multiplied by a gate's function of the other half."""
+def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0) -> torch.Tensor:
+    """One half of an MLP's first product, multiplied by a gate's function of the other half.
+
+    Args:
+        limit: of the gate's input from above, and of the other half in size.
+        offset: is added to the other half.
+    """
     gate_NF, value_NF = up.chunk(2, dim=-1)
-    return gate(name, gate_NF) * value_NF
+    if limit is not None:
+        gate_NF, value_NF = gate_NF.clamp(max=limit), value_NF.clamp(-limit, limit)
+    return gate(name, gate_NF) * (value_NF + offset if offset else value_NF)
+
+
+def _of_gate(config: ModelConfig) -> dict[str, Any]:
+    return {"limit": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
 
 
 def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
     """A mixture of experts in place of an MLP."""
     config = linears.config
     name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
-    activate = partial(gated, name) if config.gated else partial(activation, name, bias_F=None)
-    return Experts(linears, activate, None if shared is None else MLP(linears, shared), placed)
+    activate = partial(gated, name, **_of_gate(config)) if config.gated else partial(activation, name, bias_F=None)
+    # What reads the sum of experts forms no gradient of the shared one's bias.
+    of_shared = replace(linears, output_norm=False)
+    return Experts(linears, activate, None if shared is None else MLP(of_shared, shared), placed)
 
 
 class MLP(nn.Module):
@@ -100,7 +115,7 @@ class MLP(nn.Module):
         config = linears.config
         width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
-        parts = 2 if self.gated else 1
+        self.of_gate, parts = _of_gate(config), 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.END)
 
@@ -128,7 +143,7 @@ class MLP(nn.Module):
 
     def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
         if self.gated:
-            return self.down(gated(self.activation, up))
+            return self.down(gated(self.activation, up, **self.of_gate))
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
     def cost(self, batch: BatchShape) -> Cost:

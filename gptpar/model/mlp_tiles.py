@@ -22,6 +22,15 @@ aten = torch.ops.aten
 Unary = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+QUICK_SLOPE = 1.702
+"""x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016)."""
+
+
+def _quick_slope_of(x: torch.Tensor) -> torch.Tensor:
+    share = (QUICK_SLOPE * x).sigmoid()
+    return share * (1 + QUICK_SLOPE * x * (1 - share))
+
+
 FUNCTIONS: dict[str, tuple[Unary, Backward]] = {
     "swiglu": (F.silu, aten.silu_backward),
     "geglu": (F.gelu, aten.gelu_backward),
@@ -29,6 +38,7 @@ FUNCTIONS: dict[str, tuple[Unary, Backward]] = {
         lambda x: F.gelu(x, approximate="tanh"),
         lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
     ),
+    "quick_geglu": (lambda x: x * (QUICK_SLOPE * x).sigmoid(), lambda grad, x: grad * _quick_slope_of(x)),
     "reglu": (F.relu, lambda grad, x: aten.threshold_backward(grad, x, 0)),
     "liglu": (lambda x: x, lambda grad, x: grad),
     "squared_relu": (lambda x: F.relu(x).square(), lambda grad, x: grad * (2 * F.relu(x))),

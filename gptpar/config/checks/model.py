@@ -29,6 +29,8 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _layer_lists(m)
     yield from _windows(m)
     yield from _mlp(m)
+    yield from _gates(flags)
+    yield from _sinks(m)
     yield from _mup(m)
     yield from check_experts(flags)
     if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
@@ -63,11 +65,36 @@ def _windows(m: ModelFlags) -> Iterator[str]:
         yield "--window-pattern says which layers have a sliding window: give its --window-size, too."
 
 
+def _sinks(m: ModelFlags) -> Iterator[str]:
+    if m.softmax_type == "learnable" and m.attention_dropout:
+        yield (
+            f"--softmax-type learnable has no dropout of probabilities yet, and --attention-dropout is "
+            f"{m.attention_dropout:g}: give --attention-dropout 0."
+        )
+
+
 def _mlp(m: ModelFlags) -> Iterator[str]:
     if m.swiglu and m.mlp_activation != "gelu_tanh":
         yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
     if m.swiglu and m.glu_activation not in (None, "swiglu"):
         yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
+    if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
+        other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
+        yield f"--quick-geglu and {other} are different gates: keep one."
+
+
+def _gates(flags: Flags) -> Iterator[str]:
+    """Options that only an MLP with a gate has."""
+    m = flags.model
+    of_gates = [
+        flag_name(name)
+        for name in ("activation_func_clamp_value", "glu_linear_offset")
+        if getattr(m, name) != getattr(ModelFlags(), name)
+    ]
+    if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
+        yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."
+    if of_gates and flags.recompute.mlp_chunks_for_training > 1:
+        yield f"{', '.join(of_gates)}: --mlp-chunks-for-training has no such gate yet: drop one of them."
 
 
 def _mup(m: ModelFlags) -> Iterator[str]:

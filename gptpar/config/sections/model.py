@@ -24,7 +24,7 @@ SCALED_BY: dict[str, tuple[str, ...]] = {
 STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
 """Fields of rotary positions that a new run with a trained model's weights may set otherwise, for longer samples."""
 
-GATES = ("geglu", "geglu_tanh", "reglu", "liglu")
+GATES = ("geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
 
 FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
@@ -119,6 +119,12 @@ class ModelConfig(ExpertOptions, Generic[Open]):
     attention_output_gate: bool = flag(
         False, "multiply attention's output by the sigmoid of a gate that is projected beside the queries (Qwen3-Next)"
     )
+    softmax_type: str = flag(
+        "vanilla",
+        "softmax of attention: of a token's scores alone, or beside a learned logit of each head, the attention sink "
+        "(learnable)",
+        choices=("vanilla", "learnable"),
+    )
     window_size: int | None = flag(
         None, "tokens that a sliding-window layer sees, including the token itself", least=1, most=100_000_000
     )
@@ -131,12 +137,22 @@ class ModelConfig(ExpertOptions, Generic[Open]):
     mlp_activation: str = flag(
         FUSED_GELU,
         "the MLP's activation function without --swiglu (without biases the default is gelu, as in Megatron-LM); "
-        "geglu, geglu_tanh, reglu and liglu are gates, as SwiGLU is: of the exact GELU, its tanh form, the ReLU, and "
-        "none",
+        "geglu, geglu_tanh, quick_geglu, reglu and liglu are gates, as SwiGLU is: of the exact GELU, its tanh form, "
+        "x * sigmoid(1.702 x), the ReLU, and none",
         choices=(FUSED_GELU, UNFUSED_GELU, "squared_relu", *GATES),
         spellings={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "squared_relu"},
     )
-    add_bias_linear: bool = on_unless("--disable-bias-linear", "no biases in linear layers")
+    activation_func_clamp_value: float | None = flag(
+        None,
+        "c: in an MLP with a gate, clamp the gate's input to at most c, and the other half to -c ... c (gpt-oss: 7)",
+        above=0,
+    )
+    glu_linear_offset: float = flag(
+        0.0, "in an MLP with a gate, add this to the half that the gate multiplies (gpt-oss: 1)"
+    )
+    add_bias_linear: bool = on_unless(
+        "--disable-bias-linear", "no biases in linear layers, nor in experts and their router"
+    )
     add_qkv_bias: bool = flag(False, "bias on the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
     make_vocab_size_divisible_by: int = flag(
@@ -233,6 +249,7 @@ class ModelFlags(ModelConfig[None]):
     glu_activation: str | None = flag(
         None, "same as --swiglu, or as --mlp-activation with a gate (BigScience)", choices=("swiglu", *GATES)
     )
+    quick_geglu: bool = flag(False, "same as --mlp-activation quick_geglu")
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     bias_gelu_fusion: bool = on_unless(
         "--no-bias-gelu-fusion",

@@ -34,7 +34,7 @@ ABSENT_HERE = {
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "rotary_interleaved": "interleaved rotary pairs",
     "rotary_seq_len_interpolation_factor": "stretched rotary positions",
-    "softmax_type": "another softmax",
+    "softmax_type": "a sink in its softmax",
     "qk_clip": "clipped attention logits",
     "mtp_num_layers": "multi-token prediction",
     "qk_l2_norm": "queries and keys of length 1",

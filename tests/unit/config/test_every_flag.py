@@ -33,6 +33,7 @@ SAID_BY_OTHERS = {
     "gradient_accumulation_steps": "--gradient-accumulation-steps 3",
     "step_batch_size_schedule": "--step-batch-size-schedule 0:8",
     "squared_relu": "--squared-relu",
+    "quick_geglu": "--quick-geglu",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "glu_activation": "--glu-activation swiglu",
     "use_rotary_position_embeddings": "--use-rotary-position-embeddings",

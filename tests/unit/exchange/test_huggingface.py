@@ -25,7 +25,7 @@ from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
 
-FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2", "Qwen3-MoE, some blocks and windows", "Mixtral")
+FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2", "Qwen3-MoE, some blocks and windows", "gpt-oss")
 CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -62,9 +62,9 @@ def test_in_and_out_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         "GPT-2",
         "Llama 3",
-        "OLMoE",
+        "gpt-oss",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-NeoX", "Qwen2", "Qwen3", "OLMo-2")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Qwen3-MoE", "Mixtral")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("OLMoE", "Qwen3-MoE", "Mixtral")),
     ],
 )
 def test_greedy_text_is_the_same(name: str, tmp_path: Path) -> None:

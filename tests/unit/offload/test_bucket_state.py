@@ -91,18 +91,18 @@ def test_the_ways_through_a_step(path: Sequence[tuple[What, BucketState]]) -> No
         assert bucket.state is after
 
 
-@pytest.mark.parametrize(("state", "what"), list(product(BucketState, What)))
-def test_every_event_in_every_state(state: BucketState, what: What) -> None:
+def test_every_event_in_every_state() -> None:
     """It has a state that follows, or is refused with a sentence; a step's last event leads to the beginning."""
-    bucket = make_bucket(state)
-    if what in ALLOWED[state]:
-        bucket.advance(what)
-        assert (bucket.state is S.IDLE) == (what in STEP_DONE)
-        return
-    with pytest.raises(ForbiddenEvent) as told:
-        bucket.advance(what)
-    assert str(told.value) == f"'{what}' cannot follow where elements 8 to 16 of embedding have '{state}'"
-    assert bucket.state is state
+    for state, what in product(BucketState, What):
+        bucket = make_bucket(state)
+        if what in ALLOWED[state]:
+            bucket.advance(what)
+            assert (bucket.state is S.IDLE) == (what in STEP_DONE), (state, what)
+            continue
+        with pytest.raises(ForbiddenEvent) as told:
+            bucket.advance(what)
+        assert str(told.value) == f"'{what}' cannot follow where elements 8 to 16 of embedding have '{state}'"
+        assert bucket.state is state
 
 
 def test_all_states_are_reached_and_left() -> None:

@@ -100,7 +100,7 @@ def done(iteration: int) -> Progress:
     return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
 
 
-AT_EVERY_MOMENT = ("fp32", "half on the CPU, in place", "all on the CPU, speculating")
+AT_EVERY_MOMENT = ("half on the CPU, in place",)
 """Of the words, those for which the fast tier tries all that can happen at a save."""
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.data.loader import MicroBatch
 from gptpar.model.attention import Attention
 from gptpar.model.attention_dropout import not_compiled
+from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids
 from gptpar.model.experts.routing import Router
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
@@ -93,14 +94,47 @@ class ContextSplit:
 
 
 def divide_samples(modules: Iterable[nn.Module], topology: Topology, split: ContextSplit) -> None:
-    """Let the attention layers among some modules see the tokens of all ranks, and routers balance whole samples."""
+    """Let the attention layers among some modules see the tokens of all ranks, and routers judge whole samples."""
     group = topology.group(CONTEXT)
     attend = partial(attend_by_gathering if split.gathers else attend_by_heads, split, group)
     for module in modules:
         if group is not None and isinstance(module, Attention):
             module.attend = attend
-        elif isinstance(module, Router):
-            module.context = group
+        elif group is not None and isinstance(module, Router):
+            module.context = DividedSamples(split, group)
+
+
+@dataclass(frozen=True)
+class DividedSamples:
+    """The ranks that divide the tokens of samples, for a router; N are tokens of all samples of a micro-batch."""
+
+    split: ContextSplit
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.split.size
+
+    @not_compiled
+    def summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Over the ranks."""
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
+    def whole(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Of the tokens of whole samples, where each rank has some."""
+        ranks_cBTD = gather(x_ND, self.group).unflatten(0, (self.size, -1, seq_length // self.size))
+        whole_BSD = x_ND.new_empty(ranks_cBTD.shape[1], seq_length, x_ND.shape[1])
+        for rank, own_BTD in enumerate(ranks_cBTD):
+            ranges = replace(self.split, rank=rank).ranges(seq_length)
+            for (start, stop), part in zip(ranges, own_BTD.chunk(len(ranges), 1), strict=True):
+                whole_BSD[:, start:stop] = part
+        return whole_BSD.flatten(0, 1)
+
+    def own(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Of this rank's tokens; the inverse of :meth:`whole`."""
+        return self.split.own(x_ND.unflatten(0, (-1, seq_length))).flatten(0, 1)
 
 
 @not_compiled  # its messages interrupt a compiled layer in any case
@@ -114,6 +148,7 @@ def attend_by_heads(
     dropout: AttentionDropout | None = None,
     window: int | None = None,
     scale: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`core_attention`, by exchanging tokens for heads; returns y_BHTK.
 
@@ -131,7 +166,8 @@ def attend_by_heads(
     if dropout is not None:
         first = dropout.first_group * copies + split.rank * lengths[1]
         dropout = dropout._replace(first_group=first, num_groups=dropout.num_groups * copies)
-    y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, window, scale)
+    own_sinks = None if sinks_H is None else sinks_H.unflatten(0, (size, -1))[split.rank]
+    y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, window, scale, own_sinks)
     back = Collective.apply(y_BHSK.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4), group, all_to_all, all_to_all)
     return back.transpose(0, 1).flatten(1, 2)
 
@@ -152,6 +188,7 @@ def attend_by_gathering(
     dropout: AttentionDropout | None = None,
     window: int | None = None,
     scale: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`core_attention`, with the keys and values of all ranks, for some groups at a time; returns y_BHTK.
 
@@ -162,15 +199,14 @@ def attend_by_gathering(
     length, queries = tokens * split.size, q_BHTK.shape[1] // groups
     at_once = groups_gathered(groups, 2 * batch * length * width * k_BGTK.element_size())
     whole, chunks = partial(_of_whole, split, cu_seqlens), partial(_of_chunks, split, cu_seqlens)
-    found = []
-    for number, (q, k, v) in enumerate(
-        zip(q_BHTK.split(at_once * queries, 1), k_BGTK.split(at_once, 1), v_BGTK.split(at_once, 1), strict=True)
-    ):
+    found, parts = [], (q_BHTK.split(at_once * queries, 1), k_BGTK.split(at_once, 1), v_BGTK.split(at_once, 1))
+    sinks = [None] * len(parts[1]) if sinks_H is None else sinks_H.split(at_once * queries)
+    for number, (q, k, v, sinks_h) in enumerate(zip(*parts, sinks, strict=True)):
         attend, stops = partial(chunks, window, scale), [stop for _, stop in split.ranges(length)]
         if dropout is not None:
             of_groups = dropout._replace(first_group=dropout.first_group + number * at_once)
             attend, stops = partial(whole, of_groups, window, scale), [length]
-        found.append(_GatheredAgain.apply(attend, stops, group, q, k, v))
+        found.append(_GatheredAgain.apply(attend, stops, group, q, sinks_h, k, v))
     return torch.cat(found, 1)
 
 
@@ -182,12 +218,13 @@ class _GatheredAgain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, attend: Any, stops: Any, group: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
-        """``attend`` takes q_BHTK, and of a sample's first tokens, for each of ``stops``, k_BGSK and v_BGSK."""
+    def forward(ctx: Any, attend: Any, stops: Any, group: Any, q: Any, sinks: Any, k: Any, v: Any) -> torch.Tensor:
+        """``attend`` takes q_BHTK, sinks_H and, for each of ``stops``, k_BGSK and v_BGSK of a sample's first tokens."""
         saved = _Saved(_gathered(k, v, stops, group))
-        leaves = [x.detach().requires_grad_() for x in (q, *(x.transpose(1, 2) for x in saved.gathered))]
+        own = (q,) if sinks is None else (q, sinks)
+        leaves = [x.detach().requires_grad_() for x in (*own, *(x.transpose(1, 2) for x in saved.gathered))]
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
-            y = attend(*leaves)
+            y = attend(leaves[0], None if sinks is None else leaves[1], *leaves[len(own) :])
         ctx.save_for_backward(k, v, *saved.others)
         ctx.stops, ctx.group, ctx.saved, ctx.y, ctx.leaves = stops, group, saved, y, leaves
         result = y.detach()
@@ -198,13 +235,14 @@ class _GatheredAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        """The gradients of q, k and v."""
+        """The gradients of q, sinks, k and v."""
         k, v, *ctx.saved.others = ctx.saved_tensors
         ctx.saved.gathered = _gathered(k, v, ctx.stops, ctx.group)
-        d_q, *d_gathered = torch.autograd.grad(ctx.y, ctx.leaves, grad, retain_graph=True)
+        d_q, *d_others = torch.autograd.grad(ctx.y, ctx.leaves, grad, retain_graph=True)
+        d_sinks = d_others.pop(0) if len(d_others) > 2 * len(ctx.stops) else None
         ctx.saved.forget()
         length = k.shape[2] * ctx.group.size()
-        return None, None, None, d_q, *_scattered([x.transpose(1, 2) for x in d_gathered], length, ctx.group)
+        return None, None, None, d_q, d_sinks, *_scattered([x.transpose(1, 2) for x in d_others], length, ctx.group)
 
 
 class _Saved:
@@ -267,6 +305,7 @@ def _of_whole(
     window: int | None,
     scale: float | None,
     q: torch.Tensor,
+    sinks_H: None,
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
@@ -284,12 +323,13 @@ def _of_chunks(
     window: int | None,
     scale: float | None,
     q: torch.Tensor,
+    sinks_H: torch.Tensor | None,
     *seen: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of this rank's two chunks of queries, each with the keys and values up to its own."""
     length, found = q.shape[2] * split.size, []
     for q_chunk, k, v, (start, _) in zip(q.chunk(2, 2), seen[::2], seen[1::2], split.ranges(length), strict=True):
-        found.append(_of_chunk(q_chunk, k, v, start, length, cu_seqlens, window, scale))
+        found.append(_of_chunk(q_chunk, k, v, start, length, cu_seqlens, window, scale, sinks_H))
     return torch.cat(found, 2)
 
 
@@ -302,6 +342,7 @@ def _of_chunk(
     cu_seqlens: torch.Tensor | None,
     window: int | None,
     scale: float | None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the queries at the end of a sample's first tokens to the keys and values of all these tokens.
 
@@ -315,7 +356,7 @@ def _of_chunk(
             cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
         samples, places = cu_seqlens // length, cu_seqlens % length
         of_q, of_k = (samples * (stop - first) + (places - first).clamp(0, stop - first) for first in (start, 0))
-        return varlen_attention(q, k, v, of_q, window, scale, cu_keys=of_k)
+        return varlen_attention(q, k, v, of_q, window, scale, cu_keys=of_k, sinks_H=sinks_H)
     queries, keys = torch.arange(start, stop, device=device)[:, None], torch.arange(stop, device=device)
     mask = keys <= queries
     if window is not None:
@@ -324,5 +365,4 @@ def _of_chunk(
     if cu_seqlens is not None:
         ids_BS = document_ids(cu_seqlens, batch, length)[:, :stop]
         mask = mask & (ids_BS[:, start:, None] == ids_BS[:, None])
-    how: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], **how)
+    return attention_to_seen(q, k, v, mask[:, None], scale, sinks_H)

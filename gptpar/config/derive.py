@@ -13,8 +13,9 @@ from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.presets import PRESETS
 from gptpar.config.sections.data import SPLIT
 from gptpar.config.sections.logging import EVAL_INTERVAL
-from gptpar.config.sections.model import FUSED_GELU, LLAMA_3_CONTEXT, UNFUSED_GELU
+from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
 from gptpar.config.sections.parallel import SHARDED
+from gptpar.config.sections.positions import LLAMA_3_CONTEXT
 
 OFF_AT_0 = (("checkpoint", "save_interval"), ("batch", "exit_interval"), ("batch", "exit_duration_in_mins"))
 """Intervals that are not kept where they are 0."""
@@ -79,7 +80,8 @@ def choose_gelu(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
         given: fields that keep what was typed, as ``section.field``.
     """
     notes, model = _Notes(flags), flags.model
-    other = model.swiglu or model.glu_activation or model.squared_relu or model.mlp_activation != FUSED_GELU
+    switches = model.swiglu, model.glu_activation, model.quick_geglu, model.squared_relu
+    other = any(switches) or model.mlp_activation != FUSED_GELU
     if not other and "model.mlp_activation" not in given and not (model.add_bias_linear and model.bias_gelu_fusion):
         reason = "--disable-bias-linear" if not model.add_bias_linear else "--no-bias-gelu-fusion"
         notes.replace("model", "mlp_activation", UNFUSED_GELU, f"{reason}, as in Megatron-LM")
@@ -130,15 +132,24 @@ def _derive_rotary(notes: _Notes) -> None:
                 notes.fill("model", pattern, layer_pattern(text, letters, most), f"{flag_name(name)} {text}")
 
 
+def _derive_gate(notes: _Notes) -> None:
+    """Other programs' words for a gate, beside which the MLP has another width."""
+    gate = notes.flags.model.glu_activation
+    reason = f"--glu-activation {gate}"
+    if gate is None and notes.flags.model.quick_geglu:
+        gate, reason = "quick_geglu", "--quick-geglu"
+    if gate is not None and not notes.flags.model.swiglu:
+        name, value = ("swiglu", True) if gate == "swiglu" else ("mlp_activation", gate)
+        notes.replace("model", name, value, reason)
+        if notes.flags.model.hidden_size:
+            width = 4 * notes.flags.model.hidden_size
+            notes.fill("model", "ffn_hidden_size", width, f"4 x hidden, as {reason.split()[0]} has it")
+
+
 def _derive_model(notes: _Notes) -> None:
     _derive_position_embedding(notes)
     _derive_rotary(notes)
-    if (gate := notes.flags.model.glu_activation) is not None and not notes.flags.model.swiglu:
-        name, value = ("swiglu", True) if gate == "swiglu" else ("mlp_activation", gate)
-        notes.replace("model", name, value, f"--glu-activation {gate}")
-        if notes.flags.model.hidden_size:
-            width = 4 * notes.flags.model.hidden_size
-            notes.fill("model", "ffn_hidden_size", width, "4 x hidden, as --glu-activation has it")
+    _derive_gate(notes)
     if notes.flags.model.squared_relu:
         notes.replace("model", "mlp_activation", "squared_relu", "--squared-relu")
     model = notes.flags.model

@@ -63,4 +63,14 @@ PRESETS: dict[str, dict[str, object]] = {
         **{"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 14336},
         **{"num_query_groups": 8, "rotary_base": 1_000_000, "num_experts": 8, "moe_ffn_hidden_size": 14336},
     },
+    "gpt-oss-20B": {
+        **{"num_layers": 24, "hidden_size": 2880, "num_attention_heads": 64, "ffn_hidden_size": 2880},
+        **{"num_query_groups": 8, "kv_channels": 64, "seq_length": 4096, "normalization": "RMSNorm"},
+        **{"window_size": 128, "window_pattern": "SF", "softmax_type": "learnable", "attention_dropout": 0.0},
+        **{"position_embedding_type": "rope", "rotary_base": 150_000, "rope_scaling_type": "yarn"},
+        **{"rope_scaling_factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"yarn_correction_range_round_to_int": False, "untie_embeddings_and_output_weights": True},
+        **{"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 2880, "mlp_activation": "quick_geglu"},
+        **{"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+    },
 }

@@ -15,6 +15,7 @@ from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
+from gptpar.kernels.addition import add_each
 
 
 class GradientCollector:
@@ -244,12 +245,11 @@ class GradientCollector:
             self._hand_on(name)
 
     def _add(self, unit: Unit) -> None:
-        """Add a unit's gradients to its sum in one launch: a launch for each would keep the host busy."""
+        """Add a unit's gradients to its sum in few launches: a launch for each would keep the host busy."""
         fresh, views = self._fresh.pop(unit.name), self._memory.views_of(unit)
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
-            added = [views[name] for name in known]
-            torch._foreach_add_(added, [fresh[name] for name in known], alpha=self._factor)
+            add_each([views[name] for name in known], [fresh[name] for name in known], self._factor)
         if first:
             copied = [views[name] for name in first]
             torch._foreach_copy_(copied, [fresh[name] for name in first])

@@ -16,11 +16,11 @@ import torch
 
 from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.patches import ParameterView
-from gptpar.config import Flags, ModelConfig, TokenizerConfig
-from gptpar.config.checks.model import check_model
-from gptpar.config.complete import complete_model
+from gptpar.config import Flags, ModelConfig, TokenizerConfig, complete_model
+from gptpar.config.sections.model import check_model
 from gptpar.config.validate import range_problems
 from gptpar.errors import CheckpointError, ConfigError, printable
+from gptpar.exchange.files.mxfp4 import with_mxfp4
 from gptpar.exchange.files.safetensors_file import DTYPES
 from gptpar.exchange.files.weight_files import WeightFile, open_all
 from gptpar.exchange.foreign_model import MAX_LISTED
@@ -200,12 +200,14 @@ def open_hf(folder: Path) -> HfModel:
         problems.append(str(error))
     try:
         files = open_all(_weight_files(folder))
+        if is_packed(fields or {}):
+            files = with_mxfp4(files)
     except CheckpointError as error:
         problems += [str(error), "copy or download these files again, and the others from the same place"]
     if problems or fields is None or model is None:
         raise CheckpointError(f"{folder} cannot be read as a Hugging Face model:\n" + "\n".join(problems))
     kind = fields["model_type"]
-    found = _matched(kind, model, files)
+    found = _matched(kind, model, files, packed=is_packed(fields))
     if problems := list(_mismatches(kind, model, found, files)) or list(_untied_head(kind, model, files)):
         told = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
         told.append(_remedy(kind, found))
@@ -278,11 +280,18 @@ def is_weight_file(name: str, suffix: str = "safetensors") -> bool:
     return re.fullmatch(rf"[\w.-]+\.{suffix}", name) is not None
 
 
-def _matched(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> list[tuple[HfTensor, Source | None]]:
+def is_packed(fields: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` says that weights are stored in fewer bits than their format has."""
+    return bool(fields.get("quantization_config"))
+
+
+def _matched(
+    kind: str, model: ModelConfig, files: Mapping[str, WeightFile], *, packed: bool
+) -> list[tuple[HfTensor, Source | None]]:
     """Each tensor that the model needs, and where it is; older files lack the base model's prefix in all names."""
     base = FAMILIES[kind].names.base
     found: list[tuple[HfTensor, Source | None]] = []
-    for tensor in tensors_of(kind, model, model.padded_vocab_size):
+    for tensor in tensors_of(kind, model, model.padded_vocab_size, packed=packed):
         spellings = (tensor.name, tensor.name.removeprefix(base))
         name = next((name for name in spellings if name in files), None)
         found.append((tensor, None if name is None else Source(files[name], name)))

@@ -20,7 +20,7 @@ from typing import Any
 
 from gptpar.errors import CheckpointError, printable
 from gptpar.exchange.files.safetensors_file import SafetensorsFile, StoredTensor, tensors_of_header
-from gptpar.exchange.hf_folder import CONFIG, INDEX, OLD_INDEX, HfModel, is_weight_file, read_json
+from gptpar.exchange.hf_folder import CONFIG, INDEX, OLD_INDEX, HfModel, is_packed, is_weight_file, read_json
 from gptpar.system.files import lies_in, read_regular
 
 FOLDER, HEADERS = "huggingface", "safetensors_headers.json"
@@ -104,6 +104,10 @@ def keep(model: HfModel, root: Path) -> None:
         shutil.copyfile(path, temporary / path.name)
     files = {source.file.path.name: source.file for parts in model.parameters.values() for _, source in parts}
     headers = {name: file.header for name, file in sorted(files.items()) if isinstance(file, SafetensorsFile)}
+    if is_packed(model.fields):  # an export writes these weights in the format that they were read in
+        plain = {name: value for name, value in model.fields.items() if name != "quantization_config"}
+        (temporary / CONFIG).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        headers = {}
     (temporary / HEADERS).write_text(json.dumps(headers), encoding="utf-8")
     temporary.rename(root / FOLDER)
 

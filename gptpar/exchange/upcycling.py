@@ -31,7 +31,7 @@ def _problems(given: ModelFlags, theirs: ModelFlags) -> Iterator[str]:
     if theirs.has_experts:
         yield f"{flag}, and that model has experts already: leave the flag out."
     if theirs.add_bias_linear:
-        yield f"{flag}, and these have biases, which experts have not: take a model without."
+        yield f"{flag}, and these have biases, which are not copied yet: take a model without."
     if given.moe_ffn_hidden_size not in (None, width):
         yield f"{flag}, which have a width of {width}: leave out --moe-ffn-hidden-size {given.moe_ffn_hidden_size}."
     if given.moe_shared_expert_intermediate_size is not None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
+from gptpar.model.attention_sinks import SINK_CHANNELS
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.model.linear import Linears, Reader
@@ -27,7 +28,9 @@ from gptpar.model.rotary import Rotary, rotate
 from gptpar.model.varlen_attention import has_varlen_kernel
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
+from gptpar.topology.initial_values import Normal
 from gptpar.topology.matrices import Interleaved
+from gptpar.topology.placement import ParameterSpec
 
 DISTANCE_CHANNELS = 8
 """Channels that ALiBi adds to a head: kernels take multiples of eight."""
@@ -124,7 +127,8 @@ class Attention(nn.Module):
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key head, its value head (Megatron's
     order), then the gates of its query heads if the model has gates. So a contiguous slice is a set of whole groups. A
-    gate multiplies the attention's output, channel by channel, by its sigmoid (Qiu et al. 2025).
+    gate multiplies the attention's output, channel by channel, by its sigmoid (Qiu et al. 2025). A model may learn a
+    sink for each query head (:mod:`gptpar.model.attention_sinks`).
 
     Args:
         linears: makes the projections.
@@ -158,6 +162,10 @@ class Attention(nn.Module):
         outputs = config.num_query_groups * sum(of_group.lengths)
         self.qkv = linears.column(config.hidden_size, outputs, bias=qkv_bias, reader=Reader.HEADS, matrices=of_group)
         self.query_norm, self.key_norm = _norms(config, axis)
+        sinks = ParameterSpec(Normal(config.init_method_std), axis.split(0, config.num_attention_heads))
+        has_sinks, own_heads = config.softmax_type == "learnable", config.num_attention_heads // axis.size
+        self.declared = {"sinks": sinks} if has_sinks else {}
+        self.sinks = nn.Parameter(torch.empty(own_heads)) if has_sinks else None
         self.out = linears.row(heads, config.hidden_size, bias=config.add_bias_linear, reader=Reader.STREAM)
 
     def forward(
@@ -197,7 +205,7 @@ class Attention(nn.Module):
             scale = scale or self.head_width**-0.5  # of the head without the channels for distances
             slopes_H = self._slopes(q_BHSK)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale)
+        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale, self.sinks)
         if self.has_distances:
             y_BHSK = y_BHSK[..., : self.head_width]
         for gate_BHSK in gates:
@@ -220,17 +228,17 @@ class Attention(nn.Module):
         groups = self.num_groups // self.axis.size
         heads, has_norms = groups * self.queries_per_group, self.query_norm is not None
         queries, keys = heads * self.head_width, groups * self.head_width
-        over_width, channels = isinstance(self.query_norm, WidthRMSNorm), DISTANCE_CHANNELS * self.has_distances
+        over_width, added = isinstance(self.query_norm, WidthRMSNorm), self._added_channels(batch)
         projected = self.qkv.weight.shape[0]
-        kept = projected if has_norms or not self.has_distances else 0  # values are a view of it
-        if self.has_distances:
-            kept += (heads + 2 * groups) * (self.head_width + channels)
+        kept = projected if has_norms or not added else 0  # values are a view of it
+        if added:
+            kept += (heads + 2 * groups) * (self.head_width + added)
         elif has_norms or self.rotary:
             kept += queries + keys
         kept += (queries + keys) * over_width  # before the norms' factor
-        if self.rotary or self.gated or self.has_distances:  # the projection reads a copy of the kernel's output
-            kept += heads * (self.head_width + channels) + queries * self.gated
-        if self._calls_by_document(batch) and (self.gated or not (self.rotary or self.has_distances)):
+        if self.rotary or self.gated or added:  # the projection reads a copy of the kernel's output
+            kept += heads * (self.head_width + added) + queries * self.gated
+        if self._calls_by_document(batch) and (self.gated or not (self.rotary or added)):
             kept += queries  # their outputs are put together in a copy
         seen, masked, mask_bytes = self._pairs(batch)
         normed, size = (queries + keys) * has_norms, batch.dtype.itemsize
@@ -253,17 +261,27 @@ class Attention(nn.Module):
         lengths, window = batch.document_lengths or (length,), self.window or length
         tokens, size = sum(lengths), batch.dtype.itemsize
         seen = sum(_pairs_seen(one, window) for one in lengths) / tokens
-        width = self.head_width + DISTANCE_CHANNELS * self.has_distances
-        if not has_documents and window >= length:
+        unmasked = window * (self.sinks is None)  # tokens of a sample that is computed without a mask, at most
+        if not has_documents and unmasked >= length:
             return seen, 0.0, 0.0
-        if has_varlen_kernel(batch.device_type, batch.dtype, width):
+        if self._has_kernel(batch):
             return seen, seen / VARLEN_SPEED - seen, 0.0
-        if self._calls_by_document(batch):  # long ones have a mask for the window
-            masked = [one for one in lengths if one > window]
+        if self._calls_by_document(batch):
+            masked = [one for one in lengths if one > unmasked]
             hidden = sum(one * one - _pairs_seen(one, window) for one in masked)
             return seen, hidden / tokens, sum(one * one for one in masked) / tokens * size
         rows = batch.rows_of_masks if has_documents else length / batch.tokens
         return seen, length - seen, rows * length * size
+
+    def _added_channels(self, batch: BatchShape) -> int:
+        """Of each head: for distances, and for a sink that is a key."""
+        is_key = self.sinks is not None and not self._has_kernel(batch)
+        return DISTANCE_CHANNELS * self.has_distances + SINK_CHANNELS * is_key
+
+    def _has_kernel(self, batch: BatchShape) -> bool:
+        """Whether flash attention of variable length computes windows, documents and sinks."""
+        width = self.head_width + DISTANCE_CHANNELS * self.has_distances
+        return has_varlen_kernel(batch.device_type, batch.dtype, width)
 
     def _calls_by_document(self, batch: BatchShape) -> bool:
         """Whether attention is a call for each document (:func:`gptpar.model.core_attention.one_call_a_document`)."""

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
-from gptpar.kernels.bias_gradient import gelu, squared_relu
+from gptpar.model.activations import activation, gated
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.experts.dispatch import ExpertAxis
@@ -39,48 +38,18 @@ KERNELS = (9, 22)
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
 
 
-def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-    """GELU in its tanh form or exact, or the squared ReLU (So et al. 2021), by its name in ``--mlp-activation``.
-
-    Args:
-        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; the exact GELU cannot do that.
-    """
-    match name:
-        case "gelu_tanh":
-            return gelu(x_NF, bias_F)
-        case "gelu":
-            return F.gelu(x_NF)
-        case _:
-            return squared_relu(x_NF, bias_F)
-
-
-def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
-    """What the other half is multiplied by: SiLU, GELU (exact or tanh), ReLU, or x itself (Shazeer 2020)."""
-    match name:
-        case "swiglu":
-            return F.silu(x_NF)
-        case "geglu":
-            return F.gelu(x_NF)
-        case "geglu_tanh":
-            return F.gelu(x_NF, approximate="tanh")
-        case "reglu":
-            return F.relu(x_NF)
-        case _:
-            return x_NF
-
-
-def gated(name: str, up: torch.Tensor) -> torch.Tensor:
-    """One half of an MLP's first product, multiplied by a gate's function of the other half."""
-    gate_NF, value_NF = up.chunk(2, dim=-1)
-    return gate(name, gate_NF) * value_NF
+def _of_gate(config: ModelConfig) -> dict[str, Any]:
+    return {"limit": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
 
 
 def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
     """A mixture of experts in place of an MLP."""
     config = linears.config
     name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
-    activate = partial(gated, name) if config.gated else partial(activation, name, bias_F=None)
-    return Experts(linears, activate, None if shared is None else MLP(linears, shared), placed)
+    activate = partial(gated, name, **_of_gate(config)) if config.gated else partial(activation, name, bias_F=None)
+    # What reads the sum of experts forms no gradient of the shared one's bias.
+    of_shared = replace(linears, output_norm=False)
+    return Experts(linears, activate, None if shared is None else MLP(of_shared, shared), placed)
 
 
 class MLP(nn.Module):
@@ -101,7 +70,7 @@ class MLP(nn.Module):
         config = linears.config
         width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
-        parts = 2 if self.gated else 1
+        self.of_gate, parts = _of_gate(config), 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.END)
 
@@ -129,7 +98,7 @@ class MLP(nn.Module):
 
     def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
         if self.gated:
-            return self.down(gated(self.activation, up))
+            return self.down(gated(self.activation, up, **self.of_gate))
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
     def cost(self, batch: BatchShape) -> Cost:

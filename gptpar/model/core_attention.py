@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 
 from gptpar.model.attention_dropout import attention_with_dropout
+from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.dropout import LayerSeeds
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
 
@@ -70,11 +70,12 @@ def one_call_a_document(
     cu_seqlens: torch.Tensor,
     window: int | None,
     scale: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Causal attention inside documents on a CPU, where reading their lengths waits for nothing; returns y_BHSK."""
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     parts = (rearrange(x, "b h s k -> 1 h (b s) k").split(lengths, 2) for x in (q_BHSK, k_BGSK, v_BGSK))
-    found = [core_attention(q, k, v, None, None, window, scale) for q, k, v in zip(*parts, strict=True)]
+    found = [core_attention(q, k, v, None, None, window, scale, sinks_H) for q, k, v in zip(*parts, strict=True)]
     y_NHK = torch.cat([rearrange(y, "1 h s k -> s h k") for y in found])
     return rearrange(y_NHK, "(b s) h k -> b h s k", b=len(q_BHSK))
 
@@ -87,6 +88,7 @@ def core_attention(
     dropout: AttentionDropout | None = None,
     window: int | None = None,
     scale: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
 
@@ -99,27 +101,21 @@ def core_attention(
         dropout: of the attention probabilities; ``None``: without dropout.
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
+        sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`); without
+            dropout alone.
     """
     (batch, _, length, width), device = q_BHSK.shape, q_BHSK.device
     window = None if window is None or window >= length else window
-    is_whole = cu_seqlens is None and window is None
-    if not is_whole and has_varlen_kernel(device.type, q_BHSK.dtype, width):
+    is_plain = all(one is None for one in (cu_seqlens, window, sinks_H))
+    if not is_plain and has_varlen_kernel(device.type, q_BHSK.dtype, width):
         if dropout is None:
-            return varlen_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale)
+            return varlen_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale, sinks_H=sinks_H)
         return attention_with_dropout(
             q_BHSK, k_BGSK, v_BGSK, None, *dropout, scale=scale, cu_seqlens=cu_seqlens, window=window
         )
     if cu_seqlens is not None and dropout is None and device.type == "cpu":
-        return one_call_a_document(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale)
-    mask_B1SS = None if is_whole else attention_mask(batch, length, cu_seqlens, window, device)
+        return one_call_a_document(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, window, scale, sinks_H)
+    mask_B1SS = None if is_plain else attention_mask(batch, length, cu_seqlens, window, device)
     if dropout is not None:
         return attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *dropout, scale=scale)
-    return F.scaled_dot_product_attention(
-        q_BHSK,
-        k_BGSK,
-        v_BGSK,
-        attn_mask=mask_B1SS,
-        is_causal=is_whole,
-        scale=scale,
-        enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
-    )
+    return attention_to_seen(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, scale, sinks_H)

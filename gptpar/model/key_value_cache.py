@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from gptpar.model.attention import Attention
+from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
 
 
@@ -59,27 +59,22 @@ class KeyValueCache:
         dropout: AttentionDropout | None,
         window: int | None,
         scale: float | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns y_BHSK; documents and dropout, which only training has, are ignored."""
         place = self._place
         if place.rows is None:
-            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale)
+            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale, sinks_H)
         keys_BGTK, values_BGTK = self._memory(k_BGSK, place.rows)
         if place.positions_BS is None:
             length = k_BGSK.shape[2]
             keys_BGTK[:, :, :length], values_BGTK[:, :, :length] = k_BGSK, v_BGSK
-            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale)
+            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale, sinks_H)
         rows_B1 = torch.arange(len(keys_BGTK), device=k_BGSK.device)[:, None]
         keys_BGTK[rows_B1, :, place.positions_BS] = k_BGSK.transpose(1, 2)
         values_BGTK[rows_B1, :, place.positions_BS] = v_BGSK.transpose(1, 2)
-        return F.scaled_dot_product_attention(
-            q_BHSK,
-            keys_BGTK[:, :, : place.length],
-            values_BGTK[:, :, : place.length],
-            attn_mask=seen_B1ST(place.positions_BS, place.length, window),
-            scale=scale,
-            enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
-        )
+        read = keys_BGTK[:, :, : place.length], values_BGTK[:, :, : place.length]
+        return attention_to_seen(q_BHSK, *read, seen_B1ST(place.positions_BS, place.length, window), scale, sinks_H)
 
     def _memory(self, k_BGSK: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         if self._keys_RGTK is None or self._values_RGTK is None:

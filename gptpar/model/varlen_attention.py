@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from einops import rearrange
 
+from gptpar.model.attention_sinks import varlen_attention_with_sinks
+
 MAX_KERNEL_WIDTH = 256
 """Channels of a head, at most, in flash attention's kernels; their number is a multiple of 8."""
 
@@ -39,6 +41,7 @@ def varlen_attention(
     scale: float | None,
     dropout_p: float = 0.0,
     cu_keys: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention where :func:`has_varlen_kernel`; returns y_BHSK.
 
@@ -49,6 +52,7 @@ def varlen_attention(
         dropout_p: probability that a token is not seen; the kernel draws from torch's default generator of the device.
         cu_keys: where documents start among the keys, if these are more tokens than the queries: a document's queries
             are then its last tokens. ``None``: as among the queries.
+        sinks_H: see :mod:`gptpar.model.attention_sinks`; without dropout alone.
     """
     batch, _, length, _ = q_BHSK.shape
     q_NHK, k_NGK, v_NGK = (rearrange(x, "b h s k -> (b s) h k") for x in (q_BHSK, k_BGSK, v_BGSK))
@@ -58,7 +62,9 @@ def varlen_attention(
     cu_keys = cu_seqlens if cu_keys is None else cu_keys
     # All lengths are given as S, which each batch has, so that kernels are compiled and recorded once.
     where = (q_NHK, k_NGK, v_NGK, cu_seqlens, cu_keys, length, k_BGSK.shape[2])
-    if dropout_p:  # torch's function has none
+    if sinks_H is not None:
+        y_NHK, _ = varlen_attention_with_sinks(*where[:3], sinks_H, *where[3:], left, scale)
+    elif dropout_p:  # torch's function has none
         sides = {"window_size_left": left, "window_size_right": 0}
         y_NHK, *_ = torch.ops.aten._flash_attention_forward(*where, dropout_p, True, False, scale=scale, **sides)
     else:

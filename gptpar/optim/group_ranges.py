@@ -14,7 +14,7 @@ DECAYS, DECAYS_NOT = 0, 1
 
 def is_matrix(name: str, num_dims: int) -> bool:
     """Whether a GPT's parameter is a matrix, which decays; biases and vectors do not (Megatron's rule)."""
-    return num_dims > 1 and not name.endswith(".bias")
+    return num_dims > 1 and not name.endswith("bias")
 
 
 Family = tuple[int, ...]

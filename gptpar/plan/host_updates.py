@@ -120,7 +120,9 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     """The speed on a cluster, where a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
     slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
-    moved = 2 * max(update.state_bytes(job.wide_size) for update in job.updates) + WEIGHT_BYTES
+    states = [job.host_state(part) for part in dict.fromkeys(job.stages)]
+    elements = sum(state.elements + state.later for state in states)
+    moved = 2 * sum(state.num_bytes for state in states) / max(1, elements) + WEIGHT_BYTES
     moved += job.wide_size if job.host_sums else job.offloaded_gradient_size
     update, speculate = (slower * moved / rate for rate in (s.host_rate, s.host_rate_aside))
     return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)

@@ -31,6 +31,7 @@ from gptpar.topology.mesh import Mesh
 
 ACTIVATIONS = {"gelu_tanh": "GELU", "gelu": "exact GELU", "squared_relu": "squared ReLU"}
 ACTIVATIONS |= {"geglu": "exact GEGLU", "geglu_tanh": "GEGLU", "reglu": "ReGLU", "liglu": "LiGLU"}
+ACTIVATIONS |= {"quick_geglu": "GEGLU by a sigmoid"}
 OVERESTIMATE = 1.1
 """A run is refused only where even this much less would not fit: the expectation may be wrong."""
 
@@ -112,6 +113,8 @@ def _options(m: ModelConfig) -> Iterator[str]:
         yield "attention and MLP side by side"
     if m.attention_output_gate:
         yield "gated attention"
+    if m.softmax_type == "learnable":
+        yield "attention sinks"
     yield from _position_options(m)
     if m.has_experts:
         of_token = f"{m.moe_router_topk} of {m.num_experts} experts of width {m.width_of_experts(m.ffn_hidden_size)}"

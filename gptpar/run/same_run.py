@@ -16,7 +16,7 @@ from typing import Any
 from gptpar.config import Config, DataConfig, DataFlags, Flags
 from gptpar.config.fields import flag_name
 from gptpar.config.sections.data import SPLIT
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.sections.positions import SCALED_BY
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import normalized_split
@@ -45,7 +45,8 @@ _BY_RULE = {
         "model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
         "model.apply_layernorm_1p model.embed_layernorm model.norm_placement "
         "model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
-        "model.window_size model.window_pattern model.mlp_activation model.logit_softcap "
+        "model.window_size model.window_pattern model.mlp_activation model.logit_softcap model.softmax_type "
+        "model.activation_func_clamp_value model.glu_linear_offset "
         "model.mup model.mup_base_hidden_size model.mup_base_kv_channels "
         "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
         "model.num_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_layer_freq "

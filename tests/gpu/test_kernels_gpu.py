@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.kernels import gpu, plain_loss
+from gptpar.kernels.addition import MIN_ELEMENTS, add_each
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
@@ -172,6 +173,20 @@ def normed(inputs: list[torch.Tensor], shape: HeadShape) -> tuple[torch.Tensor, 
 @DTYPES
 @pytest.mark.parametrize("centred", [False, True], ids=["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("start", [0, 1, 64])
+def test_gradients_are_added_as_torch_adds_them(dtype: torch.dtype, start: int) -> None:
+    """Whatever the alignment; the numbers are small enough for denormal sums."""
+    length, small = MIN_ELEMENTS + 77, torch.finfo(dtype).tiny
+    flat = torch.randn(start + length, device="cuda") * small
+    total, addend = flat[start:], (torch.randn(length, device="cuda") * small).to(dtype)
+    wanted = total + addend
+    add_each([total, total[:9]], [addend, torch.zeros(9, device="cuda")], 1.0)
+    assert torch.equal(total, wanted) and torch.equal(flat[start:], wanted)
+    add_each([total], [addend], 0.25)
+    assert torch.equal(total, wanted + 0.25 * addend.float())
+
+
 @pytest.mark.parametrize(
     "batch, seq_length, groups, queries, width",
     [(2, 33, 3, 1, 64), (3, 77, 2, 3, 80), (1, 1255, 4, 2, 128), (1, 2048, 1, 1, 128), (2, 9, 2, 1, 1100)],

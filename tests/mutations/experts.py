@@ -20,6 +20,20 @@ EXPERTS = [
         HUGGING_FACE_TESTS,
     ),
     Mutation(
+        "second-bias-of-experts-once-a-tensor-rank",
+        LAYER,
+        "self.down_bias / self.axis.size",
+        "self.down_bias",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "upper-half-of-a-packed-byte-first",
+        "gptpar/exchange/files/mxfp4.py",
+        "[_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)]",
+        "[_NUMBERS.repeat_interleave(16), _NUMBERS.repeat(16)]",
+        ("tests/unit/exchange/test_mxfp4.py",),
+    ),
+    Mutation(
         "weights-over-all-experts-are-divided",
         "gptpar/model/families/mixtures.py",
         '"moe_router_pre_softmax": not normalised',
@@ -50,8 +64,8 @@ EXPERTS = [
     Mutation(
         "router-s-gradient-of-one-tensor-rank",
         ROUTING,
-        "ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)",
-        "ParameterSpec(Normal(hidden_std(config)), axis.between_layers)",
+        "ParameterSpec(Normal(router_std(config)), axis.inside_layers)",
+        "ParameterSpec(Normal(router_std(config)), axis.between_layers)",
         LAYOUT_TESTS,
     ),
     Mutation(
@@ -148,15 +162,22 @@ EXPERTS = [
     Mutation(
         "shared-expert-s-gate-of-all-tensor-ranks",
         LAYER,
-        '"gate": ParameterSpec(Normal(std), axis.between_layers)',
-        '"gate": ParameterSpec(Normal(std), axis.inside_layers)',
+        '"gate": ParameterSpec(Normal(router_std(config)), axis.between_layers)',
+        '"gate": ParameterSpec(Normal(router_std(config)), axis.inside_layers)',
         LAYOUT_TESTS,
     ),
     Mutation(
         "balance-of-a-context-rank-s-tokens",
         "gptpar/context_parallel.py",
-        "            module.context = group\n",
+        "            module.context = DividedSamples(split, group)\n",
         "            pass\n",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "full-experts-take-tokens-in-the-order-of-ranks",
+        "gptpar/context_parallel.py",
+        "ranges = replace(self.split, rank=rank).ranges(seq_length)",
+        "ranges = replace(self.split, rank=rank, gathers=False).ranges(seq_length)",
         LAYOUT_TESTS,
     ),
     Mutation(
@@ -246,7 +267,7 @@ EXPERTS = [
     Mutation(
         "a-full-expert-s-surplus-of-the-micro-batch",
         ROUTING,
-        "limit = seq_length, config",
+        "limit = length, config",
         "limit = len(judged_NE), config",
         UNIT_TESTS,
     ),

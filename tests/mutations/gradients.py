@@ -19,8 +19,8 @@ GRADIENTS = [
     Mutation(
         "gradient-overwritten-in-place-of-added",
         COLLECTOR,
-        "torch._foreach_add_(added, [fresh[name] for name in known], alpha=self._factor)",
-        "torch._foreach_copy_(added, [fresh[name] for name in known])",
+        "add_each([views[name] for name in known], [fresh[name] for name in known], self._factor)",
+        "torch._foreach_copy_([views[name] for name in known], [fresh[name] for name in known])",
         (PLAIN_LOOP,),
     ),
     Mutation(

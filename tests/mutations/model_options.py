@@ -8,6 +8,7 @@ OPTIONS_TESTS = ("tests/unit/model/test_options.py",)
 FAMILY_TESTS = ("tests/unit/model/test_families.py",)
 TENSOR_TESTS = ("tests/ranks/test_tensor_parallel.py",)
 FUSED_GRADIENT_TESTS = ("tests/unit/kernels/test_fused_gradients.py",)
+SINK_TESTS = ("tests/unit/model/test_attention_sinks.py",)
 DOCUMENT_TESTS = ("tests/unit/model/test_document_attention.py",)
 LOADER_TESTS = ("tests/unit/data/test_loader.py", "tests/unit/data/test_documents.py")
 GROUP_TESTS = ("tests/unit/optim/test_parameter_groups.py",)
@@ -128,8 +129,8 @@ MODEL_OPTIONS = [
     Mutation(
         "window-lost-inside-documents",
         "gptpar/model/core_attention.py",
-        "core_attention(q, k, v, None, None, window, scale) for",
-        "core_attention(q, k, v, None, None, None, scale) for",
+        "core_attention(q, k, v, None, None, window, scale, sinks_H) for",
+        "core_attention(q, k, v, None, None, None, scale, sinks_H) for",
         DOCUMENT_TESTS,
     ),
     Mutation(
@@ -138,6 +139,34 @@ MODEL_OPTIONS = [
         "-1 if window is None else window - 1",
         "-1 if window is None else window",
         DOCUMENT_TESTS,
+    ),
+    Mutation(
+        "gradient-of-a-sink-with-the-wrong-sign",
+        "gptpar/model/attention_sinks.py",
+        "d_sinks_H = -(shares_HN",
+        "d_sinks_H = (shares_HN",
+        SINK_TESTS,
+    ),
+    Mutation(
+        "backward-of-attention-without-its-sink",
+        "gptpar/model/attention_sinks.py",
+        "return y_NHK, total_HN\n\n\n@torch",
+        "return y_NHK, lse_HN\n\n\n@torch",
+        SINK_TESTS,
+    ),
+    Mutation(
+        "sinks-of-the-first-heads-on-every-context-rank",
+        "gptpar/context_parallel.py",
+        "sinks_H.unflatten(0, (size, -1))[split.rank]",
+        "sinks_H.unflatten(0, (size, -1))[0]",
+        ("tests/ranks/test_experts.py",),
+    ),
+    Mutation(
+        "value-clamped-from-above-alone",
+        "gptpar/model/activations.py",
+        "value_NF.clamp(-limit, limit)",
+        "value_NF.clamp(max=limit)",
+        ("tests/unit/model/test_experts.py",),
     ),
     Mutation(
         "gate-without-its-sigmoid",

@@ -69,9 +69,9 @@ OFFLOAD = [
     Mutation(
         "back-off-forgotten",
         THREAD,
-        "shared.back_off.after_step(wrong=redone, right=shared.num_ahead > ahead)",
-        "shared.back_off.after_step(wrong=False, right=shared.num_ahead > ahead)",
-        ("tests/unit/offload/test_bucket_state.py::test_wrong_speculations_back_off_longer_and_longer",),
+        "shared.note_foresight(request.expected, hyperparameters)",
+        "shared.note_foresight(request.expected, request.expected)",
+        ("tests/unit/offload/test_bucket_state.py::test_a_step_after_a_clipped_one_does_not_speculate",),
     ),
     Mutation(
         "skipped-step-counted-by-the-CPU-optimizer",

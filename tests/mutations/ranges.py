@@ -114,7 +114,7 @@ RANGES = [
     Mutation(
         "decay-of-a-bias-with-two-dimensions",
         "gptpar/optim/group_ranges.py",
-        'num_dims > 1 and not name.endswith(".bias")',
+        'num_dims > 1 and not name.endswith("bias")',
         "num_dims > 1",
         ("tests/unit/engine/test_units.py::test_a_unit_is_aligned_and_ordered_by_kind",),
     ),

@@ -19,19 +19,24 @@ from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, chained_outcomes
 from tests.spawn import spawn
 
-NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 4
+NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 3
 SIZES = "--global-batch-size 16 --micro-batch-size 2 --num-layers 4"
 EXPERTS = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --normalization RMSNorm "
     f"--num-experts {NUM_EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size 20 --moe-z-loss-coeff 0.01 "
     "--moe-aux-loss-coeff 0.1 "
 )
 SIGMOID = (
-    "--moe-router-load-balancing-type seq_aux_loss --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-bias-update-rate 0.01 --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 "
-    "--moe-shared-expert-gate --moe-layer-freq [0]*1+[1]*3 --moe-router-num-groups 4 --moe-router-group-topk 2"
+    "--swiglu --disable-bias-linear --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate "
+    "--moe-layer-freq [0]*1+[1]*3 --moe-router-num-groups 4 --moe-router-group-topk 2"
 )
-SOFTMAX = "--moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax --moe-layer-freq 2"
+SOFTMAX = (
+    "--moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax --moe-layer-freq 2 --quick-geglu "
+    "--activation-func-clamp-value 0.1 --glu-linear-offset 1 --softmax-type learnable --window-size 5 "
+    "--window-pattern SF"
+)
 MODELS = {"sigmoid": SIGMOID, "softmax": SOFTMAX}
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
@@ -101,10 +106,12 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
 def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(tmp_path: Path) -> None:
     words = [*words_of("softmax"), *["--optimizer", "muon", "--moe-expert-capacity-factor", "0.75"]]
     ((mesh, flags),) = (one for one in CASES if "muon" in one[1])
-    cases, how = (
-        [(mesh, flags), (Mesh(data=4, expert=2), f"{flags} --micro-batch-size 1")],
-        {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads},
-    )
+    cases = [
+        (mesh, flags),
+        (Mesh(data=2, context=2, expert=2), f"{flags} {CP2} --cp-comm-type allgather --micro-batch-size 1"),
+        (Mesh(context=4), f"{CP4} --optimizer muon {' '.join(VARIANTS['full recompute'])}"),
+    ]
+    how: dict[str, Any] = {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
     found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words, timeout_s=300.0)[0]
     alone = run_alone(words)
     for outcome in found:

@@ -44,7 +44,7 @@ CASES = [
 
 UNEVEN = [*FEWER_SAMPLES, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
-DROPOUT = [*FEWER_SAMPLES, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
+DROPOUT = [*FEWER_SAMPLES, "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
 BLOOM = [*FEWER_SAMPLES, *MODELS["bloom"].split()]
 LLAMA = [*FEWER_SAMPLES, *MODELS["llama"].split()]
 DOCUMENTS = [*FEWER_SAMPLES, *MODELS["documents"].split()]
@@ -242,5 +242,5 @@ def test_wrong_declarations_are_caught() -> None:
         }
         expected = {name for name in errors if any(word in name for word in words)}
         assert {name for name, error in errors.items() if error > TOLERANCE} == expected
-        assert len(expected) >= 12 and min(errors[name] for name in expected) > 0.1
+        assert len(expected) >= 8 and min(errors[name] for name in expected) > 0.1
         assert step_difference(found.steps, wanted.steps) > 1e4 * TOLERANCE

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gptpar.context_parallel as context_parallel
@@ -17,6 +16,7 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
 from gptpar.context_parallel import ContextSplit, attend_by_gathering, copies_of_groups
 from gptpar.data.loader import MicroBatch
+from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from gptpar.plan.hardware import make_cluster
@@ -90,7 +90,7 @@ def test_groups_are_copied_as_often_as_ranks_need() -> None:
 
 
 def _kernel(
-    q: Any, k: Any, v: Any, cu_q: Any, window: Any, scale: Any, dropout: float = 0.0, cu_keys: Any = None
+    q: Any, k: Any, v: Any, cu_q: Any, window: Any, scale: Any, cu_keys: Any = None, sinks_H: Any = None
 ) -> Any:
     """Flash attention of variable length by definition: a document's queries are its last tokens."""
     (batch, _, length, _), stop = q.shape, k.shape[2]
@@ -104,9 +104,8 @@ def _kernel(
             places = torch.arange(k1 - k0)
             behind = places[k1 - k0 - (q1 - q0) :, None] - places
             mask = (behind >= 0) & (behind < (window or k1))
-            parts = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-            found = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
-            y[q0:q1] = found.transpose(0, 1)
+            parts = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+            y[q0:q1] = attention_to_seen(*parts, mask[None, None], scale, sinks_H)[0].transpose(0, 1)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
 
 
@@ -131,6 +130,7 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
 @pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31]])
 @pytest.mark.parametrize("has_kernel", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("size", "heads", "groups", "at_once"), [(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)]
 )
@@ -140,6 +140,7 @@ def test_keys_and_values_are_gathered_again(
     heads: int,
     groups: int,
     at_once: int,
+    has_sinks: bool,
     batch: int,
     has_kernel: bool,
     starts: list[int] | None,
@@ -153,10 +154,11 @@ def test_keys_and_values_are_gathered_again(
     if starts is not None:
         cu_seqlens = torch.tensor([*starts, *[16 * batch] * 3], dtype=torch.int32).clamp(max=16 * batch)
     whole = [torch.randn(batch, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
-    how = cu_seqlens, None, 7, 0.3
+    sinks = [torch.randn(heads, dtype=torch.float64, requires_grad=True)] if has_sinks else []
+    how = cu_seqlens, None, 7, 0.3, *sinks
     wanted = core_attention(whole[0], whole[1], whole[2], *how)
     grad = torch.randn_like(wanted)
-    d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
+    d_q, d_k, d_v, *d_sinks = torch.autograd.grad(wanted, [*whole, *sinks], grad)
     ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
     ranks.exchange(monkeypatch)
     gathered: list[StorageWeakRef] = []
@@ -167,6 +169,7 @@ def test_keys_and_values_are_gathered_again(
         return found
 
     monkeypatch.setattr(context_parallel, "_gathered", noted)
+    sums = [torch.zeros_like(one) for one in sinks]
     for split in ranks.splits:
         ranks.rank, places = split.rank, split.places(1, 16)[0]
         q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
@@ -174,9 +177,10 @@ def test_keys_and_values_are_gathered_again(
         assert gathered and all(one.expired() for one in gathered)
         torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
         for _ in range(2):  # a graph can be used again
-            (found,) = torch.autograd.grad(y, q, grad[:, :, places], retain_graph=True)
+            found, *of_sinks = torch.autograd.grad(y, [q, *sinks], grad[:, :, places], retain_graph=True)
             torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
-    for found, d in zip(ranks.gradients() / 2, (d_k, d_v), strict=True):
+            sums = [x + y / 2 for x, y in zip(sums, of_sinks, strict=True)]
+    for found, d in zip([*ranks.gradients() / 2, *sums], (d_k, d_v, *d_sinks), strict=True):
         torch.testing.assert_close(found, d, rtol=1e-12, atol=1e-12)
 
 

@@ -27,6 +27,7 @@ from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_t
 from gptpar.plan.search import search
 from gptpar.plan.space.candidate import Changes, with_changes
 from gptpar.plan.space.dimensions import GLOBAL_BATCH, PRECISIONS
+from gptpar.plan.space.spaces import samples_of
 from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.system.files import atomic_output
 from gptpar.system.quantities import count, positive_gib
@@ -69,7 +70,7 @@ def _batch_of_tokens(parsed: ParsedFlags, problems: list[str]) -> Changes:
         problems.append("--batch-tokens and --global-batch-size or a schedule of it both say the batch: keep one.")
     if tokens < length:
         problems.append(f"--batch-tokens {tokens:,} is less than a sample of {length:,} tokens: raise it.")
-    return {GLOBAL_BATCH: max(1, tokens // length)}
+    return {GLOBAL_BATCH: samples_of(tokens, length)}
 
 
 def _chosen(parsed: ParsedFlags, problems: list[str]) -> Changes:

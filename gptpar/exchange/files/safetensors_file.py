@@ -100,16 +100,25 @@ class SafetensorsFile:
             CheckpointError: the file cannot be read, or has shrunk.
         """
         dtype = DTYPES[self.tensors[name].dtype]
-        place = self.data_start + self.tensors[name].start + start * dtype.itemsize
+        first = start * dtype.itemsize
+        place = self.data_start + self.tensors[name].start + first
         with buffers.take(place, (stop - start) * dtype.itemsize, dtype.itemsize) as memory:
-            try:
-                with closing(SourceFile(self.path, past_cache=past_cache)) as file:
-                    count = file.read(place, memory)
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
-            if count < len(memory):
-                raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
+            self.read(name, first, memory, past_cache=past_cache)
             yield memory.view(dtype)
+
+    def read(self, name: str, first: int, memory: torch.Tensor, *, past_cache: bool = False) -> None:
+        """Fill ``memory`` [bytes], uint8, with a tensor's bytes from number ``first`` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has shrunk.
+        """
+        try:
+            with closing(SourceFile(self.path, past_cache=past_cache)) as file:
+                count = file.read(self.data_start + self.tensors[name].start + first, memory)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+        if count < len(memory):
+            raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:

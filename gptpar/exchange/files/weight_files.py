@@ -12,6 +12,7 @@ import torch
 from gptpar.checkpoint.data_file import AlignedBuffers, piece_starts
 from gptpar.checkpoint.patches import boxes_of
 from gptpar.errors import CheckpointError, printable
+from gptpar.exchange.files.mxfp4 import Mxfp4File
 from gptpar.exchange.files.safe_pickle import is_whole, load_torch_file
 from gptpar.exchange.files.safetensors_file import NAME_OF, SafetensorsFile, TensorInfo, open_safetensors
 from gptpar.topology.tensor_parts import box_view
@@ -56,8 +57,8 @@ class TorchFile:
             yield elements
 
 
-WeightFile = SafetensorsFile | TorchFile
-"""A file that has been opened and checked; both kinds are read in the same parts, by the same methods."""
+WeightFile = SafetensorsFile | TorchFile | Mxfp4File
+"""A file that has been opened and checked, or a tensor in MXFP4; all kinds are read by the same methods."""
 
 
 def open_torch(path: Path) -> TorchFile:

@@ -11,14 +11,13 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.checks.model import check_model
-from gptpar.config.complete import complete_model
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig, complete_model
 from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name, hints_of
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.sections.experts import ExpertOptions
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.sections.model import check_model
+from gptpar.config.sections.positions import SCALED_BY
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
 
@@ -34,7 +33,7 @@ ABSENT_HERE = {
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "rotary_interleaved": "interleaved rotary pairs",
     "rotary_seq_len_interpolation_factor": "stretched rotary positions",
-    "softmax_type": "another softmax",
+    "softmax_type": "a sink in its softmax",
     "qk_clip": "clipped attention logits",
     "mtp_num_layers": "multi-token prediction",
     "qk_l2_norm": "queries and keys of length 1",

@@ -14,14 +14,21 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ORDER_BYTES, Compute, ExpertAxis, of_counted_rows, on_their_ranks
-from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered
+from gptpar.model.experts.dispatch import (
+    ALL_EXPERTS,
+    ORDER_BYTES,
+    Compute,
+    ExpertAxis,
+    on_their_ranks,
+    with_rows_of_none,
+)
+from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered, with_biases
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
-from gptpar.model.mup import hidden_std
+from gptpar.model.mup import hidden_std, router_std
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
-from gptpar.topology.initial_values import Normal
+from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.placement import ParameterSpec
 
 
@@ -41,7 +48,7 @@ class Experts(nn.Module):
     """
 
     unsummed_bias = None
-    """Experts have no biases."""
+    """Experts form the gradients of their biases themselves."""
 
     def __init__(
         self,
@@ -61,12 +68,19 @@ class Experts(nn.Module):
         self.declared = {
             "up": ParameterSpec(Normal(std), axis.split(2, inner) | placed.split(config.num_experts)),
             "down": ParameterSpec(Normal(down_std), axis.split(2, inner) | placed.split(config.num_experts)),
-            "gate": ParameterSpec(Normal(std), axis.between_layers),
+            "gate": ParameterSpec(Normal(router_std(config)), axis.between_layers),
         }
+        if config.add_bias_linear:
+            # Of the second bias, each tensor rank adds an equal part to its addend of the output.
+            of_rank = axis.inside_layers | placed.split(config.num_experts)
+            self.declared["up_bias"] = ParameterSpec(Constant(0.0), self.declared["up"].placement)
+            self.declared["down_bias"] = ParameterSpec(Constant(0.0), of_rank)
         self.router = Router(config, axis)
         num_here = config.num_experts // placed.size
         self.up = nn.Parameter(torch.empty(num_here, parts, own, width))
         self.down = nn.Parameter(torch.empty(num_here, width, own))
+        self.up_bias = nn.Parameter(torch.empty(num_here, parts, own)) if config.add_bias_linear else None
+        self.down_bias = nn.Parameter(torch.empty(num_here, width)) if config.add_bias_linear else None
         self.shared = shared
         self.gate = nn.Parameter(torch.empty(1, width)) if config.moe_shared_expert_gate else None
         self.reads_last_product = shared is None or self.gate is not None
@@ -74,7 +88,9 @@ class Experts(nn.Module):
     @property
     def idle_parameters(self) -> int:
         """Parameters of the experts to which a token does not go."""
-        return (self.up.numel() + self.down.numel()) // len(self.up) * (self.num_experts - self.topk)
+        own = [self.up, self.down, self.up_bias, self.down_bias]
+        of_all = sum(parameter.numel() for parameter in own if parameter is not None)
+        return of_all // len(self.up) * (self.num_experts - self.topk)
 
     def forward(
         self, x_nD: torch.Tensor, seq_length: int, choice_NK: torch.Tensor | None
@@ -93,8 +109,8 @@ class Experts(nn.Module):
         compute: Compute = self._outputs_of
         if self.placed.size > 1:
             compute = partial(on_their_ranks, axis=self.placed, compute=compute)
-        if self.router.drops_tokens:
-            compute = partial(of_counted_rows, compute=compute)
+        elif self.router.drops_tokens:
+            compute = partial(with_rows_of_none, compute=compute)
         y_MD = compute(rows_MD, places.counts_E)
         y_ND = combined(y_MD, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
@@ -106,7 +122,10 @@ class Experts(nn.Module):
     def _outputs_of(self, rows_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts."""
         up_MF = grouped_product(rows_MD, self.up.flatten(1, 2), counts_E)
-        return grouped_product(self.activate(up_MF), self.down, counts_E)
+        if self.up_bias is not None:
+            up_MF = with_biases(up_MF, self.up_bias.flatten(1), counts_E)
+        y_MD = grouped_product(self.activate(up_MF), self.down, counts_E)
+        return y_MD if self.down_bias is None else with_biases(y_MD, self.down_bias / self.axis.size, counts_E)
 
     def cost(self, batch: BatchShape) -> Cost:
         """The router, and the products of K experts for each token; a compiler computes a gate again."""
@@ -121,6 +140,8 @@ class Experts(nn.Module):
         kept = (width + 2 * k * width + columns + k * inner) * size + PLACE_BYTES * k + self.router.kept(batch)
         # Copies are written and read, and their outputs summed; the activation function reads and writes.
         moved = 2 * k * width + 2 * columns + (k + 1) * width
+        if self.up_bias is not None:  # outputs of both products are read and written once more
+            moved += 2 * (columns + k * width)
         cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
         if self.placed.size > 1:  # copies go and outputs come back, both ordered; with even loads, as many arrive
             there = Cost(forward=4 * k * width, backward=4 * k * width, kept=ORDER_BYTES * k, exchanged=2 * k * width)

@@ -118,16 +118,53 @@ def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torc
         x_MI: rows, sorted by expert.
         counts_E: int64, rows of each expert.
     """
-    if len(x_MI) and _has_kernel(x_MI, weight_EOI):
+    if _has_kernel(x_MI, *weight_EOI.shape[1:]):
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     parts = zip(x_MI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)
     return torch.cat([part @ weight_OI.t() for part, weight_OI in parts])
 
 
-def _has_kernel(x_MI: torch.Tensor, weight_EOI: torch.Tensor) -> bool:
-    """Whether one kernel multiplies all experts, without waiting for their counts."""
-    if not x_MI.is_cuda or x_MI.dtype != torch.bfloat16:
+class _Biased(torch.autograd.Function):
+    """Rows with their expert's bias, whose gradient is the sum over the expert's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MO: torch.Tensor, bias_EO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts_E)
+        rows_M = torch.arange(len(y_MO), device=y_MO.device)
+        return y_MO + bias_EO.index_select(0, torch.searchsorted(counts_E.cumsum(0), rows_M, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, grad_MO: torch.Tensor) -> Any:  # type: ignore[override]
+        (counts_E,) = ctx.saved_tensors
+        return grad_MO, _sums_of_rows(grad_MO, counts_E), None
+
+
+def _sums_of_rows(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """[E, O] the sum of each expert's rows; the kernel takes it as a product with ones, in fp32."""
+    if _has_kernel(x_MO, x_MO.shape[1]):
+        ones_MR = x_MO.new_ones(len(x_MO), ROW_BYTES // x_MO.element_size())
+        return F.grouped_mm(ones_MR.t(), x_MO.contiguous(), offs=counts_E.cumsum(0).to(torch.int32))[:, 0]
+    return torch.stack([part.sum(0) for part in x_MO.split(counts_E.tolist())])
+
+
+def with_biases(y_MO: torch.Tensor, bias_EO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """[M, O] rows, sorted by expert, each with its expert's bias."""
+    return _Biased.apply(y_MO, bias_EO, counts_E)
+
+
+def _has_kernel(x_MI: torch.Tensor, *sizes: int) -> bool:
+    """Whether one kernel multiplies all experts, without waiting for their counts.
+
+    Args:
+        *sizes: of the rows that it reads and writes.
+    """
+    if not len(x_MI) or not x_MI.is_cuda or x_MI.dtype != torch.bfloat16:
         return False
-    is_aligned = all(size * x_MI.element_size() % ROW_BYTES == 0 for size in weight_EOI.shape[1:])
-    return is_aligned and torch.cuda.get_device_capability(x_MI.device)[0] in GROUPED_CAPABILITIES
+    is_aligned = all(size * x_MI.element_size() % ROW_BYTES == 0 for size in sizes)
+    return is_aligned and has_grouped_kernel(x_MI.device)
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether a GPU has a kernel that multiplies all experts in bf16."""
+    return torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES

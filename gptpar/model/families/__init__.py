@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.complete import complete_model
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig, complete_model
+from gptpar.config.sections.positions import SCALED_BY
 from gptpar.errors import ConfigError
 from gptpar.model.families.fields import HfConfig, rotary_layers, windows_of
 from gptpar.model.families.gpt2 import GPT2_NAMES, gpt2, gpt2_fields
 from gptpar.model.families.gpt_neox import GPT_NEOX_NAMES, gpt_neox, gpt_neox_fields
+from gptpar.model.families.gpt_oss import GPT_OSS_MXFP4_NAMES, GPT_OSS_NAMES, gpt_oss, gpt_oss_fields
 from gptpar.model.families.llama import LLAMA_NAMES, llama, llama_fields
 from gptpar.model.families.mixtral import MIXTRAL_NAMES, mixtral, mixtral_fields
 from gptpar.model.families.mixtures import blocks_of, layer_list
@@ -39,11 +39,13 @@ class Family:
         flags: a ``config.json`` -> flags.
         fields: a model -> its ``config.json`` in this family, without ``model_type`` and ``vocab_size``.
         names: of its weights.
+        packed_names: of its weights where ``quantization_config`` says that some are in MXFP4; ``None``: none can be.
     """
 
     flags: Callable[[HfConfig], ModelFlags]
     fields: Callable[[ModelConfig], dict[str, Any]]
     names: WeightNames
+    packed_names: WeightNames | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -57,12 +59,12 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(olmoe, olmoe_fields, LLAMA_NAMES),
     "qwen3_moe": Family(qwen3_moe, qwen3_moe_fields, LLAMA_NAMES),
     "mixtral": Family(mixtral, mixtral_fields, MIXTRAL_NAMES),
+    "gpt_oss": Family(gpt_oss, gpt_oss_fields, GPT_OSS_NAMES, GPT_OSS_MXFP4_NAMES),
 }
 """``model_type`` -> family."""
 
 LACKING = {
     "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head",
-    "gpt_oss": "attention sinks, biases of experts and of the router, and a SwiGLU that is clamped",
 }
 LACKING["deepseek_v3"] = f"{LACKING['deepseek_v2']}, and the prediction of several tokens"
 """``model_type`` of mixtures that are not known -> what gptpar lacks for them."""
@@ -98,9 +100,11 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
         lacking = f": gptpar lacks {LACKING[kind]}" if isinstance(kind, str) and kind in LACKING else ""
         raise ConfigError([f"model_type {kind!r} is not known{lacking}; gptpar knows {', '.join(FAMILIES)}."])
     config = HfConfig(hf_config)
-    if config.get("quantization_config", {}):
+    packed = config.get("quantization_config", {})
+    if packed and not (FAMILIES[kind].packed_names and packed.get("quant_method") == "mxfp4"):
         config.problems.append(
-            "quantization_config is set, and gptpar has no quantized weights: take the model without."
+            "quantization_config is set, and gptpar has no quantized weights but gpt-oss's in mxfp4: take the model "
+            "without."
         )
     try:
         flags = FAMILIES[kind].flags(config)
@@ -172,9 +176,14 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     return found | {"window_size": windows_of(model)}
 
 
-def tensors_of(kind: str, model: ModelConfig, vocab_rows: int) -> list[HfTensor]:
-    """The tensors of a model of a family, as transformers names and stores them."""
-    return list(hf_tensors(model, FAMILIES[kind].names, vocab_rows))
+def tensors_of(kind: str, model: ModelConfig, vocab_rows: int, *, packed: bool = False) -> list[HfTensor]:
+    """The tensors of a model of a family, as transformers names and stores them.
+
+    Args:
+        packed: whether some are in MXFP4.
+    """
+    names = FAMILIES[kind].packed_names if packed else None
+    return list(hf_tensors(model, names or FAMILIES[kind].names, vocab_rows))
 
 
 __all__ = ["FAMILIES", "Family", "HfTensor", "config_of", "differences", "flags_of", "tensors_of"]

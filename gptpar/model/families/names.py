@@ -29,10 +29,12 @@ class Within:
     Attributes:
         view: our whole parameter -> a view whose elements, row by row, are the tensor's.
         merged: the first of the view's dims that are merged into one dim of the tensor, if the view has more dims.
+        dims: of the tensor; 0: one of a bias, else at most two.
     """
 
     view: View
     merged: int = 0
+    dims: int = 0
 
 
 def _whole(ours: torch.Tensor) -> torch.Tensor:
@@ -154,7 +156,8 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
                 theirs = table[inner] if end in ("weight", "bias") else table[ours]
             for name, place in theirs.items():
                 view = place.view(parameter)
-                shape = _merged(tuple(view.shape), place.merged, 1 if end == "bias" else min(2, parameter.dim()))
+                num_dims = place.dims or (1 if end == "bias" else min(2, parameter.dim()))
+                shape = _merged(tuple(view.shape), place.merged, num_dims)
                 name = f"{prefix}{name}.{end}" if end in ("weight", "bias") else f"{prefix}{name}"
                 yield HfTensor(name, f"{layer.spec.name}.{ours}", place, shape)
 

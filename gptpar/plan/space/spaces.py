@@ -136,8 +136,14 @@ def rounds(flags: Flags, given: Set[str], num_processes: int) -> list[list[Optio
     batch, length = flags.batch, expand_preset(flags, given)[0].model.seq_length
     if batch.global_batch_size or batch.step_batch_size_schedule or not length:
         return [moved]
-    large = {d.GLOBAL_BATCH: max(1, ONE_GPU_TOKENS // length)}
+    large = {d.GLOBAL_BATCH: samples_of(ONE_GPU_TOKENS, length)}
     return [[Option({**one.changes, **large}, one.name) for one in moved], moved]
+
+
+def samples_of(tokens: int, length: int) -> int:
+    """Samples of ``length`` tokens for a step of ``tokens``: a multiple of 32, which many micro-batches divide."""
+    samples = max(1, tokens // length)
+    return samples if samples < 32 else 32 * round(samples / 32)
 
 
 @dataclass(frozen=True)

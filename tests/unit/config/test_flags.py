@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from gptpar.config import ModelFlags, TokenizerConfig
-from gptpar.config.complete import complete, complete_model, padded_vocab
+from gptpar.config import ModelFlags, TokenizerConfig, complete, complete_model, padded_vocab
 from gptpar.config.derive import ffn_width
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
@@ -56,6 +55,7 @@ def test_every_preset_resolves(preset: str) -> None:
         *(("7B", 32000, 6.738, 6.738), ("8B", 128256, 8.030, 8.030), ("70B", 128256, 70.554, 70.554)),
         *(("OLMoE-1B-7B", 50304, 6.919, 1.282), ("Qwen3-30B-A3B", 151936, 30.532, 3.353)),
         ("Mixtral-8x7B", 32000, 46.703, 12.880),
+        ("gpt-oss-20B", 201088, 20.915, 4.187),
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(

@@ -47,7 +47,7 @@ def problems(flags: str) -> list[str]:
         "--init-model-with-meta-device --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration",
         "--log-straggler --straggler-minmax-count 4",
         "--no-scatter-gather-tensors-in-pipeline --num-dataset-builder-threads 2 --no-merge-qkv --world-size 1",
-        "--structured-logs --structured-logs-dir X --softmax-type vanilla --optimizer-split-size 2",
+        "--structured-logs --structured-logs-dir X --optimizer-split-size 2",
         "--forward-backward-disaggregating --ignore-forward-tensor-parallel --use-wandb",
         "--profile pt --profile-steps 2,3 --no-contiguous-buffers-in-local-ddp --attention-head-type multihead",
         "--resume-dataloader --lazy-loader --loose-json --cache-dir X --rank 0 --dist-url tcp://a:1 --fim-rate 0.0",
@@ -133,8 +133,10 @@ def test_the_gated_unit_of_bigscience_has_the_plain_width() -> None:
     assert resolved("--glu-activation swiglu --ffn-hidden-size 96").model.ffn_hidden_size == 96
     gelu = resolved("--glu-activation geglu").model
     assert (gelu.mlp_activation, gelu.ffn_hidden_size, gelu.swiglu) == ("geglu", 4 * gelu.hidden_size, False)
+    quick = resolved("--quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1").model
+    assert (quick.mlp_activation, quick.ffn_hidden_size) == ("quick_geglu", 4 * quick.hidden_size)
     assert problems("--glu-activation x") == [
-        "--glu-activation x: unknown; it takes one of swiglu, geglu, geglu_tanh, reglu, liglu."
+        "--glu-activation x: unknown; it takes one of swiglu, geglu, geglu_tanh, quick_geglu, reglu, liglu."
     ]
 
 

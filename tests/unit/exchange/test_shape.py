@@ -72,6 +72,6 @@ def test_check_layouts_says_why_not(folder: Path) -> None:
         check_layouts(["--load-hf", str(folder), "--nproc", "1"])
     assert caught.value.problems == [
         f"--load-hf {folder}: check-layouts trains a small model of its own, in every layout, not a Hugging Face "
-        "model: leave it out; --model gpt or llama or olmo2 or mup or bloom or experts or muon or documents "
+        "model: leave it out; --model gpt or llama or olmo2 or mup or bloom or experts or gpt-oss or muon or documents "
         "has such models' options."
     ]

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError
-from gptpar.model.block import activation, gate, make_experts
+from gptpar.model.activations import activation, gated
+from gptpar.model.block import make_experts
 from gptpar.model.experts.balance import ExpertBalance, choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
@@ -31,7 +32,8 @@ BIAS = "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.25 "
 
 def config_of(flags: str) -> ModelConfig:
     more = "" if "--num-experts" in flags else "--num-experts 5 "
-    return tiny_config(f"{more}--disable-bias-linear --seq-length {LENGTH} " + flags).model
+    more += "" if "--quick-geglu" in flags else "--disable-bias-linear "
+    return tiny_config(f"{more}--seq-length {LENGTH} " + flags).model
 
 
 def made(flags: str) -> Experts:
@@ -53,7 +55,7 @@ def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
     config, router = layer.router.config, layer.router
     outputs = []
     for x_D in x_ND:
-        logits_E = router.weight @ x_D
+        logits_E = router.weight @ x_D + (0 if router.bias is None else router.bias)
         softmax = config.moe_router_score_function == "softmax"
         scores_E = logits_E.softmax(0) if softmax else 1 / (1 + (-logits_E).exp())
         judged = (scores_E if router.bias_E is None else scores_E + router.bias_E).tolist()
@@ -67,14 +69,25 @@ def by_a_loop(layer: Experts, x_ND: torch.Tensor) -> torch.Tensor:
         weights = weights / scores_E[chosen].sum() if divided else weights
         y_D = torch.zeros_like(x_D)
         for weight, expert in zip(weights, chosen, strict=True):
-            parts = [matrix @ x_D for matrix in layer.up[expert]]
-            inner = gate("swiglu", parts[0]) * parts[1] if config.swiglu else activation("gelu", parts[0], None)
-            y_D = y_D + weight * (layer.down[expert] @ inner)
+            y_D = y_D + weight * of_expert(layer, expert, x_D)
         if layer.shared is not None:
             shared_D = layer.shared(x_D[None])[0]
             y_D = y_D + (shared_D if layer.gate is None else shared_D * (layer.gate[0] @ x_D).sigmoid())
         outputs.append(y_D)
     return torch.stack(outputs)
+
+
+def of_expert(layer: Experts, expert: int, x_D: torch.Tensor) -> torch.Tensor:
+    config = layer.router.config
+    parts = [matrix @ x_D for matrix in layer.up[expert]]
+    if layer.up_bias is None or layer.down_bias is None:
+        inner = gated("swiglu", torch.cat(parts, -1)) if config.swiglu else activation("gelu", parts[0], None)
+        return layer.down[expert] @ inner
+    limit, (gates, values) = config.activation_func_clamp_value, (layer.up_bias[expert] + torch.stack(parts)).unbind()
+    if limit is not None:
+        gates, values = gates.clamp(max=limit), values.clamp(min=-limit, max=limit)
+    inner = gates / (1 + (-1.702 * gates).exp()) * (values + config.glu_linear_offset)
+    return layer.down[expert] @ inner + layer.down_bias[expert]
 
 
 def in_the_best_groups(judged: list[float], num_groups: int, num_used: int, topk: int) -> list[float]:
@@ -101,6 +114,9 @@ def in_the_best_groups(judged: list[float], num_groups: int, num_used: int, topk
         "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --swiglu",
         "--moe-shared-expert-intermediate-size 6 --swiglu",
         "--moe-shared-expert-intermediate-size 6 --moe-shared-expert-gate",
+        "--quick-geglu --moe-ffn-hidden-size 12",
+        "--quick-geglu --activation-func-clamp-value 0.7 --glu-linear-offset 1 --moe-router-topk 3",
+        "--quick-geglu --glu-linear-offset -0.5 --moe-shared-expert-intermediate-size 6 --moe-router-pre-softmax",
     ],
 )
 @pytest.mark.parametrize("loads", ["as they come", "one empty, one full"])
@@ -191,7 +207,7 @@ def test_a_mixture_with_a_capacity_equals_a_loop_without_the_dropped_outputs(pol
             loads.append(len(takers))
             for n in takers[:capacity]:
                 parts = [matrix @ x_ND[n] for matrix in layer.up[expert]]
-                inner = gate("swiglu", parts[0]) * parts[1] if len(parts) == 2 else activation("gelu", parts[0], None)
+                inner = gated("swiglu", torch.cat(parts, -1)) if len(parts) == 2 else activation("gelu", parts[0], None)
                 y_ND[n] = y_ND[n] + weights_NK[n][chosen_NK[n] == expert] * (layer.down[expert] @ inner)
     assert max(loads) > capacity
     found_ND, losses = layer(x_ND, LENGTH, no_choice(TOKENS, layer.topk, x_ND.device))
@@ -327,12 +343,13 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     for damaged in (
         [],
         {"layers": ["layers.0", "layers.1"], "bias": [[0.0]], "choices": [[0]]},
-        {"bias": [[0.0]], "choices": [[0]]},
-        {"bias": "x", "choices": 3},
+        {"layers": [], "bias": "x", "choices": 3},
         {},
     ):
         with pytest.raises(CheckpointError, match="not that of 2 layers with 5 experts"):
             other.load(damaged)
+    with pytest.raises(CheckpointError, match="does not name its layers, because an older gptpar saved it: go on with"):
+        other.load({"bias": [[0.0] * 5] * 2, "choices": [[0] * 5] * 2})
     assert balance_of("--num-experts 1").state() is None
 
 

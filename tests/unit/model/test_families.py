@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.config import ModelConfig, TokenizerConfig
-from gptpar.config.complete import complete_model
+from gptpar.config import ModelConfig, TokenizerConfig, complete_model
 from gptpar.errors import ConfigError
 from gptpar.model.families import FAMILIES, flags_of
 from gptpar.model.families.fields import shortest_period
@@ -49,6 +48,11 @@ QWEN2 = {**LLAMA, "model_type": "qwen2"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 OLMOE = {**LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}
 QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 16}
+GPT_OSS: dict[str, Any] = {
+    **LLAMA,
+    **{"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5},
+    **{"rope_parameters": {**YARN, "truncate": False}, "swiglu_limit": 0.5},
+}
 SMOLLM3 = {**LLAMA, "model_type": "smollm3", "pad_token_id": 0}
 CASES: dict[str, dict[str, Any]] = {
     "GPT-2": GPT2,
@@ -116,6 +120,12 @@ CASES: dict[str, dict[str, Any]] = {
         **{"use_sliding_window": True, "sliding_window": 5, "rope_parameters": YARN, "tie_word_embeddings": True},
     },
     "Mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": GPT_OSS,
+    "gpt-oss, other layers": {
+        **GPT_OSS,
+        **{"layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_experts_per_tok": 3},
+        **{"rope_parameters": LINEAR, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    },
     "Mixtral, windows": {**LLAMA, "model_type": "mixtral", "sliding_window": 5, "head_dim": 16, "hidden_act": "gelu"},
 }
 
@@ -211,10 +221,27 @@ def of_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[t
             yield f"layers.{i}.mlp.down", weights[f"{prefix}.experts.down_proj"]
 
 
+def of_gpt_oss(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gates and values alternate; matrices are stored transposed."""
+    yield from of_llama(model, weights)
+    for i in range(model.num_layers):
+        theirs, ours = f"model.layers.{i}", f"layers.{i}"
+        yield f"{ours}.attention.sinks", weights[f"{theirs}.self_attn.sinks"]
+        for end in ("weight", "bias"):
+            yield f"{ours}.mlp.router.{end}", weights[f"{theirs}.mlp.router.{end}"]
+        up, down = (weights[f"{theirs}.mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+        yield f"{ours}.mlp.up", torch.stack([up[..., ::2], up[..., 1::2]], 1).mT
+        yield f"{ours}.mlp.down", down.mT
+        bias = weights[f"{theirs}.mlp.experts.gate_up_proj_bias"]
+        yield f"{ours}.mlp.up_bias", torch.stack([bias[:, ::2], bias[:, 1::2]], 1)
+        yield f"{ours}.mlp.down_bias", weights[f"{theirs}.mlp.experts.down_proj_bias"]
+
+
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(
     ("llama", "qwen2", "qwen3", "olmo2", "smollm3", "olmoe", "qwen3_moe", "mixtral"), of_llama
 )
+NAMES["gpt_oss"] = of_gpt_oss
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -265,9 +292,10 @@ def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
-    """Version 4 wrote a field for each number of the rotary positions, and no kinds of layers."""
+    """Version 4 wrote a field for each number of the rotary positions, and kinds of layers for gpt-oss alone."""
     new = written_config(theirs(CASES[name]))
-    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")}
+    unknown = ("rope_parameters", *(["layer_types"] if new["model_type"] != "gpt_oss" else []))
+    old = {key: value for key, value in new.items() if key not in unknown}
     rotary = new.get("rope_parameters") or {}
     if "rope_theta" in rotary:
         old["rotary_emb_base" if new["model_type"] == "gpt_neox" else "rope_theta"] = rotary["rope_theta"]
@@ -338,6 +366,12 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             {**GPT2, "layer_norm_epsilon": float("nan"), "n_positions": 0, "n_inner": 0},
             "(?s)n_positions is 0; .*n_inner is 0; .*layer_norm_epsilon is NaN; a finite number is needed.",
         ),
+        (
+            {**GPT_OSS, "rope_parameters": None},
+            "gpt_oss: rope_parameters is missing, and transformers would",
+        ),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
+        ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, and gptpar computes with 1.702 alone"),
         ({**GPT2, "n_head": 2.0}, "gpt2: n_head is 2.0; a whole number from 1 is needed."),
         ({**NEOX, "quantization_config": {"quant_method": "gptq"}}, "quantization_config is set, and gptpar has no"),
     ],

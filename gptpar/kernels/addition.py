@@ -1,0 +1,37 @@
+"""Adds gradients in 16 bits to their sums in fp32.
+
+torch's operator for two dtypes loads and converts element by element, at 2.3 TB/s on an H100. The kernel for large
+tensors has wide loads. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gptpar.kernels import gpu
+
+MIN_ELEMENTS = 1 << 20
+"""Of a tensor that gets a launch of its own; the others share those of torch's operator."""
+
+
+def add_each(totals: Sequence[torch.Tensor], addends: Sequence[torch.Tensor], factor: float) -> None:
+    """``total += factor * addend`` for each pair."""
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for total, addend in zip(totals, addends, strict=True):
+        if factor == 1 and _takes(total, addend):
+            gpu.addition.add(total, addend)
+        else:
+            rest.append((total, addend))
+    if rest:
+        torch._foreach_add_([total for total, _ in rest], [addend for _, addend in rest], alpha=factor)
+
+
+def _takes(total: torch.Tensor, addend: torch.Tensor) -> bool:
+    return (
+        total.dtype == torch.float32 != addend.dtype
+        and total.numel() >= MIN_ELEMENTS
+        and gpu.takes(total)
+        and addend.is_contiguous()
+    )

@@ -1,0 +1,46 @@
+"""Attention sinks on a GPU: flash attention's kernels and one more key both compute what a softmax in fp64 says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.model.core_attention import core_attention, document_mask
+from tests.gpu.test_documents_gpu import BATCH, DEVICE, DOCUMENTS, GROUPS, LENGTH, TOLERANCE, cu_seqlens_of, inputs
+
+pytestmark = pytest.mark.gpu
+
+
+def with_gradients(y: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    weights = torch.linspace(-1, 1, y.shape[2], device=DEVICE, dtype=y.dtype)[:, None].expand(y.shape)
+    return [y.detach(), *torch.autograd.grad(y, parts, weights)]
+
+
+def by_definition(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    q, k, v, sinks_H = wide
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    mask = document_mask(cu_seqlens, BATCH, LENGTH, window)
+    scores = (q @ k.mT * 0.2).masked_fill(~mask, float("-inf"))
+    column = sinks_H[None, :, None, None].expand(BATCH, -1, LENGTH, 1)
+    return with_gradients(torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v, wide)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("documents", [None, *DOCUMENTS])
+@pytest.mark.parametrize(("queries", "width"), [(8, 64), (1, 128), (2, 20)])
+def test_sinks_take_part_in_the_softmax(
+    queries: int, width: int, documents: str | None, window: int | None, compiled: bool
+) -> None:
+    """A width of 20 channels has no kernel of variable length: there the sink is a key."""
+    parts = inputs(queries, width)
+    sinks_H = torch.linspace(-3, 5, GROUPS * queries, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    parts.append(sinks_H)
+    cu_seqlens = None if documents is None else cu_seqlens_of(documents)
+    attention = torch.compile(core_attention) if compiled else core_attention
+    found = with_gradients(attention(*parts[:3], cu_seqlens, None, window, 0.2, sinks_H), parts)
+    wanted = by_definition(parts, cu_seqlens_of(documents or "whole samples"), window)
+    for got, one in zip(found, wanted, strict=True):
+        limit = TOLERANCE * max(1.0, one.abs().max().item())
+        torch.testing.assert_close(got.double(), one, rtol=TOLERANCE, atol=limit)

@@ -11,9 +11,9 @@ the backward pass launches the same kernels, and computes the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -66,9 +66,14 @@ class HostActivations:
         given = (one for one in args if isinstance(one, torch.Tensor))
         stay = {one.untyped_storage().data_ptr() for one in chain(layer.parameters(), layer.buffers(), given)}
         with self.block() as block:
-            pack = partial(self._pack, block, x.device, stay)
-            with saved_tensors_hooks(pack, self._unpack):
+            pack, unpack = self._hooks
+            with saved_tensors_hooks(partial(pack, block, x.device, stay), unpack):
                 return layer(x, *args)
+
+    @cached_property
+    def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Never compiled, although a compiled layer calls them; made late, because that imports torch's compiler."""
+        return torch._dynamo.disable(self._pack), torch._dynamo.disable(self._unpack)
 
     @contextmanager
     def block(self, *, saves_first: bool = False) -> Iterator[HostBlock]:
@@ -111,7 +116,6 @@ class HostActivations:
             self._bring(before)
         return kept.on_device()
 
-    @torch.compiler.disable  # a compiled layer calls it in the midst of its own code
     def _pack(
         self, block: HostBlock, device: torch.device, stay: set[int], x: torch.Tensor
     ) -> torch.Tensor | HostTensor:
@@ -120,7 +124,6 @@ class HostActivations:
             return x if x.is_leaf else x.detach()  # an operator that keeps its own output would live forever
         return self.put(block, x.detach())
 
-    @torch.compiler.disable
     def _unpack(self, kept: torch.Tensor | HostTensor) -> torch.Tensor:
         return self.take(kept) if isinstance(kept, HostTensor) else kept
 

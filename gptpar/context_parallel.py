@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -94,14 +94,47 @@ class ContextSplit:
 
 
 def divide_samples(modules: Iterable[nn.Module], topology: Topology, split: ContextSplit) -> None:
-    """Let the attention layers among some modules see the tokens of all ranks, and routers balance whole samples."""
+    """Let the attention layers among some modules see the tokens of all ranks, and routers judge whole samples."""
     group = topology.group(CONTEXT)
     attend = partial(attend_by_gathering if split.gathers else attend_by_heads, split, group)
     for module in modules:
         if group is not None and isinstance(module, Attention):
             module.attend = attend
-        elif isinstance(module, Router):
-            module.context = group
+        elif group is not None and isinstance(module, Router):
+            module.context = DividedSamples(split, group)
+
+
+@dataclass(frozen=True)
+class DividedSamples:
+    """The ranks that divide the tokens of samples, for a router; N are tokens of all samples of a micro-batch."""
+
+    split: ContextSplit
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.split.size
+
+    @torch.compiler.disable
+    def summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Over the ranks."""
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
+    def whole(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Of the tokens of whole samples, where each rank has some."""
+        ranks_cBTD = gather(x_ND, self.group).unflatten(0, (self.size, -1, seq_length // self.size))
+        whole_BSD = x_ND.new_empty(ranks_cBTD.shape[1], seq_length, x_ND.shape[1])
+        for rank, own_BTD in enumerate(ranks_cBTD):
+            ranges = replace(self.split, rank=rank).ranges(seq_length)
+            for (start, stop), part in zip(ranges, own_BTD.chunk(len(ranges), 1), strict=True):
+                whole_BSD[:, start:stop] = part
+        return whole_BSD.flatten(0, 1)
+
+    def own(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Of this rank's tokens; the inverse of :meth:`whole`."""
+        return self.split.own(x_ND.unflatten(0, (-1, seq_length))).flatten(0, 1)
 
 
 @not_compiled  # its messages interrupt a compiled layer in any case

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from gptpar.checkpoint import folders
 from gptpar.checkpoint.folders import find_checkpoints
-from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
+from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, dtype_name, read_manifest
 from gptpar.checkpoint.proofs import known_problems
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
@@ -21,7 +22,7 @@ from gptpar.checkpoint.storage import fill
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.host import available_memory
-from gptpar.topology.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import Box, TensorParts, as_parts
 
 T = TypeVar("T")
 
@@ -123,14 +124,18 @@ def load_meta(root: str | Path) -> dict[str, Any]:
 
 
 def read_tensors(
-    path: str | Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
+    path: str | Path,
+    names: Iterable[str] | None = None,
+    manifest: Manifest | None = None,
+    boxes: Mapping[str, Box] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors of one checkpoint, in host memory, by this process alone.
+    """Tensors of one checkpoint, in host memory, by this process alone.
 
     Args:
         path: a checkpoint directory.
         names: which tensors; None: all.
         manifest: the checkpoint's, if it has been read.
+        boxes: (offsets, sizes) of the part of a tensor that is read, by its name; all others are read whole.
 
     Raises:
         CheckpointError: names that it does not hold (all are listed), or tensors that do not fit this machine's memory.
@@ -144,18 +149,25 @@ def read_tensors(
     if problems := damaged_files(path, manifest):
         raise DamagedCheckpoint("\n".join(problems))
     entries = {name: manifest.tensors[name] for name in names}
-    tensors = _allocate(path, manifest, entries)
-    _read(Ranks(None, alone=True), path, manifest, tensors)
+    boxes = {name: ((0,) * len(entry.shape), entry.shape) for name, entry in entries.items()} | dict(boxes or {})
+    tensors = _allocate(path, manifest, {name: (boxes[name][1], entry.dtype) for name, entry in entries.items()})
+    parts = {
+        name: TensorParts(torch.Size(entry.shape), ((boxes[name][0], tensors[name]),), entry.dtype)
+        for name, entry in entries.items()
+    }
+    _read(Ranks(None, alone=True), path, manifest, parts)
     return tensors
 
 
-def _allocate(path: Path, manifest: Manifest, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-    """Room for tensors; a checkpoint from a stranger may name any size, and its files may be all holes."""
-    needed, free = sum(entry.nbytes for entry in entries.values()), available_memory()
+def _allocate(
+    path: Path, manifest: Manifest, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Room for tensors of these shapes; a checkpoint from a stranger may name any, and its files may be all holes."""
+    needed, free = sum(prod(shape) * dtype.itemsize for shape, dtype in kinds.values()), available_memory()
     try:
         if free and needed > free:
             raise MemoryError
-        return {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
     except (RuntimeError, MemoryError):  # torch's allocator on a CPU has no error of its own
         sizes = manifest.file_sizes()
         on_disk = sum((path / name).stat().st_blocks * 512 for name in sizes)

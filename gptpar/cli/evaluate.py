@@ -41,10 +41,10 @@ def main(argv: list[str]) -> int:
     worker = is_worker()
     count = world_from_environment()[2] if worker else workers_wanted(args.nproc_per_node)
     _check(args, count)
-    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if count > 1 and not worker:
         return start_workers(count, ["evaluate", *argv])
-    mesh = Mesh(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    tensor, pipeline, expert = _sizes(args)
+    mesh = Mesh(count // (tensor * pipeline), tensor, pipeline, expert)
     activity = Activity.of_worker()
     with (
         StopRequest().listening() as request,
@@ -57,6 +57,11 @@ def main(argv: list[str]) -> int:
         if found is not None and topology.is_main:
             print(json.dumps(found, indent=2), flush=True)
     return 0 if found is not None or worker or request.signal is None else 128 + request.signal
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Of the tensor, the pipeline and the expert axis."""
+    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
 
 
 def _check(args: argparse.Namespace, count: int) -> None:
@@ -75,8 +80,7 @@ def _check(args: argparse.Namespace, count: int) -> None:
             raise
         problems.append(str(error))
     else:
-        sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        problems += layout_problems(stored.model, *sizes, count)
+        problems += layout_problems(stored.model, *_sizes(args), world_size=count)
     if problems:
         raise ConfigError(problems)
 

@@ -6,7 +6,8 @@ change the base model (m = 1):
 | parameters | initial deviation | learning rate | multiplier |
 |---|---|---|---|
 | embeddings, norms, biases | as without | 1 | 1 |
-| matrices of the blocks | divided by sqrt(m) | 1 / m | 1 |
+| matrices of the blocks, and of each expert | divided by sqrt(m) | 1 / m | 1 |
+| router, gate of the shared expert | divided by m | 1 / m | 1 |
 | LM head | as without | 1 | its input: 1 / m |
 
 For Muon the blocks' matrices have the learning rate 1 / sqrt(m) where the update is scaled to AdamW's size, and 1 where
@@ -14,7 +15,8 @@ it follows rows / columns: a layer's output then changes by as much at every wid
 
 Attention divides scores by the heads' width K in place of its root: the scale is sqrt(base K) / K, which is 1 / sqrt(K)
 for the base model. The paper has three equivalent tables; table 8 is the one that allows a tied embedding. The MLP's
-width has to grow with the hidden size.
+width has to grow with the hidden size, and so has that of experts. A router's output does not grow; its row is that of
+output weights in the paper's table 3, which needs no multiplier.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ def width_ratio(config: ModelConfig) -> float:
 def hidden_std(config: ModelConfig) -> float:
     """The initial standard deviation of the blocks' matrices, before the residual branches' own factor."""
     return config.init_method_std / width_ratio(config) ** 0.5
+
+
+def router_std(config: ModelConfig) -> float:
+    """The initial standard deviation of matrices of the blocks whose output is as wide in every model."""
+    return config.init_method_std / width_ratio(config)
 
 
 def output_multiplier(config: ModelConfig) -> float:

@@ -10,11 +10,16 @@ KINDS = {
     COMMUNICATION: r"nccl|symm_mem|multimem|barrier",
     TRANSFERS: r"memcpy (HtoD|DtoH)",
     "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
+    "products of experts": r"GroupProblemShape|grouped_(gemm|mm)",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
+    "routing of experts": r"sort|scatter_gather",
+    "permutation of rows": r"index_?select|vectorized_gather|index_elementwise",
+    "compiled pointwise": r"triton",
     "optimizer": r"adam|multi_tensor|norm_|lpnorm",
     "copies": r"memcpy|memset|copy",
-    "compiled pointwise": r"triton",
 }
+"""Kind -> a pattern of its kernels' names; the first that fits is taken. A compiled kernel is named after all that is
+fused in it, so that a permutation counts with what is computed on its rows."""
 OTHER = "other kernels"
 HOST_UPDATE = "cpu_optimizer"
 """Category of the CPU optimizer's updates in a trace."""

@@ -130,12 +130,9 @@ def _fill(
     """Give stages the weights of a checkpoint: of each parameter the split that they have."""
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
     _require_shapes(path, manifest, {name: tuple(info.full_shape) for name, info in infos.items()})
-    weights = read_tensors(path, [f"weights/{name}" for name in infos])
-    values = {}
-    for name, info in infos.items():
-        full = weights.pop(f"weights/{name}")
-        own = tuple(slice(start, start + size) for start, size in zip(info.offsets, info.shape, strict=True))
-        values[name] = full[own].to(device, dtype, copy=True)
+    boxes = {f"weights/{name}": (info.offsets, tuple(info.shape)) for name, info in infos.items()}
+    weights = read_tensors(path, boxes, manifest, boxes)
+    values = {name: weights.pop(f"weights/{name}").to(device, dtype, copy=True) for name in infos}
     for stage in stages:
         stage.place(values | memory_for(stage.buffer_infos(), device))
         stage.eval().requires_grad_(False)

@@ -13,9 +13,11 @@ from gptpar.config.roles import Role
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.errors import ConfigError
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.experts.dispatch import ExpertAxis
+from gptpar.model.experts.products import has_grouped_kernel
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.model.spec import ModelSpec
@@ -120,7 +122,19 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:
-    """How the engine keeps and moves numbers."""
+    """How the engine keeps and moves numbers.
+
+    Raises:
+        ConfigError: a graph is asked for, and experts on this GPU are multiplied by counts that the host reads.
+    """
+    graph = topology.device.type == "cuda" and wants_graph(config, topology.mesh.size(*COPIES))
+    if graph and config.model.has_experts and not has_grouped_kernel(topology.device):
+        raise ConfigError(
+            [
+                "--cuda-graph on: this GPU has no kernel that multiplies the tokens of all experts at once, so that "
+                "the host waits for their loads: leave the flag out."
+            ]
+        )
     dtype = DTYPES[config.precision.dtype]
     wide = torch.promote_types(dtype, torch.float32)
     adds = config.batch.adds_gradients(topology.mesh.world_size)
@@ -128,7 +142,7 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
         dtype,
         torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide,
         adds,
-        topology.device.type == "cuda" and wants_graph(config, topology.mesh.size(*COPIES)),
+        graph,
         config.logging.log_num_zeros_in_grad,
         host_sums=adds and config.offload.gradients_leave_at_once,
     )

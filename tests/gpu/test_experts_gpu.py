@@ -76,6 +76,13 @@ def test_a_rank_without_rows_has_gradients_of_zero() -> None:
     assert y_MO.shape == (0, 32) and of_x.shape == (0, 16) and not of_weight.any()
 
 
+@pytest.mark.parametrize("more", ["", "--moe-expert-capacity-factor 0.75 ", "--no-compile "])
+def test_a_step_as_one_graph_is_bit_identical(more: str) -> None:
+    flags = FLAGS + "--seq-length 16 --moe-router-enable-expert-bias --bf16 " + more
+    one_by_one, as_graph = run(DEVICE, flags + "--cuda-graph off"), run(DEVICE, flags + "--cuda-graph on")
+    assert one_by_one[0] == as_graph[0] and torch.equal(one_by_one[1], as_graph[1])
+
+
 def test_training_in_bf16_goes_as_in_fp64() -> None:
     flags = FLAGS + "--seq-length 16 --moe-router-enable-expert-bias --lr 1e-3 "
     narrow, wide = run(DEVICE, flags + "--bf16"), run("cpu", flags + "--fp64")

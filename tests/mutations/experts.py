@@ -64,8 +64,8 @@ EXPERTS = [
     Mutation(
         "router-s-gradient-of-one-tensor-rank",
         ROUTING,
-        "ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)",
-        "ParameterSpec(Normal(hidden_std(config)), axis.between_layers)",
+        "ParameterSpec(Normal(router_std(config)), axis.inside_layers)",
+        "ParameterSpec(Normal(router_std(config)), axis.between_layers)",
         LAYOUT_TESTS,
     ),
     Mutation(
@@ -162,15 +162,22 @@ EXPERTS = [
     Mutation(
         "shared-expert-s-gate-of-all-tensor-ranks",
         LAYER,
-        '"gate": ParameterSpec(Normal(std), axis.between_layers)',
-        '"gate": ParameterSpec(Normal(std), axis.inside_layers)',
+        '"gate": ParameterSpec(Normal(router_std(config)), axis.between_layers)',
+        '"gate": ParameterSpec(Normal(router_std(config)), axis.inside_layers)',
         LAYOUT_TESTS,
     ),
     Mutation(
         "balance-of-a-context-rank-s-tokens",
         "gptpar/context_parallel.py",
-        "            module.context = group\n",
+        "            module.context = DividedSamples(split, group)\n",
         "            pass\n",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "full-experts-take-tokens-in-the-order-of-ranks",
+        "gptpar/context_parallel.py",
+        "ranges = replace(self.split, rank=rank).ranges(seq_length)",
+        "ranges = replace(self.split, rank=rank, gathers=False).ranges(seq_length)",
         LAYOUT_TESTS,
     ),
     Mutation(
@@ -260,7 +267,7 @@ EXPERTS = [
     Mutation(
         "a-full-expert-s-surplus-of-the-micro-batch",
         ROUTING,
-        "limit = seq_length, config",
+        "limit = length, config",
         "limit = len(judged_NE), config",
         UNIT_TESTS,
     ),

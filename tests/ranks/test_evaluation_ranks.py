@@ -17,6 +17,10 @@ from tests.helpers import make_trainer
 from tests.spawn import spawn
 from tests.unit.run.evaluation.task_files import QUESTIONS, TEXTS, byte_config, write_lines
 
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-enable-expert-bias "
+    "--moe-expert-capacity-factor 1.25 "
+)
 CASES = {
     "dp2": (Mesh(data=2), ""),
     "ZeRO-3": (Mesh(data=2), "--zero-stage 3"),
@@ -28,6 +32,9 @@ CASES = {
         Mesh(pipeline=2),
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
     ),
+    "experts, ep2": (Mesh(data=2, expert=2), f"{EXPERTS}--expert-model-parallel-size 2 --zero-stage 3"),
+    "experts, tp2": (Mesh(tensor=2), f"{EXPERTS}--tensor-model-parallel-size 2 --sequence-parallel"),
+    "experts, pp2": (Mesh(pipeline=2), f"{EXPERTS}--pipeline-model-parallel-size 2"),
 }
 Scores = tuple[torch.Tensor, Mapping[str, float], Mapping[str, float]]
 
@@ -61,8 +68,9 @@ def found(files: list[str]) -> list[list[Scores]]:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
 def test_every_rank_has_the_scores_of_one_process(found: list[list[Scores]], files: list[str], number: int) -> None:
-    deeper = " --num-layers 4" if "--num-layers 4" in list(CASES.values())[number][1] else ""
-    values, of_questions, of_texts = scores(0, Mesh(), deeper, files)
+    flags = list(CASES.values())[number][1]
+    model = " ".join(part for part in (EXPERTS, "--num-layers 4") if part in flags)
+    values, of_questions, of_texts = scores(0, Mesh(), model, files)
     for of_rank in found:
         torch.testing.assert_close(of_rank[number][0], values, rtol=1e-10, atol=0)
         assert of_rank[number][1] == of_questions

@@ -106,10 +106,12 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
 def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(tmp_path: Path) -> None:
     words = [*words_of("softmax"), *["--optimizer", "muon", "--moe-expert-capacity-factor", "0.75"]]
     ((mesh, flags),) = (one for one in CASES if "muon" in one[1])
-    cases, how = (
-        [(mesh, flags), (Mesh(data=4, expert=2), f"{flags} --micro-batch-size 1")],
-        {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads},
-    )
+    cases = [
+        (mesh, flags),
+        (Mesh(data=2, context=2, expert=2), f"{flags} {CP2} --cp-comm-type allgather --micro-batch-size 1"),
+        (Mesh(context=4), f"{CP4} --optimizer muon {' '.join(VARIANTS['full recompute'])}"),
+    ]
+    how: dict[str, Any] = {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
     found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words, timeout_s=300.0)[0]
     alone = run_alone(words)
     for outcome in found:

@@ -25,20 +25,17 @@ def check_experts(flags: Flags) -> Iterator[str]:
     yield from _groups(m)
     yield from _capacity(m)
     yield from _balance(m)
-    if m.mup:
-        yield "--mup has no rule for experts: leave it out, or train a model with --num-experts 1."
+    if m.mup and flags.optimizer.optimizer == "muon":
+        yield (
+            f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the "
+            "model: leave one out, or train a model with --num-experts 1."
+        )
     yield from _not_together(flags)
     yield from _tensor(flags)
 
 
 def _not_together(flags: Flags) -> Iterator[str]:
     """What experts do not go with yet."""
-    size, factor = flags.parallel.context_parallel_size, flags.model.moe_expert_capacity_factor
-    if size > 1 and factor is not None:
-        yield (
-            f"--moe-expert-capacity-factor {factor:g} limits an expert's tokens of whole sequences, and "
-            f"--context-parallel-size {size} divides these: drop one of them."
-        )
     again = flags.recompute
     if again.mlp_chunks_for_training > 1 or "mlp_act" in (again.recompute_modules or ()):
         yield (

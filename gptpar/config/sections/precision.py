@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from gptpar.config import Config, Flags
 
 
+GROUPED_MULTIPLE = 8
+"""Of widths whose products one kernel computes for all experts, in 16-bit formats."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats. Master weights, moments and gradient sums are always fp32 (fp64 with --fp64)."""
@@ -65,6 +69,22 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
             yield f"--cuda-graph on: {obstacle}."
 
 
+def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
+    """Where the host has to know how many tokens each expert has."""
+    m, p = config.model, config.parallel
+    if not m.has_experts:
+        return
+    if p.expert_model_parallel_size > 1:
+        yield f"--expert-model-parallel-size {p.expert_model_parallel_size} sends tokens by counts that the host reads"
+    width = m.width_of_experts(m.ffn_hidden_size or 0) // max(1, p.tensor_model_parallel_size)
+    if config.precision.dtype != "bf16" or width % GROUPED_MULTIPLE or (m.hidden_size or 0) % GROUPED_MULTIPLE:
+        yield (
+            f"experts of width {width} in {config.precision.dtype}, in a model of width {m.hidden_size}, are "
+            "multiplied one after another, by counts that the host reads (a kernel takes all in bf16, where both "
+            f"widths are multiples of {GROUPED_MULTIPLE})"
+        )
+
+
 def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
     """What needs the host in the middle of a step, each as a part of a sentence.
 
@@ -73,8 +93,7 @@ def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
     """
     if config.model.has_dropout:
         yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"
-    if config.model.has_experts:
-        yield "tokens are brought to their experts by kernels that are not recorded yet"
+    yield from _waits_for_loads(config)
     if num_copies > 1 and config.parallel.zero_stage in (2, 3):
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
     if config.offload.cpu_optimizer and (num_copies > 1 or config.parallel.model_parallel_size > 1):

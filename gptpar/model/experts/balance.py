@@ -118,6 +118,11 @@ class ExpertBalance:
         """
         if state is None or not self.names:
             return
+        if isinstance(state, dict) and "layers" not in state and "bias" in state:
+            raise CheckpointError(
+                "the checkpoint's state of experts does not name its layers, because an older gptpar saved it: go on "
+                "with that one, or take another checkpoint with --ckpt-step N."
+            )
         try:
             assert isinstance(state, dict)
             rows = [state["layers"].index(name) for name in self.names]

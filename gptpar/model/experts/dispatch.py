@@ -97,7 +97,7 @@ def on_their_ranks(x_MD: torch.Tensor, counts_E: torch.Tensor, axis: ExpertAxis,
     The host waits for the counts of rows, which say how much each rank sends.
 
     Args:
-        x_MD: rows, sorted by expert.
+        x_MD: rows, sorted by expert; the last ones may be of no expert, whose outputs are 0.
         counts_E: int64, rows of each expert.
         compute: applies this rank's experts to the rows that it got.
     """
@@ -105,17 +105,23 @@ def on_their_ranks(x_MD: torch.Tensor, counts_E: torch.Tensor, axis: ExpertAxis,
     dist.all_to_all_single(theirs_E, counts_E, group=axis.group)
     sent_P, got_Pe = counts_E.view(axis.size, -1).sum(1), theirs_E.view(axis.size, -1)
     sent, got = torch.stack([sent_P, got_Pe.sum(1)]).tolist()
-    x_MD = _Exchange.apply(x_MD, sent, got, axis.group)
+    num_of_none = len(x_MD) - sum(sent)
+    x_MD = _Exchange.apply(x_MD[: sum(sent)], sent, got, axis.group)
     own_e = torch.arange(got_Pe.shape[1], device=x_MD.device)
     order_M = own_e.repeat(axis.size).repeat_interleave(theirs_E, output_size=sum(got)).argsort(stable=True)
     inverse_M = torch.empty_like(order_M)
     inverse_M[order_M] = torch.arange(len(order_M), device=x_MD.device)
     y_MD = compute(_Ordered.apply(x_MD, order_M, inverse_M), got_Pe.sum(0))
-    return _Exchange.apply(_Ordered.apply(y_MD, inverse_M, order_M), got, sent, axis.group)
+    y_MD = _Exchange.apply(_Ordered.apply(y_MD, inverse_M, order_M), got, sent, axis.group)
+    return F.pad(y_MD, (0, 0, 0, num_of_none)) if num_of_none else y_MD
 
 
-@torch.compiler.disable
-def of_counted_rows(x_MD: torch.Tensor, counts_E: torch.Tensor, compute: Compute) -> torch.Tensor:
-    """As ``compute``, with zeros for the last rows, which no expert takes; the host waits for their number."""
-    taken = int(counts_E.sum())
-    return F.pad(compute(x_MD[:taken], counts_E), (0, 0, 0, len(x_MD) - taken))
+def with_rows_of_none(x_MD: torch.Tensor, counts_E: torch.Tensor, compute: Compute) -> torch.Tensor:
+    """As ``compute``, where the last rows are of no expert: for the last one they are zeros, so that no host waits.
+
+    Their weights are 0. So they add nothing to an output or a gradient.
+    """
+    taken = counts_E.sum()
+    is_of_none_M = torch.arange(len(x_MD), device=x_MD.device) >= taken
+    counts_E = torch.cat([counts_E[:-1], counts_E[-1:] + (len(x_MD) - taken)])
+    return compute(x_MD.masked_fill(is_of_none_M[:, None], 0), counts_E)

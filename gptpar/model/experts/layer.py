@@ -14,11 +14,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ORDER_BYTES, Compute, ExpertAxis, of_counted_rows, on_their_ranks
+from gptpar.model.experts.dispatch import (
+    ALL_EXPERTS,
+    ORDER_BYTES,
+    Compute,
+    ExpertAxis,
+    on_their_ranks,
+    with_rows_of_none,
+)
 from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered, with_biases
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
-from gptpar.model.mup import hidden_std
+from gptpar.model.mup import hidden_std, router_std
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.topology.initial_values import Constant, Normal
@@ -61,7 +68,7 @@ class Experts(nn.Module):
         self.declared = {
             "up": ParameterSpec(Normal(std), axis.split(2, inner) | placed.split(config.num_experts)),
             "down": ParameterSpec(Normal(down_std), axis.split(2, inner) | placed.split(config.num_experts)),
-            "gate": ParameterSpec(Normal(std), axis.between_layers),
+            "gate": ParameterSpec(Normal(router_std(config)), axis.between_layers),
         }
         if config.add_bias_linear:
             # Of the second bias, each tensor rank adds an equal part to its addend of the output.
@@ -102,8 +109,8 @@ class Experts(nn.Module):
         compute: Compute = self._outputs_of
         if self.placed.size > 1:
             compute = partial(on_their_ranks, axis=self.placed, compute=compute)
-        if self.router.drops_tokens:
-            compute = partial(of_counted_rows, compute=compute)
+        elif self.router.drops_tokens:
+            compute = partial(with_rows_of_none, compute=compute)
         y_MD = compute(rows_MD, places.counts_E)
         y_ND = combined(y_MD, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)

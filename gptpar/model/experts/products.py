@@ -162,4 +162,9 @@ def _has_kernel(x_MI: torch.Tensor, *sizes: int) -> bool:
     if not len(x_MI) or not x_MI.is_cuda or x_MI.dtype != torch.bfloat16:
         return False
     is_aligned = all(size * x_MI.element_size() % ROW_BYTES == 0 for size in sizes)
-    return is_aligned and torch.cuda.get_device_capability(x_MI.device)[0] in GROUPED_CAPABILITIES
+    return is_aligned and has_grouped_kernel(x_MI.device)
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether a GPU has a kernel that multiplies all experts in bf16."""
+    return torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES

@@ -12,16 +12,16 @@ Legend: N tokens, D width, E experts, K experts of a token, B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
-from gptpar.model.mup import hidden_std
+from gptpar.model.mup import router_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
 from gptpar.topology.initial_values import Constant, Normal
@@ -38,15 +38,16 @@ def no_choice(num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
     return torch.full((num_tokens, topk), NOT_CHOSEN, dtype=torch.int16, device=device)
 
 
-@torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK", "counts_E"))
-def choose_experts(
+Surplus = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From (best_NK, the scores judged_NE) to best_NK, with ``~expert`` where a full expert does not take a token."""
+
+
+def chosen_experts(
     judged_NE: torch.Tensor,
     choice_NK: torch.Tensor,
     counts_E: torch.Tensor,
-    groups: list[int],
-    seq_length: int = 0,
-    capacity: int = 0,
-    by_position: bool = False,
+    groups: Sequence[int],
+    drop: Surplus | None = None,
 ) -> torch.Tensor:
     """int64 [N, K], the best experts; what ``choice_NK`` holds, if it holds a choice.
 
@@ -58,21 +59,57 @@ def choose_experts(
         choice_NK: int16, takes the choice.
         counts_E: int64, takes the number of tokens that chose each expert, whether it takes them or not.
         groups: see :func:`best_experts`.
-        seq_length, capacity, by_position: see :func:`without_surplus`; a capacity of 0 is none.
+        drop: drops what a full expert does not take; ``None``: experts take every token.
     """
     is_kept = choice_NK[:1, :1] != NOT_CHOSEN
     best_NK = best_experts(judged_NE, choice_NK.shape[1], groups)
     counts_E += counts_of(best_NK[None], len(counts_E))[0] * ~is_kept[0]
-    if capacity:
-        best_NK = without_surplus(best_NK, judged_NE, seq_length, capacity, by_position=by_position)
+    if drop is not None:
+        best_NK = drop(best_NK, judged_NE)
     chosen_NK = torch.where(is_kept, choice_NK.long(), best_NK)
     choice_NK.copy_(chosen_NK)
     return chosen_NK
 
 
+@torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK", "counts_E"))
+def choose_experts(
+    judged_NE: torch.Tensor,
+    choice_NK: torch.Tensor,
+    counts_E: torch.Tensor,
+    groups: list[int],
+    seq_length: int = 0,
+    capacity: int = 0,
+    by_position: bool = False,
+) -> torch.Tensor:
+    """As :func:`chosen_experts`, of whole sequences, in compiled layers.
+
+    Args:
+        judged_NE, choice_NK, counts_E, groups: see there.
+        seq_length, capacity, by_position: see :func:`without_surplus`; a capacity of 0 is none.
+    """
+    drop = partial(without_surplus, seq_length=seq_length, capacity=capacity, by_position=by_position)
+    return chosen_experts(judged_NE, choice_NK, counts_E, groups, drop if capacity else None)
+
+
 @choose_experts.register_fake
 def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty_like(choice_NK, dtype=torch.int64)
+
+
+@torch.compiler.disable
+def _chosen_with_others(
+    judged_NE: torch.Tensor,
+    choice_NK: torch.Tensor,
+    counts_E: torch.Tensor,
+    groups: list[int],
+    seq_length: int,
+    capacity: int,
+    by_position: bool,
+    context: ContextRanks,
+) -> torch.Tensor:
+    """As :func:`choose_experts`, where other ranks have tokens of the same sequences."""
+    how: dict[str, Any] = {"seq_length": seq_length, "capacity": capacity, "by_position": by_position}
+    return chosen_experts(judged_NE, choice_NK, counts_E, groups, partial(without_surplus, context=context, **how))
 
 
 def best_experts(judged_NE: torch.Tensor, topk: int, groups: Sequence[int] = ()) -> torch.Tensor:
@@ -93,7 +130,13 @@ def best_experts(judged_NE: torch.Tensor, topk: int, groups: Sequence[int] = ())
 
 
 def without_surplus(
-    best_NK: torch.Tensor, judged_NE: torch.Tensor, seq_length: int, capacity: int, *, by_position: bool
+    best_NK: torch.Tensor,
+    judged_NE: torch.Tensor,
+    seq_length: int,
+    capacity: int,
+    *,
+    by_position: bool,
+    context: ContextRanks | None = None,
 ) -> torch.Tensor:
     """``best_NK``, with ``~expert`` where an expert has ``capacity`` better tokens of the same sequence.
 
@@ -101,16 +144,19 @@ def without_surplus(
     rounding, which differs with the layout. So scores are compared in half their format, and equal ones by position.
 
     Args:
+        seq_length: of whole sequences.
         by_position: whether a full expert takes the first tokens, and not those with the highest scores.
+        context: the ranks whose tokens are to be judged together; ``None``: this one has whole sequences.
     """
-    experts_BM, num_experts = best_NK.view(-1, seq_length * best_NK.shape[1]), judged_NE.shape[1]
+    half = torch.float32 if judged_NE.dtype == torch.float64 else torch.bfloat16
+    scores_NK, num_experts = judged_NE.gather(1, best_NK).to(half), judged_NE.shape[1]
+    if context is not None:
+        best_NK, scores_NK = context.whole(best_NK, seq_length), context.whole(scores_NK, seq_length)
+    experts_BM = best_NK.view(-1, seq_length * best_NK.shape[1])
     places_BM = torch.arange(experts_BM.shape[1], device=best_NK.device).expand_as(experts_BM)
     order_BM = places_BM
     if not by_position:
-        half = torch.float32 if judged_NE.dtype == torch.float64 else torch.bfloat16
-        order_BM = (
-            judged_NE.gather(1, best_NK).to(half).view_as(experts_BM).argsort(dim=1, descending=True, stable=True)
-        )
+        order_BM = scores_NK.view_as(experts_BM).argsort(dim=1, descending=True, stable=True)
     order_BM = order_BM.gather(
         1, experts_BM.gather(1, order_BM).argsort(dim=1, stable=True)
     )  # by expert, the best first
@@ -119,7 +165,25 @@ def without_surplus(
     is_surplus_BM = torch.empty_like(experts_BM, dtype=torch.bool).scatter_(
         1, order_BM, places_BM - starts_BM >= capacity
     )
-    return torch.where(is_surplus_BM, ~experts_BM, experts_BM).view_as(best_NK)
+    taken_NK = torch.where(is_surplus_BM, ~experts_BM, experts_BM).view_as(best_NK)
+    return taken_NK if context is None else context.own(taken_NK, seq_length)
+
+
+class ContextRanks(Protocol):
+    """The ranks that divide the tokens of samples; :mod:`gptpar.context_parallel` has them."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Over the ranks."""
+
+    def whole(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Of the tokens of whole samples, where each rank has some."""
+
+    def own(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
+        """Of this rank's tokens; the inverse of :meth:`whole`."""
 
 
 class Routed(NamedTuple):
@@ -174,12 +238,12 @@ class Router(nn.Module):
     bias_E: torch.Tensor | None = None
     last_E: torch.Tensor | None = None
     counts_E: torch.Tensor | None = None
-    context: dist.ProcessGroup | None = None
+    context: ContextRanks | None = None
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__()
         self.config, self.num_experts, self.topk = config, config.num_experts, config.moe_router_topk
-        self.declared = {"weight": ParameterSpec(Normal(hidden_std(config)), axis.inside_layers)}
+        self.declared = {"weight": ParameterSpec(Normal(router_std(config)), axis.inside_layers)}
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.declared["bias"] = ParameterSpec(Constant(0.0), axis.inside_layers)
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.add_bias_linear else None
@@ -221,7 +285,10 @@ class Router(nn.Module):
         counts_E = self.counts_E
         if counts_E is None:
             counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
-        limit = seq_length, config.capacity(seq_length), config.moe_token_drop_policy == "position"
+        length = seq_length * (1 if self.context is None else self.context.size)
+        limit = length, config.capacity(length), config.moe_token_drop_policy == "position"
+        if self.context is not None and self.drops_tokens:
+            return _chosen_with_others(judged_NE, choice_NK, counts_E, groups, *limit, self.context)
         return choose_experts(judged_NE, choice_NK, counts_E, groups, *limit)
 
     @property
@@ -269,20 +336,14 @@ class Router(nn.Module):
             length = seq_length if kind == OF_SEQUENCE else len(chosen_NK)
             counts_BE = counts_of(chosen_NK.unflatten(0, (-1, length)), self.num_experts)
             if self.context is not None:
-                counts_BE = _summed(counts_BE, self.context)
+                # Ranks' losses have one mean, so that each adds the probabilities of its own tokens.
+                counts_BE = self.context.summed(counts_BE)
             mean_BE = probabilities_NE.unflatten(0, (-1, length)).mean(1)
         else:
             zeros = torch.zeros((), dtype=torch.int64, device=logits_NE.device).expand(self.num_experts)
             counts_BE, mean_BE = (zeros if self.last_E is None else self.last_E)[None], probabilities_NE.mean(0)[None]
         shares_BE = counts_BE.to(mean_BE.dtype) / counts_BE.sum(-1, keepdim=True).clamp(min=1)
         return self.num_experts * (shares_BE * mean_BE).sum(-1).mean()
-
-
-@torch.compiler.disable
-def _summed(counts_BE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Over the ranks of a group; their losses have one mean, so that each adds the probabilities of its own tokens."""
-    dist.all_reduce(counts_BE, group=group)
-    return counts_BE
 
 
 def counts_of(chosen_BNK: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -141,7 +141,7 @@ def rounds(flags: Flags, given: Set[str], num_processes: int) -> list[list[Optio
 
 
 def samples_of(tokens: int, length: int) -> int:
-    """Samples of ``length`` tokens for a step of about ``tokens``: a multiple of 32, which many micro-batches divide."""
+    """Samples of ``length`` tokens for a step of ``tokens``: a multiple of 32, which many micro-batches divide."""
     samples = max(1, tokens // length)
     return samples if samples < 32 else 32 * round(samples / 32)
 

@@ -15,6 +15,7 @@ from gptpar.config import Flags, ModelConfig, ModelFlags, ParallelFlags
 from gptpar.config.checks.parallel import check_parallel
 from gptpar.config.stored import StoredModel
 from gptpar.errors import CheckpointError, ConfigError
+from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.pipeline.layer_split import split_model
@@ -68,7 +69,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
         ConfigError: the model cannot be split that way.
     """
     mesh = topology.mesh
-    if problems := layout_problems(model, mesh.tensor, mesh.pipeline, mesh.world_size):
+    if problems := layout_problems(model, mesh.tensor, mesh.pipeline, mesh.expert, world_size=mesh.world_size):
         raise ConfigError(problems)
     axis = TensorAxis(mesh.tensor, topology.position(TENSOR), topology.group(TENSOR))
 
@@ -76,7 +77,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
         return torch.Size([x.numel(), model.hidden_size]), dtype
 
     return Pipeline(
-        gpt_model(model, axis).specs,
+        gpt_model(model, axis, experts=ExpertAxis.of(topology)).specs,
         topology=topology,
         split=split_model(gpt_model(model), mesh.pipeline, 1, "parameters"),
         build=build_on_meta,
@@ -84,8 +85,12 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     )
 
 
-def layout_problems(model: ModelConfig, tensor: int, pipeline: int, world_size: int) -> list[str]:
-    """The reasons why a model cannot be split over these ranks, a sentence each."""
+def layout_problems(model: ModelConfig, tensor: int, pipeline: int, expert: int, *, world_size: int) -> list[str]:
+    """The reasons why a model cannot be split over the ranks of axes of these sizes, a sentence each."""
     known: dict[str, Any] = {spec.name: getattr(model, spec.name, None) for spec in dataclasses.fields(ModelFlags)}
-    parallel = ParallelFlags(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
+    parallel = ParallelFlags(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=expert,
+    )
     return list(check_parallel(Flags(model=ModelFlags(**known), parallel=parallel), world_size))

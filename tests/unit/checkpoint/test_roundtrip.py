@@ -74,6 +74,8 @@ def test_every_dtype_and_shape_comes_back_bit_equal(tmp_path: Path) -> None:
     assert_same_bits(targets, saved)
     assert_same_bits(read_tensors(path), saved)
     assert read_tensors(path, ["scalar"]).keys() == {"scalar"}
+    part = read_tensors(path, ["large", "scalar"], boxes={"large": ((1, 999_990), (2, 7))})
+    assert_same_bits(part, {"large": saved["large"][1:, 999_990:999_997].clone(), "scalar": saved["scalar"]})
     manifest = read_manifest(path)
     assert manifest.nbytes == sum(t.nbytes for t in saved.values()) == (path / "rank00000.bin").stat().st_size
     assert [length for length, _ in manifest.tensors["large"].chunks[0].pieces] == [PIECE_BYTES, 12000036 - PIECE_BYTES]

@@ -176,9 +176,12 @@ SIGMOID, GROUPS = (
         (EXPERTS + "--moe-expert-capacity-factor 4", "--moe-expert-capacity-factor 4 limits nothing: from --num-exper"),
         (EXPERTS + "--moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax is for"),
         (EXPERTS + "--moe-shared-expert-gate", "--moe-shared-expert-gate is a shared expert's: give --moe-shared-ex"),
-        (EXPERTS + "--mup --mup-base-hidden-size 8", "--mup has no rule for experts: leave it out, or train a model"),
+        (
+            EXPERTS + "--mup --mup-base-hidden-size 8 --optimizer muon",
+            "--mup has no rule for Muon's update of a router",
+        ),
         (EXPERTS + "--moe-loss-coeff 0.1", "--moe-loss-coeff: DeepSpeed's mixture-of-experts is not part of gptpar,"),
-        (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: tokens are brought"),
+        (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: experts of width"),
     ],
 )
 def test_experts_that_cannot_be_are_told(flags: str, told: str) -> None:
@@ -192,12 +195,6 @@ def test_the_width_of_experts_is_split_over_tensor_ranks() -> None:
     )
     with pytest.raises(Exception, match="--moe-ffn-hidden-size 9 is not divisible by --tensor-model-parallel-size 2"):
         resolve(parsed, 2)
-
-
-def test_a_capacity_is_of_whole_sequences() -> None:
-    words = [*TINY.split(), *EXPERTS.split(), *["--moe-expert-capacity-factor", "2", "--context-parallel-size", "2"]]
-    with pytest.raises(Exception, match="--moe-expert-capacity-factor 2 limits .* --context-parallel-size 2 divides"):
-        resolve(parse_flags(words), 2)
 
 
 def test_flags_of_a_dense_model_have_no_effect() -> None:

@@ -191,6 +191,12 @@ def test_flops_of_documents_are_those_of_what_is_seen() -> None:
 # --- muP --------------------------------------------------------------------------------------------------------------
 
 
+EXPERTS = (
+    "--num-experts 4 --disable-bias-linear --swiglu --moe-router-pre-softmax --moe-shared-expert-intermediate-size 64 "
+    "--moe-shared-expert-gate"
+)
+
+
 def changes(width: int, flags: str) -> tuple[float, float]:
     """Deviations of what four steps of Adam add to the last block's output and to the logits."""
     config = tiny_config(f"--hidden-size {width} --num-attention-heads {width // 8} {flags}")
@@ -219,27 +225,28 @@ def changes(width: int, flags: str) -> tuple[float, float]:
     return (stream[-1] - stream[0]).std().item(), (after - before).std().item()
 
 
-@pytest.mark.parametrize("head", ["", "--untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("flags", ["", f"--untie-embeddings-and-output-weights {EXPERTS}"])
 @pytest.mark.slow
-def test_under_mup_steps_change_activations_alike_at_every_width(head: str) -> None:
+def test_under_mup_steps_change_activations_alike_at_every_width(flags: str) -> None:
     """The coordinate check: without muP the same steps change a wider model's activations ever more."""
-    mup = f"{head} --mup --mup-base-hidden-size 32"
+    mup = f"{flags} --mup --mup-base-hidden-size 32"
     narrow, *wider = (changes(width, mup) for width in (32, 128, 256))
     for found in wider:
         assert all(0.5 < one / base < 1.5 for one, base in zip(found, narrow, strict=True)), (found, narrow)
-    without = changes(256, head)
+    without = changes(256, flags)
     assert without[0] > 10 * narrow[0] and without[1] > 3 * narrow[1]
-    assert changes(32, head) == narrow
+    assert changes(32, flags) == narrow
 
 
 def test_mups_initial_values_and_multipliers_are_the_papers() -> None:
-    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
+    flags = f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 {EXPERTS} --moe-layer-freq [0,1]"
     mup = f"{flags} --mup --mup-base-hidden-size 16 --mup-base-kv-channels 4"
     without, scaled = (inits_of_stage(Stage(gpt_model(tiny_config(words).model).specs)) for words in (flags, mup))
     for name, init in scaled.items():
-        in_block = name.startswith("layers.") and ".weight" in name and "norm" not in name
+        in_block = name.startswith("layers.") and "norm" not in name
         ratio = getattr(without[name], "std", 1.0) / getattr(init, "std", 1.0)
-        assert ratio == pytest.approx(2.0 if in_block else 1.0), name
+        of_router = name in ("layers.1.mlp.router.weight", "layers.1.mlp.gate")
+        assert ratio == pytest.approx(4.0 if of_router else 2.0 if in_block else 1.0), name
     attention = Attention(Linears(tiny_config(mup).model))
     assert attention.scale == 2 / 16  # sqrt(4) / 16
 

@@ -116,7 +116,7 @@ class DividedSamples:
         """Number of ranks."""
         return self.split.size
 
-    @torch.compiler.disable
+    @not_compiled
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Over the ranks."""
         dist.all_reduce(counts, group=self.group)

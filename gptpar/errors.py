@@ -34,34 +34,33 @@ def wrong_type(name: str, value: object, needed: str) -> str:
     return f"{name} is of type {type(value).__name__}: {needed}."
 
 
-class ConfigError(GptparError):
-    """All problems of a configuration at once.
+class ProblemsError(GptparError):
+    """All problems at once of what a user gave.
 
     Args:
-        problems: one sentence each, with the offending numbers and a remedy.
+        problems: one sentence each, with the offending numbers or names and a remedy.
     """
+
+    given = ""
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
-        super().__init__(f"the configuration has {_numbered(self.problems)}")
+        super().__init__(f"{self.given} has {_numbered(self.problems)}")
 
     def __reduce__(self) -> tuple[type, tuple[list[str]]]:
         return type(self), (self.problems,)
 
 
-class ModelError(GptparError):
-    """All reasons at once why a model cannot be trained as it is.
+class ConfigError(ProblemsError):
+    """All problems of a configuration."""
 
-    Args:
-        problems: one sentence each, with the names and a remedy.
-    """
+    given = "the configuration"
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = list(problems)
-        super().__init__(f"the model has {_numbered(self.problems)}")
 
-    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
-        return type(self), (self.problems,)
+class ModelError(ProblemsError):
+    """All reasons why a model cannot be trained as it is."""
+
+    given = "the model"
 
 
 class DataError(GptparError):

@@ -22,7 +22,6 @@ from gptpar.adapter.monitor import monitor_problems
 from gptpar.adapter.option_problems import precision_problems
 from gptpar.adapter.step_batch import StepBatch, step_batch
 from gptpar.config import Flags, LoggingConfig, LoggingFlags
-from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import (
     KeyReader,
     optimizer_problems,
@@ -35,6 +34,7 @@ from gptpar.config.deepspeed_reader import (
 from gptpar.config.deepspeed_rules import Door
 from gptpar.config.derive import Derived
 from gptpar.config.jsonc import infinity
+from gptpar.config.sections.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.validate import out_of_range
 from gptpar.errors import ConfigError
 from gptpar.optim.adamw import ADAMW
@@ -233,7 +233,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
     problems = [
         *optimizer_problems(raw, OTHER_OPTIMIZER, others=torch_optimizers.TYPES),
         *torch_problems,
-        *schedule_problems(raw),
+        *schedule_problems(raw, warns=True),
         *reader.problems,
         *values.out_of_range(),
         *precision_problems(values.flags.precision, values.get("module.param_dtype", None)),

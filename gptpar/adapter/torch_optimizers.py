@@ -106,16 +106,12 @@ def problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
                 yield f"optimizer has {name}=True in group {place}, which gptpar's updates do not have: leave it out."
         if group.get("eps") != EPS and kind is Muon:
             yield f"optimizer has eps={group['eps']} in group {place}, and gptpar's Muon has {EPS}: leave it out."
-    if optimizer.state and any(_has_stepped(state) for state in optimizer.state.values()):
+    # Adagrad has a state from the beginning, before step 1.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         yield (
             f"optimizer has taken steps: it has states of {len(optimizer.state)} parameters, which the engine would "
             "not take over; pass it before its first step, and resume by engine.load_checkpoint."
         )
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Adagrad has a state from the beginning."""
-    return float(state.get("step", 1)) > 0
 
 
 def of_configuration(raw: Mapping[str, Any]) -> tuple[Callable[..., torch.optim.Optimizer] | None, list[str]]:

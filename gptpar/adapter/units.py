@@ -105,10 +105,14 @@ def find_units(
         for _, parameter in own(path, owner._parameters):
             scopes_of.setdefault(parameter, set()).add(paths[block])
     parameters = names.parameters()
-    scope_of = {name: _common(scopes_of[parameter]) for name, parameter in parameters.items()}
+    # Blocks are not nested: the smallest scope that contains all users is one block, or the whole model.
+    users = {name: scopes_of[parameter] for name, parameter in parameters.items()}
+    scope_of = {name: next(iter(scopes)) if len(scopes) == 1 else "" for name, scopes in users.items()}
     units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes_of(module, dtype), trained))
-    with_units = {unit.scope for unit in units} | {""}
-    scopes = tuple(_scope(path, units) for path in paths.values() if path in with_units)
+    names_of: dict[str, list[str]] = {"": []}
+    for unit in units:
+        names_of.setdefault(unit.scope, []).append(unit.name)
+    scopes = tuple(Scope(path, tuple(names_of[path])) for path in paths.values() if path in names_of)
     return UnitPlan(scopes, units, tuple(names.buffers()), names.aliases())
 
 
@@ -187,15 +191,6 @@ def own(path: str, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[tuple
     for name, tensor in tensors.items():
         if tensor is not None:
             yield f"{path}.{name}" if path else name, tensor
-
-
-def _common(scopes: set[str]) -> str:
-    """The smallest scope that contains all of these: blocks are not nested, so it is one block or the whole model."""
-    return next(iter(scopes)) if len(scopes) == 1 else ""
-
-
-def _scope(path: str, units: tuple[FlatUnit, ...]) -> Scope:
-    return Scope(path, tuple(unit.name for unit in units if unit.scope == path))
 
 
 def flat_units(

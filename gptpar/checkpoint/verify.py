@@ -15,12 +15,11 @@ from gptpar.checkpoint.tokenizer_copy import damaged_copy
 Report = Callable[[str], None]
 
 
-def verify_checkpoint(path: str | Path, *, report: Report | None = None) -> list[str]:
+def verify_checkpoint(path: str | Path) -> list[str]:
     """Re-read every byte of one checkpoint.
 
     Args:
         path: a checkpoint directory.
-        report: called with each problem.
 
     Returns:
         One sentence per problem, with file, tensor and bytes; empty if the checkpoint is whole.
@@ -28,12 +27,8 @@ def verify_checkpoint(path: str | Path, *, report: Report | None = None) -> list
     try:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:
-        problems = [str(error)]
-    else:
-        problems = damaged_files(Path(path), manifest) or damaged_pieces(Path(path), manifest)
-    if report is not None:
-        report_all(report, problems)
-    return problems
+        return [str(error)]
+    return damaged_files(Path(path), manifest) or damaged_pieces(Path(path), manifest)
 
 
 def report_all(report: Report, sentences: list[str]) -> None:

@@ -6,7 +6,6 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from gptpar import __version__
 from gptpar.cli.flags import FACTS
@@ -42,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: there is no verb {words[0]!r}{hint}\n{usage()}", file=sys.stderr)
         return 2
     # A verb is imported inside `run`, because torch takes a second, in which the user may press Ctrl-C.
-    return run(lambda rest: _module_of(words[0]).main(rest), words[1:])
+    module = f"{__name__}.{words[0].replace('-', '_')}"
+    return run(lambda rest: importlib.import_module(module).main(rest), words[1:])
 
 
 def _usage_or_version(words: Sequence[str]) -> int:
@@ -56,7 +56,3 @@ def without_local_rank(argv: Sequence[str]) -> list[str]:
     while words and words[0].partition("=")[0] in ("--local_rank", "--local-rank"):
         del words[: 1 if "=" in words[0] else 2]
     return words
-
-
-def _module_of(verb: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{verb.replace('-', '_')}")

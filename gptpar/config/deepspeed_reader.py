@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,19 +275,24 @@ def optimizer_problems(
         )
 
 
-def schedule_problems(raw: Mapping[str, Any], *, auto_is_known: bool = False) -> Iterator[str]:
+def schedule_problems(raw: Mapping[str, Any], *, auto_is_known: bool = False, warns: bool = False) -> Iterator[str]:
     """Problems of a schedule: missing parameters, and a default of DeepSpeed's that contradicts the optimizer's rate.
 
     Args:
         auto_is_known: whether flags or the run's length give the parameters that the file leaves to them (``"auto"``).
+        warns: whether that default is taken, with a warning.
     """
     params, rate = part_of(raw, "scheduler", "params"), part_of(raw, "optimizer", "params").get("lr", "auto")
     kind, absent = part_of(raw, "scheduler").get("type"), (None,) if auto_is_known else (None, "auto")
     if kind == "WarmupDecayLR" and params.get("warmup_max_lr") in absent and rate not in ("auto", None, 1e-3):
-        yield (
+        sentence = (
             f"scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
             f"optimizer.params.lr {json.dumps(rate)}: give it."
         )
+        if warns:
+            warnings.warn(f"{sentence} It is 0.001 here, too.", stacklevel=2)
+        else:
+            yield sentence
     if kind in ("WarmupDecayLR", "WarmupCosineLR") and params.get("total_num_steps") in absent:
         yield "scheduler.params.total_num_steps is missing: the number of steps until the lowest rate."
     for name in ("cycle_min_lr", "cycle_max_lr") if kind == "OneCycle" else ():

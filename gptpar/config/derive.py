@@ -13,8 +13,9 @@ from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.presets import PRESETS
 from gptpar.config.sections.data import SPLIT
 from gptpar.config.sections.logging import EVAL_INTERVAL
-from gptpar.config.sections.model import FUSED_GELU, LLAMA_3_CONTEXT, UNFUSED_GELU
+from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
 from gptpar.config.sections.parallel import SHARDED
+from gptpar.config.sections.positions import LLAMA_3_CONTEXT
 
 OFF_AT_0 = (("checkpoint", "save_interval"), ("batch", "exit_interval"), ("batch", "exit_duration_in_mins"))
 """Intervals that are not kept where they are 0."""

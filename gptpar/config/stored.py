@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.checks.model import check_model
-from gptpar.config.complete import complete_model
+from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig, complete_model
 from gptpar.config.fields import hints_of
-from gptpar.config.sections.model import LLAMA_3_CONTEXT
+from gptpar.config.sections.model import check_model
+from gptpar.config.sections.positions import LLAMA_3_CONTEXT
 from gptpar.errors import CheckpointError
 
 MAX_INT = 2**63 - 1

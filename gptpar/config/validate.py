@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from gptpar.config import Config, Flags
-from gptpar.config.checks.model import check_model
-from gptpar.config.checks.parallel import check_parallel
-from gptpar.config.complete import complete
+from gptpar.config import Config, Flags, complete
 from gptpar.config.derive import Derived, derive
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.sections.batch import check_batch, check_duration, check_first_step
 from gptpar.config.sections.data import check_data, check_files
+from gptpar.config.sections.model import check_model
 from gptpar.config.sections.offload import check_offload
 from gptpar.config.sections.optimizer import check_schedule, check_schedule_lengths
+from gptpar.config.sections.parallel import check_parallel
 from gptpar.config.sections.precision import check_precision
 from gptpar.config.sections.recompute import check_recompute
 from gptpar.config.sections.recovery import check_recovery

@@ -13,7 +13,7 @@ from gptpar.deepspeed.random_states import CudaRNGStatesTracker as CudaRNGStates
 from gptpar.deepspeed.random_states import get_cuda_rng_tracker, reseed_model_parallel, seed_all
 from gptpar.deepspeed.settings import DeepSpeedConfig
 from gptpar.errors import ConfigError
-from gptpar.pipeline.host_inputs import HostInputs
+from gptpar.pipeline.host_activations import HostActivations
 from gptpar.pipeline.recompute import Keep, recomputed, same_again
 
 _configured: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def configure(
     if contiguous_checkpointing and not (num_checkpoints or section.get("number_checkpoints")):
         raise ConfigError(["contiguous_checkpointing needs num_checkpoints: give both, or leave both out."])
     in_cpu = section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
-    _configured.update(keep=Keep(host=HostInputs() if in_cpu else None), mpu=mpu_)
+    _configured.update(keep=Keep(host=HostActivations() if in_cpu else None), mpu=mpu_)
 
 
 def is_configured() -> bool:

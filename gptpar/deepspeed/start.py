@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from gptpar.deepspeed.engines.initialize import initialize as initialize_engine
 from gptpar.deepspeed.engines.schedulers import SCHEDULERS
 from gptpar.deepspeed.leaf_modules import mark_configured
 from gptpar.deepspeed.processes import PORT, init_distributed
-from gptpar.deepspeed.zero_parameters import mark_trained, take_recording
+from gptpar.deepspeed.zero_parameters import mark_trained, owner_of, take_recording
 from gptpar.system.host import peak_process_memory
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -61,9 +62,12 @@ def initialize(
     """``deepspeed.initialize``: :func:`gptpar.initialize` after :func:`init_distributed`.
 
     A model that was built under ``zero.Init`` gets its values here. With ZeRO-3 its parameters have DeepSpeed's
-    attributes ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``.
+    attributes ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``. A model that an engine trains goes over to the
+    new one: the former engine is closed, with a warning.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if isinstance(model, nn.Module):
+        _close_former(model)
     recording = take_recording(model) if isinstance(model, nn.Module) else None
     found = initialize_engine(
         args,
@@ -86,6 +90,18 @@ def initialize(
     if (grid := getattr(engine.module, "grid", None)) is not None:
         engine.mpu = grid
     return found
+
+
+def _close_former(model: nn.Module) -> None:
+    """Close the engine that has trained this whole model so far."""
+    former = next((owner_of(parameter).engine for parameter in model.parameters()), None)
+    if former is not None and former.module is model:
+        warnings.warn(
+            "this model has an engine already, and two cannot train it: the former one is closed, and the new one goes "
+            "on with its weights, without its moments.",
+            stacklevel=3,
+        )
+        former.close()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 from gptpar.deepspeed.names import FACTS
 from gptpar.errors import ConfigError
 
-_EXPERT_BLOCKS = tuple(
+DEFAULT_LEAF_MODULE_CLASSES = [
     f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
     for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
-)
+]
 """The classes that DeepSpeed marks unless it is told others."""
+
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -88,7 +91,11 @@ class DeepSpeedZeroLeafModuleConfig(_Section):
     """The section ``leaf_module``: modules to mark (:mod:`gptpar.deepspeed.leaf_modules`); one name may be a text."""
 
     _title = "zero_optimization.leaf_module"
-    _defaults = {"classes": _EXPERT_BLOCKS, "names": (), "name_suffixes": ()}
+    _defaults = {
+        "classes": DEFAULT_LEAF_MODULE_CLASSES,
+        "names": DEFAULT_LEAF_MODULE_NAMES,
+        "name_suffixes": DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
+    }
     classes: list[str]
     names: list[str]
     name_suffixes: list[str]

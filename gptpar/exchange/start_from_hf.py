@@ -10,7 +10,7 @@ from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.fields import as_word, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
-from gptpar.config.sections.model import STRETCHING
+from gptpar.config.sections.positions import STRETCHING
 from gptpar.errors import CheckpointError
 from gptpar.exchange.foreign import ForeignReader, foreign_checkpoint, holds_ours
 from gptpar.exchange.hf_folder import open_hf, read_config

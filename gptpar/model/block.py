@@ -5,24 +5,24 @@ Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
-from gptpar.kernels.bias_gradient import gelu, squared_relu
+from gptpar.model.activations import activation, gated
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import losses_of
 from gptpar.model.linear import Linears, Reader
-from gptpar.model.mlp_tiles import QUICK_SLOPE, tiled_mlp
+from gptpar.model.mlp_tiles import tiled_mlp
 from gptpar.model.norm import OutputLayerNorm, ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, RowParallelLinear, TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape, Cost
@@ -36,51 +36,6 @@ PLACEMENTS = {"pre": (True, False), "post": (False, True), "peri": (True, True)}
 STREAM, FURTHER_NORM = (10, 15), (1, 3)
 KERNELS = (9, 22)
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
-
-
-def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-    """GELU in its tanh form or exact, or the squared ReLU (So et al. 2021), by its name in ``--mlp-activation``.
-
-    Args:
-        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; the exact GELU cannot do that.
-    """
-    match name:
-        case "gelu_tanh":
-            return gelu(x_NF, bias_F)
-        case "gelu":
-            return F.gelu(x_NF)
-        case _:
-            return squared_relu(x_NF, bias_F)
-
-
-def gate(name: str, x_NF: torch.Tensor) -> torch.Tensor:
-    """What the other half is multiplied by: SiLU, GELU (exact, tanh, or by a sigmoid), ReLU, or x (Shazeer 2020)."""
-    match name:
-        case "swiglu":
-            return F.silu(x_NF)
-        case "geglu":
-            return F.gelu(x_NF)
-        case "geglu_tanh":
-            return F.gelu(x_NF, approximate="tanh")
-        case "quick_geglu":
-            return x_NF * (QUICK_SLOPE * x_NF).sigmoid()
-        case "reglu":
-            return F.relu(x_NF)
-        case _:
-            return x_NF
-
-
-def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0) -> torch.Tensor:
-    """One half of an MLP's first product, multiplied by a gate's function of the other half.
-
-    Args:
-        limit: of the gate's input from above, and of the other half in size.
-        offset: is added to the other half.
-    """
-    gate_NF, value_NF = up.chunk(2, dim=-1)
-    if limit is not None:
-        gate_NF, value_NF = gate_NF.clamp(max=limit), value_NF.clamp(-limit, limit)
-    return gate(name, gate_NF) * (value_NF + offset if offset else value_NF)
 
 
 def _of_gate(config: ModelConfig) -> dict[str, Any]:
@@ -187,7 +142,8 @@ class Block(nn.Module):
     Args:
         axis: this process's place on the tensor axis.
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
-            without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``.
+            without its projections), ``mlp``, ``mlp_act`` (its activation function), ``layernorm``. With ``mlp`` and
+            ``layernorm`` the norm before an MLP is computed again with it, so that the norm's output is not kept.
         mlp_tiles: see :class:`MLP`; several recompute the MLP.
         window, rotary: see :class:`Attention`.
         experts: this process's place on the expert axis, if the MLP is a mixture of experts; the block then returns
@@ -229,6 +185,12 @@ class Block(nn.Module):
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
 
+    @property
+    def norm_is_in_mlp(self) -> bool:
+        """Whether the norm before the MLP is computed again together with it."""
+        both = {"mlp", "layernorm"} <= self.recompute_modules and isinstance(self.mlp, MLP)
+        return both and self.mlp_norm is not None and not self.parallel
+
     def forward(
         self,
         x_ND: torch.Tensor,
@@ -254,13 +216,15 @@ class Block(nn.Module):
         if self.parallel:
             normed_ND = self._run("layernorm", self.mlp_norm, x_ND)
             x_ND = x_ND + attended_ND
+        elif self.norm_is_in_mlp:
+            x_ND = normed_ND = x_ND + attended_ND
         else:
             x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
         losses: dict[str, torch.Tensor] = {}
         if isinstance(self.mlp, Experts):
             y_ND, losses = self._run("mlp", self.mlp, normed_ND, seq_length, choice_NK)
         else:
-            y_ND = self._run("mlp", self.mlp, normed_ND)
+            y_ND = self._run("mlp", self._mlp_of_norm if self.norm_is_in_mlp else self.mlp, normed_ND)
         y_ND = x_ND + self.mlp_output_dropout(self._norm_output(self.mlp_post_norm, y_ND, self.mlp), seeds)
         return (y_ND, losses) if self.returns_losses else y_ND
 
@@ -269,7 +233,8 @@ class Block(nn.Module):
         mlp = self.mlp.cost(batch)
         if "mlp" in self.recompute_modules:
             last = isinstance(self.mlp, Experts) and self.mlp.reads_last_product
-            mlp = mlp.computed_again(self.width * batch.dtype.itemsize / self.token_splits, last=last)
+            hidden = 0.0 if self.norm_is_in_mlp else self.width * batch.dtype.itemsize / self.token_splits
+            mlp = mlp.computed_again(hidden, last=last)
         kernels = Cost(forward_kernels=KERNELS[0], backward_kernels=KERNELS[1])
         return self.attention.cost(batch) + mlp + self._stream_cost(batch) + kernels
 
@@ -309,7 +274,12 @@ class Block(nn.Module):
             return norm(x_ND, layer.unsummed_bias)
         return self._run("layernorm", norm, x_ND)
 
-    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor, *args: Any) -> Any:
+    def _mlp_of_norm(self, x_ND: torch.Tensor) -> torch.Tensor:
+        assert self.mlp_norm is not None
+        y_ND: torch.Tensor = self.mlp(self.mlp_norm(x_ND))
+        return y_ND
+
+    def _run(self, name: str, part: Callable[..., Any] | None, x_ND: torch.Tensor, *args: Any) -> Any:
         if part is None:
             return x_ND
         if name in self.recompute_modules and self.training:

@@ -9,42 +9,13 @@ F width of the second one's input there (U / 2 with a gate).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from gptpar.model.activations import FUNCTIONS, activation, gated
 from gptpar.tensor_parallel.linear_ops import column_backward, column_forward, row_backward, row_forward
 from gptpar.tensor_parallel.products import product
-
-aten = torch.ops.aten
-Unary = Callable[[torch.Tensor], torch.Tensor]
-Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-QUICK_SLOPE = 1.702
-"""x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016)."""
-
-
-def _quick_slope_of(x: torch.Tensor) -> torch.Tensor:
-    share = (QUICK_SLOPE * x).sigmoid()
-    return share * (1 + QUICK_SLOPE * x * (1 - share))
-
-
-FUNCTIONS: dict[str, tuple[Unary, Backward]] = {
-    "swiglu": (F.silu, aten.silu_backward),
-    "geglu": (F.gelu, aten.gelu_backward),
-    "geglu_tanh": (
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
-    ),
-    "quick_geglu": (lambda x: x * (QUICK_SLOPE * x).sigmoid(), lambda grad, x: grad * _quick_slope_of(x)),
-    "reglu": (F.relu, lambda grad, x: aten.threshold_backward(grad, x, 0)),
-    "liglu": (lambda x: x, lambda grad, x: grad),
-    "squared_relu": (lambda x: F.relu(x).square(), lambda grad, x: grad * (2 * F.relu(x))),
-}
-FUNCTIONS |= {"gelu": FUNCTIONS["geglu"], "gelu_tanh": FUNCTIONS["geglu_tanh"]}
-"""Name in ``--mlp-activation`` -> function, and its gradient from (the output's gradient, the input)."""
 
 
 def num_tiles(tokens: int, tiles: int) -> int:
@@ -52,17 +23,13 @@ def num_tiles(tokens: int, tiles: int) -> int:
     return min(tokens, tiles)
 
 
-def _activated(up_NU: torch.Tensor, name: str, gated: bool) -> torch.Tensor:
-    function, _ = FUNCTIONS[name]
-    if not gated:
-        return function(up_NU)
-    gate_NF, value_NF = up_NU.chunk(2, dim=-1)
-    return function(gate_NF) * value_NF
+def _activated(up_NU: torch.Tensor, name: str, is_gated: bool) -> torch.Tensor:
+    return gated(name, up_NU) if is_gated else activation(name, up_NU, None)
 
 
-def _activation_backward(grad_NF: torch.Tensor, up_NU: torch.Tensor, name: str, gated: bool) -> torch.Tensor:
+def _activation_backward(grad_NF: torch.Tensor, up_NU: torch.Tensor, name: str, is_gated: bool) -> torch.Tensor:
     function, backward = FUNCTIONS[name]
-    if not gated:
+    if not is_gated:
         return backward(grad_NF, up_NU)
     gate_NF, value_NF = up_NU.chunk(2, dim=-1)
     return torch.cat([backward(grad_NF * value_NF, gate_NF), grad_NF * function(gate_NF)], dim=-1)

@@ -7,7 +7,7 @@ two times, with the same result:
 - After the backward pass, the global gradient norm and so the clipping factor are known: update in place.
 - Before that, if the bucket has a double buffer: assume that nothing will be clipped, and write the new values to the
   double buffer ("speculate"). If the assumption was right, the two buffers are swapped ("commit"). If it was wrong, the
-  step is computed again from the old values, and the optimizer does not speculate for some steps ("back off"). With a
+  step is computed again from the old values, and the optimizer does not speculate in the next step ("back off"). With a
   partial gradient, the elements that may change are left out until it is final, or those that did are computed again.
 """
 
@@ -86,6 +86,7 @@ class HostOptimizer:
         for bucket, slot in zip(self._buckets, staging, strict=True):
             bucket.own_staging = slot
         self.waited_s = 0.0
+        self._has_gradients = False  # of the coming step
         self._missed: tuple[int, ...] = ()
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
@@ -149,6 +150,7 @@ class HostOptimizer:
         Raises:
             ForbiddenEvent: the unit's last step is not done.
         """
+        self._has_gradients = True
         with self.shared.changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
@@ -171,7 +173,7 @@ class HostOptimizer:
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
         """Whether a bucket can speculate with a partial gradient, and has none yet."""
         is_formed = bucket.stop <= formed and bucket.state is BucketState.IDLE
-        return is_formed and bucket.own_copy is not None and not self.backs_off and not self.shared.holds
+        return is_formed and bucket.own_copy is not None and not self.shared.backs_off and not self.shared.holds
 
     def step(
         self,
@@ -191,7 +193,7 @@ class HostOptimizer:
             ForbiddenEvent: another unit has no final gradient.
         """
         unclipped = StepHyperparameters(hyperparameters, loss_scale, self._missed)
-        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without))
+        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without, self.shared.expected))
 
     def cancel(self, *, wait: bool = True) -> None:
         """Forget the gradients of the coming step, and undo its speculation in the device's parameters.
@@ -209,7 +211,7 @@ class HostOptimizer:
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
-            self.shared.keeps = False
+            self.shared.keeps = self._has_gradients = False
             for bucket in self._buckets:
                 bucket.due = True
             self.shared.record(What.STEP_REQUESTED)
@@ -267,11 +269,6 @@ class HostOptimizer:
         """Seconds in which the kernel updated parameters or added gradients."""
         return self.shared.busy_s + (0.0 if self.sums is None else self.sums.busy_s)
 
-    @property
-    def backs_off(self) -> bool:
-        """Whether the coming step does not speculate, because a recent speculation was wrong."""
-        return self.shared.back_off.steps > 0
-
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:
         """A context in which no speculation begins: the device's parameters do not change before the next step."""
@@ -289,9 +286,9 @@ class HostOptimizer:
 
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
+        if self.shared.keeps or not self._has_gradients:  # without the lock: each layer of each forward pass asks this
+            return
         with self.shared.changed:
-            if self.shared.keeps or all(bucket.state is BucketState.IDLE or bucket.due for bucket in self._buckets):
-                return
             self.shared.keeps = self.shared.taking_back = True
             self.shared.changed.notify_all()
         self.shared.loop_waits(lambda: not self.shared.taking_back)
@@ -370,11 +367,7 @@ class HostOptimizer:
             bucket.steps = count
 
     def parts(self, kind: str, *, beside_loop: bool = False) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`.
-
-        Args:
-            beside_loop: see :class:`~gptpar.engine.subscriber.Subscriber`.
-        """
+        """See :func:`~gptpar.offload.buckets.parts_of` and :class:`~gptpar.engine.subscriber.Subscriber`."""
         if beside_loop:
             self.shared.wait_for_step()
         else:

@@ -1,4 +1,4 @@
-"""Decides the updating thread's next action from the buckets' states, when it speculates, and when it backs off."""
+"""Decides the updating thread's next action from the buckets' states, and when it speculates."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from gptpar.offload.transfers import DeviceEvent
 
 NEAR = 4
 """Number of gradients copied to the host ahead of the kernel even if earlier copies have to give up their memory."""
-
-
-MAX_BACK_OFF = 10
-"""Steps. A step that is clipped is often followed by others, and each wrong speculation is work for nothing."""
 
 
 class Action(Enum):
@@ -120,30 +116,3 @@ def begin_copies(buckets: Sequence[Bucket]) -> bool:
             later.pop().release()
         begun.append(has_room)
     return bool(begun) and begun[0]
-
-
-class BackOff:
-    """After the first wrong speculation one step without, then 2, 4 and so on as long as each one is wrong.
-
-    Attributes:
-        steps: how many of the coming steps do not speculate.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._following = 1
-
-    def after_step(self, *, wrong: bool, right: bool) -> None:
-        """A step was taken.
-
-        Args:
-            wrong: whether a bucket's speculation was wrong.
-            right: whether a bucket's speculation was right.
-        """
-        if wrong:
-            self.steps = min(self._following, MAX_BACK_OFF)
-            self._following = min(2 * self._following, MAX_BACK_OFF)
-        else:
-            self.steps = max(0, self.steps - 1)
-            if right:
-                self._following = 1

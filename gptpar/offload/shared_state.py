@@ -10,7 +10,6 @@ import torch
 
 from gptpar.offload.buckets import Bucket
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.next_action import BackOff
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
 from gptpar.system.state_guard import StateGuard
@@ -37,7 +36,7 @@ class SharedState:
     ``holds``, ``keeps``, ``closing``       loop                             under the lock
     ``taking_back``                         loop sets it, thread clears it   under the lock
     ``failure``                             thread, at its end               under the lock
-    ``back_off``, ``num_redone``,           thread                           the loop reads them without the lock
+    ``backs_off``, ``num_redone``,          thread                           the loop reads them without the lock
     ``busy_s``, ``latest_updates``
     ======================================  ===============================  ========================================
 
@@ -59,6 +58,7 @@ class SharedState:
         taking_back: whether the loop waits for these values.
         closing: whether the thread is to end once no step is requested.
         failure: the error that ended the thread.
+        backs_off: whether the coming step does not speculate, because the last one had other numbers than expected.
         num_updated: number of elements that were updated, over all steps.
         num_ahead: how many of these were committed from a speculation; both numbers change together.
         num_redone: number of steps in which a speculation was wrong.
@@ -78,7 +78,7 @@ class SharedState:
         self.expected: StepHyperparameters | None = None
         self.holds, self.keeps, self.taking_back, self.closing = 0, False, False, False
         self.failure: BaseException | None = None
-        self.back_off = BackOff()
+        self.backs_off = False
         self.num_updated, self.num_ahead, self.num_redone, self.busy_s = 0, 0, 0, 0.0
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
 
@@ -89,7 +89,19 @@ class SharedState:
     @property
     def forbids_speculation(self) -> bool:
         """Whether no speculation may begin now."""
-        return self.back_off.steps > 0 or self.holds > 0 or self.keeps
+        return self.backs_off or self.holds > 0 or self.keeps
+
+    def note_foresight(self, expected: StepHyperparameters | None, taken: StepHyperparameters | None) -> None:
+        """Back off if a step was taken with other numbers than expected: a clipped step is often followed by others.
+
+        A step that has not speculated counts, too: the pause ends as soon as a speculation would have been right.
+
+        Args:
+            expected: before the step was requested; ``None``: nothing was.
+            taken: of the step; ``None``: it was skipped.
+        """
+        if expected is not None and taken is not None:
+            self.backs_off = taken != expected
 
     def advance(self, bucket: Bucket, what: What) -> None:
         """Change a bucket's state. The caller holds the lock, or the bucket is due and belongs to the thread alone."""

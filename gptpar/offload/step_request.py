@@ -34,11 +34,13 @@ class StepRequest:
         norm: of the whole gradient, without the loss scale.
         unclipped: the step's hyperparameters if nothing is clipped; ``None``: the step is skipped, whatever the norm.
         without: units that have no gradient and do not change.
+        expected: the hyperparameters that were announced before the request; ``None``: none were.
     """
 
     norm: PendingScalar
     unclipped: StepHyperparameters | None
     without: frozenset[str]
+    expected: StepHyperparameters | None = None
 
     def clipped(self, clip_grad: float) -> StepHyperparameters | None:
         """The step's hyperparameters with clipping; waits for the norm. ``None``: skip the step, it is not finite.

@@ -172,7 +172,7 @@ class UpdatingThread(threading.Thread):
 
     def _take_step(self, request: StepRequest) -> None:
         shared, hyperparameters = self._shared, request.clipped(self._clip_grad)
-        redone, ahead = False, shared.num_ahead
+        redone = False
         self._queue.finish()
         for bucket in shared.buckets:
             bucket.use_newer()
@@ -188,7 +188,7 @@ class UpdatingThread(threading.Thread):
         self._queue.finish()
         shared.record(What.STEP_TAKEN)
         shared.num_redone += redone
-        shared.back_off.after_step(wrong=redone, right=shared.num_ahead > ahead)
+        shared.note_foresight(request.expected, hyperparameters)
         with shared.changed:
             if shared.request is request:  # the loop may have requested the next step since the last bucket was done
                 shared.request = None

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gptpar.config import ModelConfig, OptimizerConfig
-from gptpar.config.overrides import read_override
 from gptpar.config.roles import Role
+from gptpar.config.sections.optimizer import read_override
 from gptpar.errors import ConfigError
 from gptpar.model import mup
 from gptpar.model.layer_spec import LayerSpec, build_on_meta

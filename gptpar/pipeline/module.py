@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Pipeline(nn.Module):
         recompute: takes the names of a virtual stage's layers and returns groups of consecutive ones, which are
             recomputed in the backward pass.
         keep: how the inputs of such groups are kept.
+        on_host: names of further layers whose saved tensors ``keep.host`` keeps.
         token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """
 
@@ -48,6 +49,7 @@ class Pipeline(nn.Module):
         num_virtual_stages: int = 1,
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
         keep: Keep | None = None,
+        on_host: Collection[str] = (),
         token_splits: int = 1,
     ):
         super().__init__()
@@ -55,7 +57,7 @@ class Pipeline(nn.Module):
         self.num_stages, self.stage = topology.mesh.pipeline, topology.stage
         self.num_virtual_stages, self.split, self.bounds = num_virtual_stages, split, split.bounds
         self.auxiliary = AuxiliaryLosses([name for spec in specs for name in spec.auxiliary_losses], token_splits)
-        self.chunks = nn.ModuleList(self._build_stages(build, recompute, keep))
+        self.chunks = nn.ModuleList(self._build_stages(build, recompute, keep, on_host))
         self._transport = None if topology.links is None else Transport(topology.links)
         self.tied_stages = split.tied_stages(specs)
         self.tied_groups = self._groups_of_tied_layers()
@@ -65,13 +67,15 @@ class Pipeline(nn.Module):
         build: Callable[[LayerSpec], nn.Module],
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]],
         keep: Keep | None,
+        on_host: Collection[str],
     ) -> Iterator[Stage]:
         """This process's virtual stages; a tied layer that several of them have is one module."""
         tied: dict[str, nn.Module] = {}
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
             mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
             groups = recompute([spec.name for spec in mine])
-            yield Stage(mine, build=build, recompute=groups, keep=keep, tied=tied, auxiliary=self.auxiliary)
+            how: dict[str, Any] = {"recompute": groups, "keep": keep, "on_host": on_host}
+            yield Stage(mine, build=build, tied=tied, auxiliary=self.auxiliary, **how)
 
     def _groups_of_tied_layers(self) -> dict[str, dist.ProcessGroup]:
         """Name of a tied layer that other processes have, too -> the group of these processes."""

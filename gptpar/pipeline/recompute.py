@@ -7,8 +7,8 @@ memory (DeepSpeed's ``cpu_checkpointing``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import RecomputeConfig
-from gptpar.pipeline.host_inputs import HostInput, HostInputs
+from gptpar.pipeline.host_activations import HostActivations, HostBlock, HostTensor
 from gptpar.topology.groups import all_gather_single
 
 
@@ -30,12 +30,12 @@ class Keep:
     Attributes:
         partition: (group, rank, size) of processes that hold the same input, each of which keeps one part of its
             elements. The backward pass gathers the parts: all processes must run their backward passes in one order.
-        host: keeps inputs that are on a GPU in host memory; ``None``: they stay.
+        host: keeps inputs in host memory; ``None``: they stay on the device.
         random: whether the layers may draw random numbers; the recomputation then draws the same numbers again.
     """
 
     partition: tuple[dist.ProcessGroup, int, int] | None = None
-    host: HostInputs | None = None
+    host: HostActivations | None = None
     random: bool = True
 
     @property
@@ -47,7 +47,7 @@ class Keep:
 class _Kept(NamedTuple):
     """A saved input: ``data`` is the whole input or this process's flat part."""
 
-    data: torch.Tensor | HostInput
+    data: torch.Tensor | HostTensor
     shape: torch.Size
 
 
@@ -78,26 +78,30 @@ def same_again(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
-def _input_hooks(x: torch.Tensor, keep: Keep) -> AbstractContextManager[Any]:
+@contextmanager
+def _input_hooks(x: torch.Tensor, keep: Keep) -> Iterator[None]:
     """Hooks that pack and unpack ``x`` when torch's checkpoint saves it.
 
     Tensors that the layer itself saves do not reach these hooks: checkpoint puts its own hooks around the layer.
     """
     if keep.changes_nothing:
-        return nullcontext()
+        yield
+        return
     address, shape, dtype = x.data_ptr(), x.shape, x.dtype  # not x itself: the hooks live as long as the graph
 
     def pack(saved: torch.Tensor) -> torch.Tensor | _Kept:
         is_input = (saved.data_ptr(), saved.shape, saved.dtype) == (address, shape, dtype)
-        return _pack(saved.detach(), keep) if is_input and saved.numel() else saved
+        return _pack(saved.detach(), keep, block) if is_input and saved.numel() else saved
 
     def unpack(kept: torch.Tensor | _Kept) -> torch.Tensor:
         return _unpack(kept, keep) if isinstance(kept, _Kept) else kept
 
-    return saved_tensors_hooks(pack, unpack)
+    context = nullcontext() if keep.host is None else keep.host.block(saves_first=True)
+    with context as block, saved_tensors_hooks(pack, unpack):
+        yield
 
 
-def _pack(x: torch.Tensor, keep: Keep) -> _Kept:
+def _pack(x: torch.Tensor, keep: Keep, block: HostBlock | None) -> _Kept:
     data = x
     if keep.partition is not None:
         _, rank, size = keep.partition
@@ -105,15 +109,15 @@ def _pack(x: torch.Tensor, keep: Keep) -> _Kept:
         part = x.reshape(-1)[rank * length : (rank + 1) * length]
         data = x.new_zeros(length)
         data[: part.numel()] = part
-    if keep.host is not None and keep.host.concerns(data):
-        return _Kept(keep.host.put(data), x.shape)
-    return _Kept(data, x.shape)
+    if keep.host is None or block is None:
+        return _Kept(data, x.shape)
+    return _Kept(keep.host.put(block, data), x.shape)
 
 
 @torch.no_grad()
 def _unpack(kept: _Kept, keep: Keep) -> torch.Tensor:
     data = kept.data
-    if isinstance(data, HostInput):
+    if isinstance(data, HostTensor):
         assert keep.host is not None
         data = keep.host.take(data)
     if keep.partition is None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from gptpar.pipeline.schedules import (
     Backward,
     Forward,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
+    ReceiveBackward,
+    ReceiveForward,
+    SendBackward,
+    SendForward,
 )
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.topology.groups import Link, Links
@@ -77,10 +77,10 @@ class Runtime:
         do: dict[type, Callable[[int, int], None]] = {
             Forward: self._forward,
             Backward: self._backward,
-            ReceiveActivation: lambda m, c: self._receive("activation", m, c),
-            ReceiveGradient: lambda m, c: self._receive("gradient", m, c),
-            SendActivation: lambda m, c: self._send("activation", m, c),
-            SendGradient: lambda m, c: self._send("gradient", m, c),
+            ReceiveForward: lambda m, c: self._receive("activation", m, c),
+            ReceiveBackward: lambda m, c: self._receive("gradient", m, c),
+            SendForward: lambda m, c: self._send("activation", m, c),
+            SendBackward: lambda m, c: self._send("gradient", m, c),
         }
         for instruction in instructions:
             do[type(instruction)](instruction.micro_batch, instruction.virtual_stage)
@@ -158,7 +158,7 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, received: _Received) -> torch.Tensor:
         ctx.received = received
-        return x.view_as(x)
+        return x.data  # no view, so that the first layer may work in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -37,19 +37,19 @@ class Backward(Instruction):
     """Compute the gradients of a virtual stage's parameters and input."""
 
 
-class SendActivation(Instruction):
+class SendForward(Instruction):
     """Send a virtual stage's output to the next stage (the last stage: to the first)."""
 
 
-class ReceiveActivation(Instruction):
+class ReceiveForward(Instruction):
     """Begin to receive a virtual stage's input from the previous stage (the first stage: from the last)."""
 
 
-class SendGradient(Instruction):
+class SendBackward(Instruction):
     """Send the gradient of a virtual stage's input to the previous stage (the first stage: to the last)."""
 
 
-class ReceiveGradient(Instruction):
+class ReceiveBackward(Instruction):
     """Begin to receive the gradient of a virtual stage's output from the next stage (the last: from the first)."""
 
 
@@ -257,7 +257,7 @@ def _transfers(
     forward = isinstance(action, Forward)
     number = action.virtual_stage * num_stages + stage
     beginning, end = (0, num_stages * num_virtual_stages - 1)[:: 1 if forward else -1]
-    receive, send = (ReceiveActivation, SendActivation) if forward else (ReceiveGradient, SendGradient)
+    receive, send = (ReceiveForward, SendForward) if forward else (ReceiveBackward, SendBackward)
     what = action.micro_batch, action.virtual_stage
     alone = num_stages == 1
     return (
@@ -292,13 +292,13 @@ class _Stage:
         before = self.position
         for instruction in self.program[before:]:
             match instruction:
-                case ReceiveActivation(micro_batch=i, virtual_stage=c):
+                case ReceiveForward(micro_batch=i, virtual_stage=c):
                     self._receive(Forward(i, c))
-                case ReceiveGradient(micro_batch=i, virtual_stage=c):
+                case ReceiveBackward(micro_batch=i, virtual_stage=c):
                     self._receive(Backward(i, c))
-                case SendActivation(micro_batch=i, virtual_stage=c):
+                case SendForward(micro_batch=i, virtual_stage=c):
                     self._send(Forward(i, c), 1, transfer_time)
-                case SendGradient(micro_batch=i, virtual_stage=c):
+                case SendBackward(micro_batch=i, virtual_stage=c):
                     self._send(Backward(i, c), -1, transfer_time)
                 case Forward() | Backward():
                     arrival = self._arrival(instruction)

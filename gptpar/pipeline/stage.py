@@ -13,6 +13,7 @@ from torch import nn
 
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
+from gptpar.pipeline.host_activations import HostActivations
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.system.compile_cache import refuse_others_compile_cache
 from gptpar.topology.mesh import COPIES
@@ -58,6 +59,7 @@ class Stage(nn.Module):
         recompute: groups of consecutive layers' names; a group's activations are freed, and computed again in the
             backward pass.
         keep: how the inputs of such groups are kept.
+        on_host: names of further layers whose saved tensors ``keep.host`` keeps.
         tied: key -> module that other virtual stages of this process share; new ones are added.
         auxiliary: takes the layers' auxiliary losses.
     """
@@ -69,6 +71,7 @@ class Stage(nn.Module):
         build: Callable[[LayerSpec], nn.Module] | None = None,
         recompute: Sequence[tuple[str, ...]] = (),
         keep: Keep | None = None,
+        on_host: Collection[str] = (),
         tied: dict[str, nn.Module] | None = None,
         auxiliary: AuxiliaryLosses | None = None,
     ):
@@ -86,7 +89,7 @@ class Stage(nn.Module):
             if spec.name not in self._names:
                 self.layers.append(layer)
                 self._names.append(spec.name)
-            calls.append(_call_of(spec, layer, auxiliary))
+            calls.append(_call_of(spec, layer, auxiliary, self._keep.host if spec.name in on_host else None))
         group_of = {name: number for number, names in enumerate(recompute) for name in names}
         self._segments = [
             (list(run), number is not None) for number, run in groupby(calls, key=lambda call: group_of.get(call.name))
@@ -231,9 +234,9 @@ def _layer_of(spec: LayerSpec, build: Callable[[LayerSpec], nn.Module], tied: di
     return tied[spec.key]
 
 
-def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses) -> _Call:
-    """How a layer is called at its place in the stage."""
-    run: Callable[..., Any] = layer
+def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses, host: HostActivations | None) -> _Call:
+    """How a layer is called at its place in the stage; ``host`` takes what it saves."""
+    run: Callable[..., Any] = layer if host is None else partial(host.call, layer)
     if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
         run = partial(spec.forward_fn, layer)
     if spec.auxiliary_losses:

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 
 from gptpar.engine.ranges import Home
 from gptpar.plan import host_updates
-from gptpar.plan.hardware import Cluster
+from gptpar.plan.hardware import BUS, BUS_BOTH_WAYS, Cluster
 from gptpar.plan.job import Job, StagePart
-
-BUS, BUS_BOTH_WAYS = 55e9, 89e9
-"""Bytes/s between page-locked host memory and a GPU with PCIe 5 x16, measured beside an H100: one way, and the sum of
-both ways at the same time."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,7 @@ class Floors:
 
     Attributes:
         products: products and attention of the slowest stage, without recomputation.
-        bus: gradients to the host, weights from it.
+        bus: gradients to the host, weights from it, activations both ways.
         host: the CPU's updates, and its sums over micro-batches where it has them.
     """
 
@@ -68,4 +64,6 @@ def _bus(job: Job, part: StagePart) -> float:
     down, up = down * job.offloaded_gradient_size * copies, up * job.element_size
     if job.config.offload.cpu_parameters:  # forward and backward bring all weights; the CPU's stay with it
         up = 2.0 * job.num_micro_batches * table.length() * job.element_size
+    activations = job.num_micro_batches * sum(job.bytes_to_host(part))
+    down, up = down + activations, up + activations
     return max(down / BUS, up / BUS, (down + up) / BUS_BOTH_WAYS)

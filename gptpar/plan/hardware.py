@@ -104,6 +104,10 @@ class Sustained:
 
 SUSTAINED = Sustained()
 
+BUS, BUS_BOTH_WAYS = 55e9, 89e9
+"""Bytes/s between page-locked host memory and a GPU with PCIe 5 x16, measured beside an H100: one way, and the sum of
+both ways at the same time."""
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -20,6 +20,7 @@ from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.offload.buckets import StateSize
 from gptpar.optim.update import Update
 from gptpar.pipeline import schedules
+from gptpar.pipeline.host_activations import offloaded_blocks
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.recompute import recompute_groups
 from gptpar.plan.graph import wants_graph
@@ -42,11 +43,12 @@ class StagePart:
     """The layers that a process of one stage runs; two are equal if their layers are, but for the names.
 
     Attributes:
-        kinds: of the layers of each of its virtual stages (:class:`~gptpar.plan.layers.Layers`).
+        kinds: of the layers of each of its virtual stages (:class:`~gptpar.plan.layers.Layers`), each with whether the
+            host keeps what the layer saves.
         chunks: numbers of these layers in the model.
     """
 
-    kinds: tuple[tuple[int, ...], ...]
+    kinds: tuple[tuple[tuple[int, bool], ...], ...]
     chunks: tuple[tuple[int, ...], ...] = field(compare=False)
 
     @cached_property
@@ -280,6 +282,18 @@ class Job:
         """Bytes that a layer keeps of a micro-batch, if it is not recomputed as a whole."""
         return self.tokens * self.costs[number].kept
 
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """The blocks, by number, that save their activations in host memory."""
+        return offloaded_blocks(sorted(self.layers.blocks), self.config.recompute.cpu_offloading_num_layers)
+
+    def bytes_to_host(self, part: StagePart) -> list[float]:
+        """For each of a stage's virtual stages: bytes of a micro-batch's activations that the host keeps."""
+        of_group = self.recomputed_input_bytes * self.config.recompute.checkpoint_in_cpu
+        groups = [of_group * len(groups) for groups in self.recomputed(part)]
+        saved = [sum(self.kept(number) for number in chunk if number in self.offloaded) for chunk in part.chunks]
+        return [one + other for one, other in zip(groups, saved, strict=True)]
+
     def blocks(self, part: StagePart) -> list[int]:
         """A stage's blocks, by number."""
         return [number for number in part.layers if number in self.layers.blocks]
@@ -316,7 +330,8 @@ class Job:
     @cached_property
     def _parts(self) -> tuple[tuple[StagePart, ...], Ties]:
         method = self.config.parallel.pipeline_partition_method
-        return parts_of(self.layers, self.config.model, self.mesh.pipeline, self.num_virtual_stages, method)
+        sizes = self.mesh.pipeline, self.num_virtual_stages
+        return parts_of(self.layers, self.config.model, *sizes, method, self.offloaded)
 
 
 @lru_cache(maxsize=4096)
@@ -344,7 +359,12 @@ def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int,
 
 @lru_cache(maxsize=512)
 def parts_of(
-    layers: Layers, model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str
+    layers: Layers,
+    model: ModelConfig,
+    num_stages: int,
+    num_virtual_stages: int,
+    method: str,
+    offloaded: frozenset[int] = frozenset(),
 ) -> tuple[tuple[StagePart, ...], Ties]:
     """(the layers that each stage runs, the layers that several stages have)."""
     split = split_of_model(model, num_stages, num_virtual_stages, method)
@@ -353,7 +373,8 @@ def parts_of(
     stages = []
     for stage in range(num_stages):
         chunks = tuple(pieces[stage::num_stages])
-        part = StagePart(tuple(tuple(layers.kinds[number] for number in chunk) for chunk in chunks), chunks)
+        kinds = (tuple((layers.kinds[number], number in offloaded) for number in chunk) for chunk in chunks)
+        part = StagePart(tuple(kinds), chunks)
         stages.append(parts.setdefault(part, part))
     return tuple(stages), tuple(split.tied_stages(layers.spec.specs).items())
 

@@ -101,16 +101,15 @@ class _Part:
         groups = job.recomputed(part)
         kept = _kept(job, part, groups)
         here = tuple(sum(kept[number] for number in chunk if number in kept) for chunk in part.chunks)
-        on_host = job.recomputed_input_bytes if job.config.recompute.checkpoint_in_cpu else 0.0
         moments = tuple(_moments(job, part, groups, kept))
-        return _Part(*_states(job, part), here, tuple(len(chunk) * on_host for chunk in groups), moments)
+        return _Part(*_states(job, part), here, tuple(job.bytes_to_host(part)), moments)
 
 
 def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
     """Block -> bytes of a micro-batch on the device; of a recomputed group, the first block keeps the input."""
     on_device = 0.0 if job.config.recompute.checkpoint_in_cpu else job.recomputed_input_bytes
     tokens, costs = job.tokens, job.costs
-    kept = {number: tokens * costs[number].kept for number in job.blocks(part)}
+    kept = {number: tokens * costs[number].kept * (number not in job.offloaded) for number in job.blocks(part)}
     for group in chain(*groups):
         kept |= dict.fromkeys(group, 0.0) | {group[0]: on_device}
     return kept
@@ -139,7 +138,7 @@ def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemo
     leaving, activations, buffers = max(moments, key=sum)
     gradients = part.gradients + leaving
     on_gpu = job.device_type == "cuda"
-    buffers += _boundary_buffers(job, stage) + on_gpu * (PRODUCT_WORKSPACE + _moving_inputs(job, part))
+    buffers += _boundary_buffers(job, stage) + on_gpu * (PRODUCT_WORKSPACE + _moving(job, stage))
     allocated = part.parameters + gradients + part.optimizer + activations + buffers
     return RankMemory(
         parameters=part.parameters,
@@ -277,10 +276,17 @@ def _boundary_buffers(job: Job, stage: int) -> float:
     return count * job.boundary_bytes
 
 
-def _moving_inputs(job: Job, part: _Part) -> float:
-    """Inputs on their way to the host or back: without a pipeline, none leaves while another one returns."""
-    at_once = 1 if job.mesh.pipeline == 1 else 2
-    return at_once * job.recomputed_input_bytes * any(part.kept_by_host)
+def _moving(job: Job, stage: int) -> float:
+    """What blocks have saved and is on its way to the host or back, and what the block that runs has saved.
+
+    Without a pipeline, nothing leaves while something else returns. The input of a block that is recomputed is counted
+    with the rest of the recomputation.
+    """
+    at_once, part = 1 if job.mesh.pipeline == 1 else 2, job.stages[stage]
+    saved = [job.kept(number) for number in part.layers if number in job.offloaded]
+    if saved:
+        return (at_once + 1) * max(saved)
+    return at_once * job.recomputed_input_bytes * any(job.bytes_to_host(part))
 
 
 def _symmetric_memory(job: Job) -> float:

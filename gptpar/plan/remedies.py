@@ -37,8 +37,10 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
     parallel, mesh = plan.job.config.parallel, plan.job.mesh
     if plan.job.config.recompute.checkpoint_in_cpu and not plan.fits_host:
         yield {**plan.changes, "recompute.checkpoint_in_cpu": False}
+    if plan.job.offloaded and not plan.fits_host:
+        yield {**plan.changes, d.OFFLOADED_LAYERS: 0}
     if plan.job.config.recompute.recompute_granularity != "full":
-        yield {**plan.changes, **d.RECOMPUTED}
+        yield {**plan.changes, **_recomputed(plan)}
     yield from _offloads(plan)
     if plan.job.micro_batch_size > 1:
         yield {**plan.changes, d.MICRO_BATCH: plan.job.micro_batch_size // 2}
@@ -49,6 +51,11 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
         yield {**plan.changes, d.SEQUENCE_PARALLEL: True}
     for name, size in ((d.TENSOR, mesh.tensor), (d.PIPELINE, mesh.pipeline), (d.CONTEXT, mesh.context)):
         yield {**plan.changes, name: 2 * size}
+
+
+def _recomputed(plan: Plan) -> Changes:
+    """Whole blocks are recomputed, which then save nothing else."""
+    return {**d.RECOMPUTED, **({d.OFFLOADED_LAYERS: 0} if plan.job.offloaded else {})}
 
 
 def _offloads(plan: Plan) -> Iterator[Changes]:
@@ -71,4 +78,4 @@ def _last_resorts(plan: Plan) -> Iterator[Changes]:
     moved = {**plan.changes, **(d.ON_CPU if plan.job.ratio < 1 else {}), **d.PARAMETERS_ON_CPU}
     yield moved
     if plan.job.config.recompute.recompute_granularity != "full":
-        yield {**moved, **d.RECOMPUTED}
+        yield {**moved, **_recomputed(plan)}

@@ -19,7 +19,7 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
-TIMES = ("compute", "fill", "transfers", "data", "optimizer", "matrices", "cpu_optimizer", "host")
+TIMES = ("compute", "fill", "transfers", "data", "optimizer", "matrices", "cpu_optimizer", "bus", "host")
 MAX_ROWS = 16
 """Longer pipelines show the first, the last and the fullest stages only."""
 MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
@@ -126,6 +126,7 @@ def _offload(plan: Plan) -> list[Row]:
     job = plan.job
     moved = [f"{100 * job.ratio:g} % of the optimizer"] * (job.ratio > 0)
     moved += ["the parameters"] * job.config.offload.cpu_parameters
+    moved += [f"what {len(job.offloaded)} blocks save for the backward pass"] * bool(job.offloaded)
     if not moved:
         return []
     when = "leave the GPU at once" if job.gradients_leave_at_once else "leave the GPU when they are used"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from gptpar.engine.ranges import Home
 from gptpar.pipeline import schedules
 from gptpar.plan import host_updates, matrices
-from gptpar.plan.hardware import Cluster, mfu
+from gptpar.plan.hardware import BUS, BUS_BOTH_WAYS, Cluster, mfu
 from gptpar.plan.job import Job, StagePart
 from gptpar.tensor_parallel.cost import Cost
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
@@ -52,7 +52,8 @@ class StepTime:
         data: reductions and gathers over the data axis, as far as computation does not hide them.
         optimizer: norm and update on the device.
         matrices: assembling and orthogonalizing matrices (Muon).
-        cpu_optimizer: waiting for the CPU's updates, if no step is clipped, and for weights from the host.
+        cpu_optimizer: waiting for the CPU's updates, if no step is clipped.
+        bus: waiting for weights from the host, and for activations on their way to it and back.
         host: by how much launching the step takes the host longer than running it takes the device.
     """
 
@@ -64,13 +65,14 @@ class StepTime:
     optimizer: float
     matrices: float
     cpu_optimizer: float
+    bus: float
     host: float
 
     @property
     def total(self) -> float:
         """The whole step."""
         device = self.compute + self.fill + self.transfers + self.data + self.optimizer + self.matrices
-        return device + self.cpu_optimizer + self.host
+        return device + self.cpu_optimizer + self.bus + self.host
 
     @property
     def idle(self) -> float:
@@ -97,11 +99,11 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     data = costs.data_parallel(heaviest, stages[busiest])
     optimizer = max(costs.update(part) for part in parts)
     orthogonal = max(costs.matrices(part) for part in parts)
-    waited = max(costs.host_updates(part) for part in parts)
-    cpu_optimizer = waited + costs.host_parameters(heaviest, stages[busiest])
+    cpu_optimizer = max(costs.host_updates(part) for part in parts)
+    bus = max(costs.bus(part) for part in parts)
     device = compute + fill + transfers + data
     host = max(0.0, max(costs.host(part) for part in parts) - device)
-    return StepTime(stages, compute, fill, transfers, data, optimizer, orthogonal, cpu_optimizer, host)
+    return StepTime(stages, compute, fill, transfers, data, optimizer, orthogonal, cpu_optimizer, bus, host)
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
@@ -318,18 +320,21 @@ class _Costs:
         rates = [self._tensor_rate] * (self._job.mesh.tensor > 1) + [self._data_rate] * (self._job.shards > 1)
         return matrices.seconds(self._job, part, self._product, min(rates, default=math.inf))
 
-    def host_parameters(self, elements: int, stage: StageTime) -> float:
-        """Seconds for which each micro-batch's forward and backward wait for weights from the host.
+    def bus(self, part: StagePart) -> float:
+        """Seconds for which a step waits for the bus: weights come, activations leave and return.
 
-        Args:
-            elements: number of a rank's parameters.
-            stage: the stage's time for a micro-batch.
+        Activations leave and return while blocks run. In the forward pass weights come against them.
         """
-        job = self._job
-        if not job.config.offload.cpu_parameters:
-            return 0.0
-        coming = elements / job.shards * job.element_size / self._sustained.bus
-        return job.num_micro_batches * (max(0.0, coming - stage.forward) + max(0.0, coming - stage.backward))
+        job, layers = self._job, self.layers(part)
+        weights = job.table(part).length() * job.element_size * job.config.offload.cpu_parameters
+        activations = sum(job.bytes_to_host(part))
+        if activations:
+            layers = [layer for number, layer in zip(part.layers, layers, strict=True) if number in job.layers.blocks]
+        rate, both_ways = self._sustained.bus, self._sustained.bus * BUS_BOTH_WAYS / BUS
+        leaving = max(weights / rate, activations / rate, (weights + activations) / both_ways)
+        returning = (weights + activations) / rate
+        forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
+        return job.num_micro_batches * (max(0.0, leaving - forward) + max(0.0, returning - backward))
 
     def _beside(self, transfer: float, compute: float) -> float:
         """Seconds that a transfer adds to a computation with which it overlaps."""

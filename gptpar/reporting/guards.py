@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TextIO, cast
 
+from gptpar.errors import first_line
 from gptpar.reporting.record_file import RecordDropped
 from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 from gptpar.reporting.sinks import Sink
@@ -21,8 +22,7 @@ def print_warning(sentence: str) -> None:
 
 def reason(error: BaseException) -> str:
     """An exception in few words."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.splitlines() or [type(error).__name__])[0]
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
 class GuardedSink(Sink):

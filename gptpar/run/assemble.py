@@ -22,8 +22,7 @@ from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.run import resume
-from gptpar.run.auto_gradients import with_gradients
-from gptpar.run.auto_ratio import with_ratio
+from gptpar.run.auto_offload import with_gradients, with_ratio
 from gptpar.run.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
@@ -121,10 +120,10 @@ def open_run(
         topology = stack.enter_context(
             open_topology(mesh, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
         )
-        say = _say if topology.is_main else _say_nothing
+        say = _say if topology.is_main else lambda line: None
         times = RecoveryTimes(Restart.of_worker(), say)
         folder = stack.enter_context(_run_folder(config, say))
-        local = stack.enter_context(_local_folder(config, topology, say))
+        local = stack.enter_context(_local_folder(config, say))
         with all_or_none(world_size):  # a file may be missing on one machine
             vocabulary = vocabulary_of(config.tokenizer)
             config = with_vocabulary(config, vocabulary)
@@ -168,7 +167,7 @@ def open_run(
         stack.callback(reporter.close)
         saving = stack.enter_context(open_saving(trainer, inputs, say, reporter.flush, permits))
         request.hold()
-        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, saving, mirror, tasks)
+        yield Run(trainer, progress, plan, loaders, reporter, request, say, started, saving, mirror, tasks)
 
 
 def _open_loaders(
@@ -195,9 +194,7 @@ def _run_folder(config: Config, say: Callable[[str], None]) -> AbstractContextMa
     return open_run_folder(Path(folder), Path(tensorboard) if tensorboard else None, say)
 
 
-def _local_folder(
-    config: Config, topology: Topology, say: Callable[[str], None]
-) -> AbstractContextManager[RunFolder | None]:
+def _local_folder(config: Config, say: Callable[[str], None]) -> AbstractContextManager[RunFolder | None]:
     """The ``--save-local`` folder, for this run alone.
 
     Raises:
@@ -273,7 +270,3 @@ def _sinks(
 
 def _say(lines: str) -> None:
     print("\n".join(map(printable, lines.split("\n"))), flush=True)  # a path may hold control characters
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -26,7 +26,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.parameter_groups import ParameterGroups
-from gptpar.pipeline.host_inputs import HostInputs
+from gptpar.pipeline.host_activations import HostActivations, offloaded_blocks
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
@@ -160,7 +160,8 @@ def make_pipeline(
 ) -> Pipeline:
     """The GPT cut into stages, its layers without storage."""
     recompute = config.recompute
-    host = HostInputs() if recompute.checkpoint_in_cpu else None
+    leaving = offloaded_blocks(model.names(Role.BLOCK), recompute.cpu_offloading_num_layers)
+    host = HostActivations() if recompute.checkpoint_in_cpu or leaving else None
     width = config.model.hidden_size
 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
@@ -177,6 +178,7 @@ def make_pipeline(
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
         keep=Keep(partition, host, random=False),  # masks are functions of their seeds
+        on_host=leaving,
         token_splits=tensor.size if tensor.splits_tokens else 1,
         boundary=boundary,
     )

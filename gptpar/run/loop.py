@@ -16,7 +16,6 @@ from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE, OUTLIER
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
-from gptpar.run import resume
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.data import Loaders
 from gptpar.run.evaluation.in_run import TaskEvaluation
@@ -62,7 +61,6 @@ class Run:
     progress: Progress
     plan: BatchPlan
     loaders: Loaders
-    inputs: resume.Inputs
     reporter: Reporter
     request: StopRequest
     say: Callable[[str], None]
@@ -255,15 +253,11 @@ class Run:
         return on_cpu or self.trainer.loss_scale.dynamic or self.config.logging.log_num_zeros_in_grad
 
     def wants_to_stop(self) -> bool:
-        """Whether this process was asked to stop, or its time is over."""
+        """Whether this process was asked to stop, its time is over, or the file of ``--kill-switch-path`` is there."""
         limit = self.config.batch.exit_duration_in_mins
         late = limit is not None and (time.monotonic() - self.started) / 60 > limit
-        return late or self.request.signal is not None or self._is_switched_off()
-
-    def _is_switched_off(self) -> bool:
-        """Whether the file of ``--kill-switch-path`` is there; the main process looks."""
-        path = self.config.batch.kill_switch_path
-        return path is not None and self.trainer.topology.is_main and os.path.exists(path)
+        switch = self.config.batch.kill_switch_path if self.trainer.topology.is_main else None
+        return late or self.request.signal is not None or (switch is not None and os.path.exists(switch))
 
     def is_to_stop(self) -> bool:
         """Whether any process was asked to stop. A signal may reach some processes only: all must ask, and agree."""

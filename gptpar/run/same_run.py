@@ -16,7 +16,7 @@ from typing import Any
 from gptpar.config import Config, DataConfig, DataFlags, Flags
 from gptpar.config.fields import flag_name
 from gptpar.config.sections.data import SPLIT
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.sections.positions import SCALED_BY
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import normalized_split

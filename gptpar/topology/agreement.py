@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from gptpar.errors import ConfigError, GptparError, ModelError
+from gptpar.errors import ConfigError, GptparError, ProblemsError
 
 MAX_TOLD = 10
 """Differences that are told; the others are counted."""
@@ -39,12 +39,12 @@ def all_or_none(world: int) -> Iterator[None]:
         raise mine
     kind, texts = cast(Any, everyone[first])
     told = [f"rank {first}: {text}" for text in texts]
-    raise kind(told if kind in (ConfigError, ModelError) else told[0]) from mine
+    raise kind(told if issubclass(kind, ProblemsError) else told[0]) from mine
 
 
 def _plain(error: Exception | None) -> tuple[type[GptparError], list[str]] | None:
     """An error in a form that can be sent: the nearest of our own classes, and its sentences."""
-    if isinstance(error, ConfigError | ModelError):
+    if isinstance(error, ProblemsError):
         return type(error), error.problems
     if error is None or isinstance(error, GptparError):
         return None if error is None else (GptparError, [str(error)])
@@ -55,7 +55,7 @@ def require_same(
     facts: Mapping[str, str],
     remedy: str,
     group: dist.ProcessGroup | None = None,
-    error: type[ConfigError] | type[ModelError] = ConfigError,
+    error: type[ProblemsError] = ConfigError,
 ) -> None:
     """Check that all processes of a group say the same; all call this together.
 
@@ -65,7 +65,7 @@ def require_same(
         error: the class of the error.
 
     Raises:
-        ConfigError, ModelError: on every process: the facts that differ, each with its values, machines and ranks.
+        ProblemsError: on every process: the facts that differ, each with its values, machines and ranks.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return

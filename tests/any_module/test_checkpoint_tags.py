@@ -96,20 +96,34 @@ def test_a_file_that_a_program_saves_beside_its_checkpoints(tmp_path: Path, name
 
 
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """Saving is refused; loading forgets the gradients at work."""
+    """A save has the state before the step, which goes on; loading forgets the gradients at work."""
     engine = make(mlp(), "ZeRO-3, CPU 0.6", accumulation=2)
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path)
     wanted, uninterrupted = state(engine), train(engine, 1, 2)
+    after = state(engine)
     engine.load_checkpoint(tmp_path)
-    engine.backward(engine(torch.ones(2, 16)).square().mean())
-    engine.step()
-    with pytest.raises(CheckpointError, match="in the middle of a step, 1 of its 2 micro-batches"):
-        engine.save_checkpoint(tmp_path)
-    engine.backward(engine(torch.ones(2, 16)).square().mean())
-    with pytest.raises(CheckpointError, match="in the middle of a step"):
-        engine.save_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path)
-    assert_same(state(engine), wanted)
+    first, second = (torch.full((2, 16), value) for value in (1.0, -2.0))
+    ends = []
+    for saves in (False, True):
+        engine.backward(engine(first).square().mean())
+        for _ in range(saves):
+            with pytest.warns(UserWarning, match="in the middle of a step, 0 of its 2 micro-batches"):
+                engine.save_checkpoint(tmp_path, "first")
+        engine.step()
+        for _ in range(saves):
+            with pytest.warns(UserWarning, match="in the middle of a step, 1 of its 2 micro-batches"):
+                engine.save_checkpoint(tmp_path, "second")
+        engine.backward(engine(second).square().mean())
+        with pytest.raises(CheckpointError, match="call engine.step.. first"):
+            engine.save_checkpoint(tmp_path)
+        engine.step()
+        ends.append(state(engine))
+        engine.load_checkpoint(tmp_path, "second" if saves else None)
+        assert_same(state(engine), wanted)
+    assert_same(ends[0], ends[1])
+    engine.load_checkpoint(tmp_path, "first")
+    assert engine.micro_steps == 2
     assert train(engine, 1, 2) == uninterrupted
+    assert_same(state(engine), after)
     engine.close()

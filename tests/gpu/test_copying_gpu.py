@@ -10,8 +10,8 @@ import torch
 
 from gptpar.offload import buckets, copying_transfers, gpu_transfers, machine
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
-from gptpar.run import auto_gradients
-from gptpar.run.auto_gradients import with_gradients
+from gptpar.run import auto_offload
+from gptpar.run.auto_offload import with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 from tests.gpu.offloaded_training import Slow, run
@@ -152,6 +152,6 @@ def test_auto_compares_the_prediction_with_the_memory_that_is_free(monkeypatch: 
         return found.offload.offload_gradients, told[0].reason if told else ""
 
     assert decided()[0] == "off" and "GiB are available" in decided()[1]
-    monkeypatch.setattr(auto_gradients.torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
+    monkeypatch.setattr(auto_offload.torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
     assert decided()[0] == "on" and decided()[1].endswith("and 1.00 MiB are available")
     assert decided("--global-batch-size 4")[0] == "on" and decided("--cuda-graph on")[0] == "auto"

@@ -14,7 +14,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.run import gpt
-from gptpar.run.auto_ratio import with_ratio
+from gptpar.run.auto_offload import with_ratio
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh

@@ -58,8 +58,8 @@ DEFERRED = [
     Mutation(
         "shared-parameter-belongs-to-one-block",
         UNITS,
-        'return next(iter(scopes)) if len(scopes) == 1 else ""',
-        "return min(scopes)",
+        'next(iter(scopes)) if len(scopes) == 1 else ""',
+        "min(scopes)",
         (f"{UNIT_TESTS}::test_parameters_shared_by_blocks_belong_to_the_whole_model",),
     ),
     Mutation(

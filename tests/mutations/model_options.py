@@ -163,7 +163,7 @@ MODEL_OPTIONS = [
     ),
     Mutation(
         "value-clamped-from-above-alone",
-        "gptpar/model/block.py",
+        "gptpar/model/activations.py",
         "value_NF.clamp(-limit, limit)",
         "value_NF.clamp(max=limit)",
         ("tests/unit/model/test_experts.py",),

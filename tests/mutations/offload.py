@@ -12,6 +12,8 @@ SPECULATION = "tests/unit/offload/test_whole_runs.py::test_speculation_changes_n
 OVERFLOWS = "tests/unit/offload/test_whole_runs.py::test_fp16_overflows_are_skipped_on_both_sides"
 ANY_ORDER = "tests/unit/offload/test_events.py::test_any_order_gives_the_same_bits"
 TIED_EMBEDDING = "tests/unit/offload/test_tied_embedding_offload.py"
+ACTIVATIONS = "gptpar/pipeline/host_activations.py"
+ACTIVATION_TESTS = "tests/unit/pipeline/test_host_activations.py"
 EARLY_GRADIENTS = "tests/unit/offload/test_early_gradients.py"
 
 OFFLOAD = [
@@ -67,9 +69,9 @@ OFFLOAD = [
     Mutation(
         "back-off-forgotten",
         THREAD,
-        "shared.back_off.after_step(wrong=redone, right=shared.num_ahead > ahead)",
-        "shared.back_off.after_step(wrong=False, right=shared.num_ahead > ahead)",
-        ("tests/unit/offload/test_bucket_state.py::test_wrong_speculations_back_off_longer_and_longer",),
+        "shared.note_foresight(request.expected, hyperparameters)",
+        "shared.note_foresight(request.expected, request.expected)",
+        ("tests/unit/offload/test_bucket_state.py::test_a_step_after_a_clipped_one_does_not_speculate",),
     ),
     Mutation(
         "skipped-step-counted-by-the-CPU-optimizer",
@@ -163,5 +165,41 @@ OFFLOAD = [
         "(self._num_bytes > self._max_bytes or self._copies[0].arrived())",
         "self._copies[0].arrived()",
         ("tests/unit/offload/test_copying_transfers.py::test_only_what_is_above_the_bound_is_waited_for",),
+    ),
+    Mutation(
+        "changed-storage-not-copied-again",
+        ACTIVATIONS,
+        "key = x.untyped_storage().data_ptr(), x._version",
+        "key = x.untyped_storage().data_ptr(), 0",
+        (ACTIVATION_TESTS,),
+    ),
+    Mutation(
+        "activations-return-at-another-offset",
+        ACTIVATIONS,
+        "self._place = x.storage_offset(), x.shape, x.stride()",
+        "self._place = 0, x.shape, x.stride()",
+        (ACTIVATION_TESTS,),
+    ),
+    Mutation("activations-never-leave-the-device", ACTIVATIONS, "self._leaving.leave()", "pass", (ACTIVATION_TESTS,)),
+    Mutation(
+        "activations-do-not-return-early",
+        ACTIVATIONS,
+        "if before is not None and not before.has_returned:",
+        "if before is not None and before.has_returned:",
+        (ACTIVATION_TESTS,),
+    ),
+    Mutation(
+        "parameters-leave-with-the-activations",
+        ACTIVATIONS,
+        " or storage.data_ptr() in stay:",
+        ":",
+        (ACTIVATION_TESTS,),
+    ),
+    Mutation(
+        "activations-of-all-passes-return-in-a-row",
+        ACTIVATIONS,
+        "        self._newest = None\n\n    def call",
+        "        pass\n\n    def call",
+        (ACTIVATION_TESTS,),
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +18,8 @@ from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 
 WORDS = [*SMALL.split(), "--fp64"]
-FEWER_SAMPLES = [*WORDS, "--global-batch-size", "4"]
-"""Two processes of the data axis still add up two micro-batches each."""
+FEWER_SAMPLES = [*WORDS, "--global-batch-size", "4", "--num-layers", "4"]
+"""Two processes of the data axis still add up two micro-batches each, and four virtual stages have a layer each."""
 STEPS = 2
 TOLERANCE = 1e-10
 """Largest relative difference, in fp64."""
@@ -70,4 +71,17 @@ def chained_outcomes(
         run.train(saved, steps)
         run.trainer.close()
         outcomes.append(run.outcome)
+    return outcomes
+
+
+def outcomes_and_reference(
+    rank: int, folder: Path, cases: Sequence[tuple[Mesh, str]], words: Sequence[str], **how: Any
+) -> list[Outcome]:
+    """Those of :func:`chained_outcomes`, and on the main process, last, that of one process."""
+    outcomes = chained_outcomes(rank, folder, cases, words, **how)
+    if rank == 0:
+        alone = how["kind"](case_config(words, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
+        alone.train(0, how["steps"])
+        alone.trainer.close()
+        outcomes.append(alone.outcome)
     return outcomes

@@ -19,10 +19,11 @@ from tests.ranks.layout_cases import ALONE, FEWER_SAMPLES, STEPS, TOLERANCE, VAR
 from tests.spawn import spawn
 
 A2A, GATHER = ("--cp-comm-type", "a2a"), ("--cp-comm-type", "allgather")
-DROPOUT = [*WORDS, "--hidden-dropout", "0.2", "--micro-batch-size", "2"]
-DROPPED_PROBABILITIES = [*WORDS, "--attention-dropout", "0.3", "--hidden-dropout", "0.2", "--micro-batch-size", "2"]
+TWO_SAMPLES = [*WORDS, "--num-layers", "4", "--micro-batch-size", "2"]
+DROPOUT = [*TWO_SAMPLES, "--hidden-dropout", "0.2"]
+DROPPED_PROBABILITIES = [*DROPOUT, "--attention-dropout", "0.3"]
 GPT, BLOOM, LLAMA, MUON = ([*FEWER_SAMPLES, *MODELS[name].split()] for name in ("gpt", "bloom", "llama", "muon"))
-DOCUMENTS = [*WORDS, *MODELS["documents"].split(), "--micro-batch-size", "2"]
+DOCUMENTS = [*TWO_SAMPLES, *MODELS["documents"].split()]
 PER_TOKEN = [*DOCUMENTS, "--calculate-per-token-loss"]
 FEW_GROUPS = [*LLAMA, "--num-query-groups", "2"]
 CASES = [

@@ -56,9 +56,8 @@ def run(rank: int, folder: str, mesh: Mesh, micro: int) -> Result:
         losses.append(launched.readings.read()[0])
     records: list[ValidationRecord] = []
     reporter = SimpleNamespace(validation=records.append)
-    vocabulary = Vocabulary(60, None, {})
-    saving = Saving(trainer, vocabulary, print)  # type: ignore[arg-type]
-    parts = (trainer, Progress(STEPS), plan, loaders, vocabulary, reporter, StopRequest(), print, time.time(), saving)
+    saving = Saving(trainer, Vocabulary(60, None, {}), print)  # type: ignore[arg-type]
+    parts = (trainer, Progress(STEPS), plan, loaders, reporter, StopRequest(), print, time.time(), saving)
     story = Run(*parts)  # type: ignore[arg-type]
     story.evaluate("valid")
     return losses, records[0].loss, by_hand(trainer, folder) if mesh.world_size == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 
 import pytest
@@ -56,6 +57,27 @@ def pipeline_of_specifications(rank: int) -> None:
     losses = [engine.train_batch(batches).item() for _ in range(3)]
     torch.testing.assert_close(losses, plain()[1], rtol=1e-6, atol=0)
     assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
+
+
+def a_stage_that_begins_in_place(rank: int) -> None:
+    """As in torchvision's networks, whose activations overwrite what they get."""
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    torch.manual_seed(42)
+    made = [nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)]
+    expected = copy.deepcopy(nn.Sequential(*made))
+    model = deepspeed.pipe.PipelineModule(made, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform")
+    assert len(list(model.parameters())) == (4, 2)[rank]
+    engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER})
+    optimizer, batches = torch.optim.AdamW(expected.parameters(), 1e-2, weight_decay=0.0), micro_batches()
+    for step in range(3):
+        loss = torch.stack(
+            [nn.functional.cross_entropy(expected(x), y) for x, y in batches[2 * step : 2 * step + 2]]
+        ).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = engine.train_batch(iter(batches[2 * step : 2 * step + 2]))
+        torch.testing.assert_close(found.item(), loss.item(), rtol=1e-6, atol=0)
 
 
 def evaluations_of_a_pipeline(rank: int) -> None:
@@ -147,6 +169,12 @@ def zero3_under_init(rank: int) -> None:
         torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(one), other.data, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(copies[0], other.data, rtol=1e-5, atol=1e-6)
         assert torch.equal(copies[0], copies[1]) and not copies[2].untyped_storage().nbytes()
+    with pytest.warns(UserWarning, match="this model has an engine already"):
+        again, *_ = deepspeed.initialize(model=model, config=engine.config)
+    assert engine.is_closed and model[0].weight.ds_numel == 8 * 32
+    for one, copies in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(one), copies[0])
+    again.destroy()
 
 
 def without_an_optimizer(rank: int) -> None:
@@ -184,6 +212,7 @@ def without_an_optimizer(rank: int) -> None:
 
 PROGRAMS = [
     pipeline_of_specifications,
+    a_stage_that_begins_in_place,
     evaluations_of_a_pipeline,
     a_grid_and_its_groups,
     zero3_under_init,

@@ -19,7 +19,7 @@ from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, chained_outcomes
 from tests.spawn import spawn
 
-NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 4
+NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 3
 SIZES = "--global-batch-size 16 --micro-batch-size 2 --num-layers 4"
 EXPERTS = (
     "--position-embedding-type rope --normalization RMSNorm "

@@ -21,8 +21,9 @@ from gptpar.topology.placement import REPLICATED, Placement
 from tests.ranks.layout_cases import ALONE, FEWER_SAMPLES, STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
+ON_HOST = ("--cpu-offloading-num-layers", "3")
 CASES = [
-    case(Mesh(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),
+    case(Mesh(data=4), "--zero-stage", "3", *VARIANTS["every 2"], "--checkpoint-in-cpu"),
     case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["selective"]),
     case(Mesh(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     case(Mesh(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel", *VARIANTS["MLP in tiles"]),
@@ -34,7 +35,7 @@ CASES = [
         *VARIANTS["CPU optimizer 0.05"],
     ),
     case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.95"]),
-    case(Mesh(data=2, pipeline=2), "--zero-stage", "3", *VARIANTS["norms, activation"]),
+    case(Mesh(data=2, pipeline=2), "--zero-stage", "3", *VARIANTS["norms, activation"], *ON_HOST),
     case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
     case(Mesh(tensor=2, pipeline=2), *VARIANTS["all on the CPU"]),
     case(Mesh(data=4), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"]),
@@ -43,7 +44,7 @@ CASES = [
 
 UNEVEN = [*FEWER_SAMPLES, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
-DROPOUT = [*FEWER_SAMPLES, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
+DROPOUT = [*FEWER_SAMPLES, "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
 BLOOM = [*FEWER_SAMPLES, *MODELS["bloom"].split()]
 LLAMA = [*FEWER_SAMPLES, *MODELS["llama"].split()]
 DOCUMENTS = [*FEWER_SAMPLES, *MODELS["documents"].split()]
@@ -62,13 +63,14 @@ SINGLE = [
             Mesh(data=2, pipeline=2),
             *("--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
             *VARIANTS["CPU optimizer 0.6"],
+            *VARIANTS["saved tensors on the host"],
         ),
     ),
     (BLOOM, case(Mesh(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
     (BLOOM, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["selective"])),
     (BLOOM, case(Mesh(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["all on the CPU"])),
     (LLAMA, case(Mesh(tensor=4), *VARIANTS["CPU optimizer 0.6"], *VARIANTS["MLP in tiles"])),
-    (LLAMA, case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
+    (LLAMA, case(Mesh(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"], *ON_HOST)),
     (
         LLAMA,
         case(
@@ -77,7 +79,7 @@ SINGLE = [
             *VARIANTS["all on the CPU"],
         ),
     ),
-    (DOCUMENTS, case(Mesh(tensor=2, pipeline=2), "--sequence-parallel", *VARIANTS["selective"])),
+    (DOCUMENTS, case(Mesh(tensor=2, pipeline=2), "--sequence-parallel", *VARIANTS["selective"], *ON_HOST)),
     (DROPPED_DOCUMENTS, case(Mesh(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["full recompute"])),
 ]
 
@@ -240,5 +242,5 @@ def test_wrong_declarations_are_caught() -> None:
         }
         expected = {name for name in errors if any(word in name for word in words)}
         assert {name for name, error in errors.items() if error > TOLERANCE} == expected
-        assert len(expected) >= 12 and min(errors[name] for name in expected) > 0.1
+        assert len(expected) >= 8 and min(errors[name] for name in expected) > 0.1
         assert step_difference(found.steps, wanted.steps) > 1e4 * TOLERANCE

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gptpar.pipeline.host_inputs import HostInputs
+from gptpar.pipeline.host_activations import HostActivations
 from gptpar.pipeline.recompute import Keep, _Kept, recomputed
 from tests.spawn import spawn
 from tests.unit.pipeline.recomputed import FromArray, gradients, layer
@@ -18,7 +18,7 @@ from tests.unit.pipeline.recomputed import FromArray, gradients, layer
 
 def partitioned(rank: int, size: int, to_cpu: bool) -> tuple[list[bool], list[int], list[bool]]:
     """Whether the whole input is held without and with partitioning, what is held instead, which numbers agree."""
-    keep = Keep(partition=(dist.group.WORLD, rank, size), host=HostInputs() if to_cpu else None)
+    keep = Keep(partition=(dist.group.WORLD, rank, size), host=HostActivations() if to_cpu else None)
     whole_is_held, outputs = [], []
     for how in (Keep(), keep):
         array = np.arange(35.0).reshape(7, 5)
@@ -27,7 +27,7 @@ def partitioned(rank: int, size: int, to_cpu: bool) -> tuple[list[bool], list[in
         outputs.append(recomputed(lambda x: (x * x).sin(), x, keep=how))
         del x, array
         whole_is_held.append(alive() is not None)
-    kept = [o.data.numel() for o in gc.get_objects() if type(o) is _Kept]
+    kept = [o.data.shape.numel() for o in gc.get_objects() if type(o) is _Kept]
     del outputs
     model = layer()
     wanted, got = gradients(model, None), gradients(model, keep)

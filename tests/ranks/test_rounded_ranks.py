@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from gptpar.cli.check_layouts import case_config
 from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import ALONE, TOLERANCE, WORDS, chained_outcomes
+from tests.ranks.layout_cases import FEWER_SAMPLES, TOLERANCE, outcomes_and_reference
 from tests.spawn import spawn
 
 DATA, TENSOR, PIPELINE = Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)
@@ -25,7 +23,7 @@ CASES = [
 ]
 """Each goes on from the checkpoint of the case before, the first from its own."""
 
-FLAGS = [*WORDS, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+FLAGS = [*FEWER_SAMPLES, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 SAVED, STEPS = 3, 5
 
 
@@ -38,20 +36,10 @@ class MomentsRun(CaseRun):
         self.outcome.initial = {f"{kind}/{name}": value for kind, own in found.items() for name, value in own.items()}
 
 
-def run_all(rank: int, folder: Path) -> list[Outcome]:
-    """The main process's outcomes; the reference comes last."""
-    outcomes = chained_outcomes(rank, folder, CASES, FLAGS, saved=SAVED, steps=STEPS, kind=MomentsRun)
-    if rank == 0:
-        alone = MomentsRun(case_config(FLAGS, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
-        alone.train(0, STEPS)
-        alone.trainer.close()
-        outcomes.append(alone.outcome)
-    return outcomes
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    return spawn(run_all, 2, tmp_path_factory.mktemp("rounded"), timeout_s=300)[0]
+    run_all = partial(outcomes_and_reference, saved=SAVED, steps=STEPS, kind=MomentsRun)
+    return spawn(run_all, 2, tmp_path_factory.mktemp("rounded"), CASES, FLAGS, timeout_s=300)[0]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[flags for _, flags in CASES])

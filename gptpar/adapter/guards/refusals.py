@@ -42,7 +42,7 @@ def problems_of(module: nn.Module) -> list[str]:
 def _problem_of(parameter: torch.Tensor) -> str | None:
     """Why a parameter cannot be laid out, as the end of a sentence that begins with its name."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-    if "DTensor" in _class_names(parameter):
+    if "DTensor" in {cls.__name__ for cls in type(parameter).__mro__}:
         return "is a DTensor: give the model before it is sharded; initialize shards it"
     if is_traceable_wrapper_subclass(parameter):
         return f"is a {type(parameter).__name__}, no plain tensor: give the model before it is quantised or wrapped"
@@ -128,7 +128,3 @@ def _overlaps(tensors: Mapping[str, torch.Tensor], parameters: set[str]) -> Iter
                 )
             if stop > reached:
                 reached, holder = stop, name
-
-
-def _class_names(thing: object) -> set[str]:
-    return {cls.__name__ for cls in type(thing).__mro__}

@@ -153,6 +153,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "zero_stage": parallel.zero_stage,
         "pieces_per_stage": parallel.num_virtual_stages,
         "recompute": config.recompute.recompute_granularity,
+        "cpu_offloading_num_layers": config.recompute.cpu_offloading_num_layers,
         "optimizer": config.optimizer.optimizer,
         **_cpu_optimizer(run.config, records),
         "cuda_graph": on_gpu and wants_graph(run.config, topology.mesh.size(*COPIES)),

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptpar.cli.fit.machine import Machine, Pace
-from gptpar.config import Config, Flags
-from gptpar.config.complete import complete
+from gptpar.config import Config, Flags, complete
 from gptpar.config.derive import derive, expand_preset
 from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.errors import GptparError

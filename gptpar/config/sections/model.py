@@ -1,28 +1,24 @@
-"""Flags of the model's shape and options."""
+"""Flags of the model's shape and options, and whether they agree: heads, widths, norms, windows, vocabulary, muP."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import Open, flag, on_unless
+from gptpar.config.fields import Missing, Open, flag, flag_name, on_unless
+from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.presets import PRESETS
-from gptpar.config.sections.experts import ExpertOptions
+from gptpar.config.sections.experts import ExpertOptions, check_experts
+from gptpar.config.sections.positions import PositionOptions, check_rotation, check_scaling
 
-LLAMA_3_CONTEXT = 8192
-"""Tokens of a sample in the first training of Llama 3.1, for whose form of rotary positions it is the default."""
+if TYPE_CHECKING:
+    from gptpar.config import Flags
 
-SCALED_BY: dict[str, tuple[str, ...]] = {
-    "rope_scaling_factor": ("linear", "dynamic", "llama3", "yarn"),
-    "original_max_position_embeddings": ("dynamic", "llama3", "yarn"),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
-    **dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor"), ("yarn",)),
-    "yarn_correction_range_round_to_int": ("yarn",),
-}
-"""A field of scaled rotary frequencies -> the values of ``--rope-scaling-type`` with which it has a meaning."""
-
-STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
-"""Fields of rotary positions that a new run with a trained model's weights may set otherwise, for longer samples."""
+MAX_TOKEN_IDS = 2**31 - 1
+"""Corpora hold token ids in 32 bits."""
+MAX_ELEMENTS = 10**14
+"""Of all parameters, and of one micro-batch's activations in one place; a hundred times what anybody has trained."""
 
 GATES = ("geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
@@ -32,64 +28,9 @@ FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertOptions, Generic[Open]):
+class ModelConfig(PositionOptions, ExpertOptions, Generic[Open]):
     """A GPT, completely described."""
 
-    position_embedding_type: str = flag(
-        "learned_absolute",
-        "how positions enter the model; alibi lowers a score by the distance of query and key (ALiBi)",
-        choices=("learned_absolute", "rope", "alibi", "none"),
-        spellings={"absolute": "learned_absolute", "rotary": "rope"},
-    )
-    rotary_base: int = flag(
-        10000,
-        "base of the rotary frequencies",
-        names=("--rotary-position-embeddings-theta", "--rotary-theta"),
-        above=0,
-        most=10**12,
-    )
-    rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
-    rope_pattern: str | None = flag(
-        None,
-        "layers with rotary positions: a letter a layer, R rotary or N none, repeated over the layers (default: R)",
-        metavar="RRRN",
-    )
-    rope_scaling_type: str | None = flag(
-        None,
-        "how rotary frequencies are lowered for samples longer than those of the first training: all of them, by the "
-        "base (NTK-aware), as Llama 3.1, or as YaRN",
-        choices=("linear", "dynamic", "llama3", "yarn"),
-    )
-    rope_scaling_factor: float = flag(
-        8.0,
-        "with --rope-scaling-type: divisor of the lowest frequencies",
-        names=("--rotary-scaling-factor", "--yarn-rotary-scaling-factor"),
-        least=1,
-    )
-    original_max_position_embeddings: int | None = flag(
-        None,
-        "with dynamic, llama3 (default: 8192) and yarn: tokens of a sample of the first training",
-        names=("--rope-scaling-original-max-position-embeddings", "--yarn-original-max-position-embeddings"),
-        least=1,
-        most=100_000_000,
-    )
-    low_freq_factor: float = flag(
-        1.0, "with llama3: frequencies of at most as many turns in such a sample are lowered by the factor", above=0
-    )
-    high_freq_factor: float = flag(4.0, "with llama3: frequencies of at least as many turns are kept", above=0)
-    yarn_beta_fast: float = flag(
-        32.0, "with yarn: turns in such a sample from which frequencies are kept", names=("--beta-fast",), above=0
-    )
-    yarn_beta_slow: float = flag(
-        1.0, "with yarn: turns up to which they are lowered by the factor", names=("--beta-slow",), above=0
-    )
-    yarn_attention_factor: float | None = flag(
-        None, "with yarn: factor of queries and of keys (default: 0.1 ln(factor) + 1)", above=0
-    )
-    yarn_correction_range_round_to_int: bool = on_unless(
-        "--no-yarn-correction-range-round-to-int",
-        "do not round the channels between YaRN's two limits to whole pairs",
-    )
     normalization: str = flag(
         "LayerNorm",
         "kind of normalisation",
@@ -270,3 +211,163 @@ class ModelFlags(ModelConfig[None]):
     add_position_embedding: bool = on_unless(
         "--no-position-embedding", "no positions: same as --position-embedding-type none"
     )
+
+
+def check_model(flags: Flags) -> Iterator[str]:
+    """The model's shape."""
+    m = flags.model
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(m, name) is None:
+            yield Missing(f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M.")
+    yield from _heads(m)
+    yield from _size(flags)
+    yield from check_rotation(m)
+    yield from _norms(m)
+    yield from check_scaling(m)
+    yield from _layer_lists(m)
+    yield from _windows(m)
+    yield from _mlp(m)
+    yield from _gates(flags)
+    yield from _sinks(m)
+    yield from _mup(m)
+    yield from check_experts(flags)
+    if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
+        yield (
+            f"--max-position-embeddings {m.max_position_embeddings} is less than --seq-length {m.seq_length}: "
+            f"raise it to {m.seq_length}."
+        )
+    for name in ("attention_dropout", "hidden_dropout"):
+        if not 0 <= getattr(m, name) < 1:
+            yield f"--{name.replace('_', '-')} is {getattr(m, name):g}; it must be at least 0 and less than 1."
+
+
+def _norms(m: ModelFlags) -> Iterator[str]:
+    """What is normalised, and over what."""
+    over_width = m.qk_layernorm_scope == "width"
+    if m.qk_layernorm and not over_width and m.kv_channels == 1:
+        yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
+    if over_width and not m.qk_layernorm:
+        yield "--qk-layernorm-scope width says what --qk-layernorm normalises over: give that flag, too."
+    if over_width and m.normalization != "RMSNorm":
+        yield (
+            f"--qk-layernorm-scope width is there for --normalization RMSNorm alone, not for {m.normalization}: "
+            "change one of them."
+        )
+
+
+def _windows(m: ModelFlags) -> Iterator[str]:
+    pattern = m.window_pattern
+    if pattern is not None and set(pattern) - set("SF"):
+        yield f"--window-pattern {pattern[:80]} may hold the letters S (sliding) and F (full) alone, as in SSSF."
+    if pattern is not None and m.window_size is None:
+        yield "--window-pattern says which layers have a sliding window: give its --window-size, too."
+
+
+def _sinks(m: ModelFlags) -> Iterator[str]:
+    if m.softmax_type == "learnable" and m.attention_dropout:
+        yield (
+            f"--softmax-type learnable has no dropout of probabilities yet, and --attention-dropout is "
+            f"{m.attention_dropout:g}: give --attention-dropout 0."
+        )
+
+
+def _mlp(m: ModelFlags) -> Iterator[str]:
+    if m.swiglu and m.mlp_activation != "gelu_tanh":
+        yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
+    if m.swiglu and m.glu_activation not in (None, "swiglu"):
+        yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
+    if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
+        other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
+        yield f"--quick-geglu and {other} are different gates: keep one."
+
+
+def _gates(flags: Flags) -> Iterator[str]:
+    """Options that only an MLP with a gate has."""
+    m = flags.model
+    of_gates = [
+        flag_name(name)
+        for name in ("activation_func_clamp_value", "glu_linear_offset")
+        if getattr(m, name) != getattr(ModelFlags(), name)
+    ]
+    if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
+        yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."
+    if of_gates and flags.recompute.mlp_chunks_for_training > 1:
+        yield f"{', '.join(of_gates)}: --mlp-chunks-for-training has no such gate yet: drop one of them."
+
+
+def _mup(m: ModelFlags) -> Iterator[str]:
+    if m.mup and m.mup_base_hidden_size is None:
+        yield Missing("--mup scales from the width of the model that was tuned: give --mup-base-hidden-size.")
+    for name in ("mup_base_hidden_size", "mup_base_kv_channels"):
+        if not m.mup and getattr(m, name) is not None:
+            yield f"{flag_name(name)} has a meaning with --mup alone: give that flag, or drop this one."
+
+
+def _heads(m: ModelFlags) -> Iterator[str]:
+    """How channels are shared among attention heads, and heads among key/value heads."""
+    hidden, heads = m.hidden_size, m.num_attention_heads
+    if hidden and heads and hidden % heads and m.kv_channels == hidden // heads > 0:
+        yield (
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
+            f"use {hidden - hidden % heads} or {hidden - hidden % heads + heads}, or give --kv-channels."
+        )
+    if m.group_query_attention and not m.num_query_groups:
+        yield "--group-query-attention needs --num-query-groups, the number of key/value heads."
+    if m.num_query_groups and heads and heads % m.num_query_groups:
+        yield (
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {m.num_query_groups}; "
+            f"divisors of {heads} are {', '.join(str(i) for i in range(1, heads + 1) if heads % i == 0)}."
+        )
+
+
+def _layer_lists(m: ModelFlags) -> Iterator[str]:
+    """Which layers have positions, and lists of layers as Megatron-LM has them."""
+    if m.rope_pattern is not None and set(m.rope_pattern) - set("RN"):
+        yield f"--rope-pattern {m.rope_pattern[:80]} may hold the letters R (rotary) and N (none) alone, as in RRRN."
+    if m.rope_pattern is not None and m.position_embedding_type != "rope" and not m.use_rotary_position_embeddings:
+        yield "--rope-pattern says which layers have rotary positions: give --position-embedding-type rope, or drop it."
+    for name, pattern, letters, most in LAYER_LISTS:
+        text, ours = getattr(m, name), getattr(m, pattern)
+        if text is None:
+            continue
+        try:
+            if ours not in (None, found := layer_pattern(text, letters, most)):
+                flag = flag_name(pattern)
+                yield f"{flag_name(name)} is {flag} {found[:80]}, and {ours[:80]} is given: drop one of them."
+        except ValueError as why:
+            yield f"{flag_name(name)} {text[:80]}: {why}."
+
+
+def _size(flags: Flags) -> Iterator[str]:
+    """Whether the model can exist at all; whether it fits the memory is known later."""
+    vocab_size = flags.tokenizer.vocab_size or 0
+    if vocab_size > MAX_TOKEN_IDS:
+        yield f"--vocab-size is {vocab_size:.3g}; it must be at most {MAX_TOKEN_IDS:,}, as token ids have 32 bits."
+    rows = flags.model.pad_vocab_size_to
+    if rows is not None and vocab_size > rows:
+        yield f"--vocab-size {vocab_size} is more than the {rows} rows of --pad-vocab-size-to: raise those."
+    yield from _elements(flags, vocab_size)
+
+
+def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
+    """Whether its parameters and activations can be counted."""
+    m = flags.model
+    hidden, layers, length, micro = m.hidden_size, m.num_layers, m.seq_length, flags.batch.micro_batch_size or 1
+    if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
+        return
+    attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))
+    mlp = (3 if m.gated else 2) * hidden * m.num_experts * m.width_of_experts(m.ffn_hidden_size)
+    rows = max(vocab_size, m.make_vocab_size_divisible_by, m.pad_vocab_size_to or 0) + (m.max_position_embeddings or 0)
+    parameters = layers * (attention + mlp) + rows * hidden
+    if parameters > MAX_ELEMENTS:
+        yield (
+            f"the model would have {parameters:.3g} parameters (--num-layers {layers}, --hidden-size {hidden}, "
+            f"--ffn-hidden-size {m.ffn_hidden_size}, {rows:,} rows of embeddings), more than {MAX_ELEMENTS:.0e}: lower "
+            "these."
+        )
+    activation = micro * length * max(hidden, m.ffn_hidden_size, vocab_size)
+    if activation > MAX_ELEMENTS:
+        yield (
+            f"one activation would have {activation:.3g} elements (--micro-batch-size {micro} x --seq-length "
+            f"{length} x the widest layer), more than {MAX_ELEMENTS:.0e}: lower these."
+        )

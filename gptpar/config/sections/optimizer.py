@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeAlias
 
 from gptpar.config.batch_sizes import BatchSizes, run_samples
 from gptpar.config.fields import Missing, Open, completed, flag, flag_name, on_unless
-from gptpar.config.overrides import override_problems
 from gptpar.config.schedule_lengths import schedule_lengths
 from gptpar.config.sections.batch import BatchConfig
 
@@ -139,6 +139,22 @@ class OptimizerConfig(Generic[Open]):
 OptimizerFlags: TypeAlias = OptimizerConfig[None]
 
 
+def read_override(word: str) -> tuple[str, float]:
+    """``embedding*=0`` -> (``embedding*``, 0.0).
+
+    Raises:
+        ValueError: why it cannot be read, as a part of a sentence.
+    """
+    pattern, equals, text = word.rpartition("=")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not equals or not pattern or not 0 <= factor < math.inf:
+        raise ValueError("PATTERN=FACTOR is needed, such as 'embedding*=0', with a factor of 0 or more")
+    return pattern, factor
+
+
 def check_schedule(flags: Flags) -> Iterator[str]:
     """Learning rate, weight decay and the optimizer's numbers."""
     o = flags.optimizer
@@ -150,8 +166,8 @@ def check_schedule(flags: Flags) -> Iterator[str]:
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
         )
     yield from _weight_decay(o)
-    yield from override_problems("--weight-decay-override", o.weight_decay_override)
-    yield from override_problems("--lr-override", o.lr_override)
+    yield from _override_problems("--weight-decay-override", o.weight_decay_override)
+    yield from _override_problems("--lr-override", o.lr_override)
     yield from _betas(o)
     yield from _moments(o)
     yield from _muon(o)
@@ -233,6 +249,15 @@ def _weight_decay(o: OptimizerFlags) -> Iterator[str]:
             f"the weight decay is to grow from {start:g} to {end:g}: both must be at least 0 and the end not below "
             "the start."
         )
+
+
+def _override_problems(flag: str, words: Sequence[str] | None) -> Iterator[str]:
+    """A sentence for each word that cannot be read."""
+    for word in words or ():
+        try:
+            read_override(word)
+        except ValueError as error:
+            yield f"{flag} {word[:80]}: {error}."
 
 
 def _betas(o: OptimizerFlags) -> Iterator[str]:

@@ -1,14 +1,22 @@
-"""Flags of tensor, pipeline and data parallelism, and of ZeRO."""
+"""Flags of tensor, pipeline and data parallelism and of ZeRO, and whether processes can be laid out so."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from gptpar.config.fields import Open, flag, on_unless
+from gptpar.config.roles import layer_roles
 from gptpar.topology.mesh import Mesh
 
+if TYPE_CHECKING:
+    from gptpar.config import Flags
+
+LAYERS_BESIDE_BLOCKS = len(layer_roles(0))
+HIGHEST_ZERO_STAGE = 3
 SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron's names of the ZeRO stages."""
 MAX_GATHERED_BYTES = 256 * 2**20
@@ -153,3 +161,184 @@ class ParallelFlags(ParallelConfig[None]):
         least=1,
         most=1_000,
     )
+
+
+def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
+    """Whether the processes can be laid out as asked, and the model be cut that way."""
+    p = flags.parallel
+    tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if tensor < 1 or pipeline < 1:
+        return  # told as out of range
+    context = p.context_parallel_size
+    unit = p.model_parallel_size * max(1, context)
+    if world_size % unit:
+        sizes, axes = f"{tensor} x {pipeline}", "tensor x pipeline"
+        if context > 1:
+            sizes, axes = f"{sizes} x {context}", f"{axes} x context"
+        yield (
+            f"{world_size} processes cannot be cut into groups of {sizes} = {unit} ({axes}): start a multiple of "
+            f"{unit}, or lower one of the sizes."
+        )
+    if p.data_parallel_sharding_strategy is not None and not p.use_megatron_fsdp:
+        yield "--data-parallel-sharding-strategy is for --use-megatron-fsdp: give that flag, too, or --zero-stage N."
+    yield from _experts(flags, p.num_copies(world_size))
+    yield from _tensor(flags)
+    if context > 1:
+        yield from _context(flags)
+    yield from _pipeline(flags)
+    yield from _zero(flags)
+
+
+def _experts(flags: Flags, num_copies: int) -> Iterator[str]:
+    """The expert axis is folded over context and data, and its ranks have equally many experts."""
+    size, num_experts = flags.parallel.expert_model_parallel_size, flags.model.num_experts
+    copies = f"the {num_copies} process(es) that have other tokens (data x context)"
+    for said, number in ((copies, num_copies), (f"--num-experts {num_experts}", num_experts)):
+        if size > 1 and number % size:
+            sizes = ", ".join(str(i) for i in range(1, min(number, 64) + 1) if number % i == 0)
+            yield f"--expert-model-parallel-size {size} does not divide {said}: sizes that do: {sizes}."
+
+
+def _tensor(flags: Flags) -> Iterator[str]:
+    """What is split over the tensor axis must have equal shares; the vocabulary alone may be split unevenly."""
+    m, p = flags.model, flags.parallel
+    size = p.tensor_model_parallel_size
+    split = {
+        "--num-attention-heads": m.num_attention_heads,
+        "--num-query-groups": m.num_query_groups if m.num_query_groups != m.num_attention_heads else None,
+        "--ffn-hidden-size": m.ffn_hidden_size,
+    }
+    for name, length in split.items():
+        if length and length > 0 and length % size:
+            sizes = ", ".join(str(i) for i in range(1, min(length, 64) + 1) if length % i == 0)
+            yield f"{name} {length} is not divisible by --tensor-model-parallel-size {size}; sizes that fit: {sizes}."
+    if p.sequence_parallel:
+        yield from _sequence(flags, size)
+
+
+def _context(flags: Flags) -> Iterator[str]:
+    """Each process must have equally many tokens of a sample, and whole samples are nowhere."""
+    m, p = flags.model, flags.parallel
+    size = p.context_parallel_size
+    parts = 2 * size if p.cp_comm_type == "allgather" else size
+    name = f"--context-parallel-size {size} with --cp-comm-type {p.cp_comm_type}"
+    if m.seq_length and m.seq_length % parts:
+        near = max(parts, round(m.seq_length / parts) * parts)
+        yield f"{name}: --seq-length {m.seq_length} is not divisible by {parts}: the nearest length is {near}."
+    yield from _context_heads(flags, name)
+    if flags.logging.eval_tasks:
+        yield f"{name}: --eval-tasks needs whole samples in each process: use gptpar evaluate on a checkpoint."
+
+
+def _context_heads(flags: Flags, name: str) -> Iterator[str]:
+    """By a2a each process must have equally many heads, and with dropout of attention whole groups of them."""
+    m, p = flags.model, flags.parallel
+    size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
+    heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))
+    if p.cp_comm_type == "a2a" and heads % size:
+        fit = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
+        yield (
+            f"{name}: {heads} heads of a tensor rank are not divisible by {size}: give --cp-comm-type allgather; sizes "
+            f"that fit: {fit}."
+        )
+    if m.attention_dropout and p.cp_comm_type == "a2a" and groups % size:
+        yield (
+            f"{name}: masks of --attention-dropout {m.attention_dropout:g} belong to whole query groups, and the "
+            f"{groups} of a tensor rank are not divisible by {size}: give --cp-comm-type allgather, which computes "
+            "attention for all tokens, or --attention-dropout 0."
+        )
+
+
+def _sequence(flags: Flags, size: int) -> Iterator[str]:
+    """The tokens of a micro-batch must have equal shares."""
+    micro, length = flags.batch.micro_batch_size, flags.model.seq_length
+    if length and (context := flags.parallel.context_parallel_size) > 1:
+        length //= context
+    if micro and length and micro * length % size:
+        yield (
+            f"--sequence-parallel: the {micro} x {length} = {micro * length} tokens of a micro-batch are not divisible "
+            f"by --tensor-model-parallel-size {size}: make --micro-batch-size or --seq-length a multiple of it."
+        )
+
+
+def _pipeline(flags: Flags) -> Iterator[str]:
+    p, num_layers = flags.parallel, flags.model.num_layers
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages
+    if p.no_pipeline_parallel and stages > 1:
+        yield "--no-pipeline-parallel contradicts --pipeline-model-parallel-size > 1: drop one of them."
+    if stages == 1 and (chunks > 1 or p.num_layers_per_virtual_pipeline_stage):
+        yield (
+            "virtual stages interleave the work of a pipeline, but --pipeline-model-parallel-size is 1: raise it to at "
+            "least 2, or drop the flags for virtual stages."
+        )
+    elif num_layers and num_layers > 0:
+        yield from _virtual_stages(flags, num_layers)
+    num_parts = stages * chunks
+    num_specs = num_layers + LAYERS_BESIDE_BLOCKS if num_layers and num_layers > 0 else None
+    if num_specs and num_parts > num_specs:
+        yield (
+            f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s) = {num_parts} parts, but there are "
+            f"only {num_layers} + {LAYERS_BESIDE_BLOCKS} = {num_specs} layers (embedding, positions, blocks, final "
+            f"norm, output): use at most {num_specs} parts."
+        )
+    yield from _partition_method(p.pipeline_partition_method, num_parts, num_specs)
+
+
+def _virtual_stages(flags: Flags, num_layers: int) -> Iterator[str]:
+    """--num-layers-per-virtual-pipeline-stage must give a whole number of chunks, and the one that is asked for."""
+    p = flags.parallel
+    stages, per_chunk, chunks = (
+        p.pipeline_model_parallel_size,
+        p.num_layers_per_virtual_pipeline_stage,
+        p.num_virtual_stages,
+    )
+    if not per_chunk or per_chunk < 0:
+        return
+    unit = stages * per_chunk
+    if num_layers % unit:
+        yield (
+            f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {stages} x "
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} = {unit}: choose other numbers, or give "
+            "--num-virtual-stages-per-pipeline-rank, which takes any number of layers."
+        )
+    elif num_layers // unit != chunks:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} makes {num_layers // unit} virtual stage(s) a "
+            f"process, --num-virtual-stages-per-pipeline-rank says {chunks}: keep one."
+        )
+
+
+def _partition_method(method: str, num_parts: int, num_specs: int | None) -> Iterator[str]:
+    name = f"--partition-method {method}"
+    if method in ("parameters", "flops", "uniform"):
+        return
+    if method.startswith("type:"):
+        try:
+            re.compile(method.removeprefix("type:"))
+        except re.error as error:
+            yield f"{name}: not a regular expression ({error}): match layer classes, for example type:block."
+        return
+    if not re.fullmatch(r"\d+(,\d+)+", method):
+        yield f"{name}: unknown; it takes parameters, flops, uniform, type:REGEX, or boundaries such as 0,7,14."
+        return
+    bounds = [int(word) for word in method.split(",")]
+    if bounds[0] != 0 or any(b <= a for a, b in zip(bounds, bounds[1:], strict=False)):
+        yield f"{name}: boundaries start with 0 and grow, for example 0,7,14."
+    elif len(bounds) != num_parts + 1:
+        yield (
+            f"{name}: these are {len(bounds) - 1} part(s), but stages x virtual stages is {num_parts}: give "
+            f"{num_parts + 1} boundaries."
+        )
+    elif num_specs and bounds[-1] != num_specs:
+        yield (
+            f"{name}: the last boundary is {bounds[-1]}, but there are {num_specs} layers ({LAYERS_BESIDE_BLOCKS} "
+            f"beside the blocks: embedding, positions, final norm, output): end with {num_specs}."
+        )
+
+
+def _zero(flags: Flags) -> Iterator[str]:
+    p = flags.parallel
+    if p.zero_stage is not None and p.zero_stage > HIGHEST_ZERO_STAGE:
+        yield f"--zero-stage is {p.zero_stage}; it must be at most {HIGHEST_ZERO_STAGE}."
+    if p.use_distributed_optimizer and p.zero_stage == 0:
+        yield "--zero-stage 0 contradicts --use-distributed-optimizer, which is stage 1: drop one of them."

@@ -104,6 +104,8 @@ def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
         yield "--cpu-parameters brings and drops them during the step"
     if config.recompute.checkpoint_in_cpu:
         yield "--checkpoint-in-cpu asks for host memory during the step"
+    if config.recompute.cpu_offloading_num_layers:
+        yield "--cpu-offloading-num-layers asks for host memory during the step"
     if config.batch.rampup_batch_size is not None:
         yield "--rampup-batch-size changes the number of micro-batches"
     if config.batch.batch_sizes is not None:

@@ -37,6 +37,9 @@ class RecomputeConfig(Generic[Open]):
         names=("--partition-activations", "--distribute-checkpointed-activations"),
     )
     checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
+    cpu_offloading_num_layers: int = flag(
+        0, "keep what N blocks, evenly spread, save for the backward pass in host memory", least=0
+    )
     mlp_chunks_for_training: int = flag(
         1, "compute each MLP for N parts of the tokens, one after the other, and keep its input alone", least=1
     )
@@ -71,6 +74,7 @@ def check_recompute(flags: Flags) -> Iterator[str]:
         yield from _needs_full(r)
     if r.recompute_modules is not None and r.recompute_granularity != "selective":
         yield "--recompute-modules needs --recompute-granularity selective."
+    yield from _offloaded(r, flags.model.num_layers)
     groups = r.checkpoint_num_layers
     if groups is not None and (r.recompute_method, r.recompute_num_layers) != ("uniform", groups):
         yield (
@@ -79,6 +83,19 @@ def check_recompute(flags: Flags) -> Iterator[str]:
         )
     if r.distribute_saved_activations:
         yield from _distributed(flags)
+
+
+def _offloaded(r: RecomputeFlags, num_layers: int | None) -> Iterator[str]:
+    """Blocks whose saved tensors are in host memory."""
+    count = r.cpu_offloading_num_layers
+    if num_layers is not None and count > num_layers:
+        yield f"--cpu-offloading-num-layers {count} is more than --num-layers {num_layers}: give at most {num_layers}."
+    if count and r.recompute_granularity == "full":
+        yield (
+            f"--cpu-offloading-num-layers {count} is for blocks that are not recomputed as a whole: give "
+            "--checkpoint-in-cpu, which keeps the inputs of those that are in host memory, or --recompute-granularity "
+            "selective."
+        )
 
 
 def _switches(r: RecomputeFlags) -> Iterator[str]:

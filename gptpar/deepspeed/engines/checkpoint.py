@@ -51,15 +51,15 @@ from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts, kind_of, named
 
 AMID_A_STEP = (
-    "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: gradients are in no "
-    "checkpoint, so that these would be lost. Save after the engine.step() that ends the step."
+    "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: the checkpoint has the "
+    "state before this step, without their gradients. To lose none, save after the engine.step() that ends the step."
 )
 
 Tensors = dict[str, torch.Tensor | TensorParts]
 
 
 def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart) -> str:
-    """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
+    """Save master weights, moments, buffers and numbers of the last step; every process calls it.
 
     Where the configuration says ``async_save`` it goes on behind the training. Then a failure is told on stderr and
     forgiven once or twice (:class:`~gptpar.checkpoint.saver.Saver`): the next save tries again.
@@ -236,6 +236,7 @@ def _state_of(
     """All numbers of the engine's present state; ``tensors`` receives those of the user's state."""
     problems = list(held.problems)
     counts = {name: getattr(engine, name) for name in ENGINE_COUNTS}
+    counts["micro_steps"] -= engine._count  # a step that has begun is begun again
     state = StoredState(
         tag=tag,
         counts=counts | {"optimizer_steps": engine.engine.optimizer.steps_taken},

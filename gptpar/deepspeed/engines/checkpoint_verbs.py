@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from gptpar.deepspeed.engines import checkpoint
@@ -22,7 +23,10 @@ class CheckpointVerbs(EngineState):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> str:
-        """Keep the module's and the engine's state between two steps; all processes call it.
+        """Keep the module's and the engine's state after the last step; all processes call it.
+
+        Gradients are in no checkpoint: those of a step of which some micro-batches are complete are left out, with a
+        warning, and the step goes on. Between a step's last backward pass and the step, a save is refused.
 
         With the key ``"async_save": true`` in the configuration's section ``"gptpar"`` it returns when the state of
         this moment is safe from the steps that follow. The files are whole when the next save, load, :meth:`close` or
@@ -34,9 +38,11 @@ class CheckpointVerbs(EngineState):
         """
         self._require_open()
         _require_path("engine.save_checkpoint: save_dir", save_dir)
+        if self._is_final:
+            raise CheckpointError("engine.save_checkpoint after a step's last backward pass: call engine.step() first.")
         if self._has_begun or self._count:
             steps = self.options.batch.accumulation_steps
-            raise CheckpointError(checkpoint.AMID_A_STEP.format(self._count, steps))
+            warnings.warn(checkpoint.AMID_A_STEP.format(self._count, steps), stacklevel=2)
         with self._watch.together("save_checkpoint"):
             self._take_note_of_last_step()
             kept = UsersPart(client_state, latest=save_latest, frozen=not exclude_frozen_parameters)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from gptpar.model.attention_dropout import not_compiled
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import EXPERT
 from gptpar.topology.placement import REPLICATED, Placement, Split
@@ -90,7 +91,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of rows, sorted by expert, and the number of rows of each of this rank's experts."""
 
 
-@torch.compiler.disable
+@not_compiled
 def on_their_ranks(x_MD: torch.Tensor, counts_E: torch.Tensor, axis: ExpertAxis, compute: Compute) -> torch.Tensor:
     """Outputs of experts, in the order of the rows; all ranks of the axis call this together.
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
+from gptpar.model.attention_dropout import not_compiled
 from gptpar.model.mup import router_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
@@ -96,7 +97,7 @@ def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, *_: Any, **__: Any) -> t
     return torch.empty_like(choice_NK, dtype=torch.int64)
 
 
-@torch.compiler.disable
+@not_compiled
 def _chosen_with_others(
     judged_NE: torch.Tensor,
     choice_NK: torch.Tensor,

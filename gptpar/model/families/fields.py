@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import ModelConfig
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.sections.positions import SCALED_BY
 from gptpar.errors import printable
 from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.rotary import yarn_amplitude

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from gptpar.config import ModelConfig, ModelFlags
+from gptpar.model.activations import QUICK_SLOPE
 from gptpar.model.block import Block
 from gptpar.model.families.fields import HfConfig, shortest_period, window_fields
 from gptpar.model.families.llama import LLAMA_NAMES, fields_like_llama, like_llama
 from gptpar.model.families.mixtures import mixture, mixture_fields
 from gptpar.model.families.names import WHOLE, Within
-from gptpar.model.mlp_tiles import QUICK_SLOPE
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -21,13 +21,14 @@ PARTITION = "parallel.pipeline_partition_method"
 ZERO_STAGE = "parallel.zero_stage"
 SEQUENCE_PARALLEL = "parallel.sequence_parallel"
 MICRO_BATCH, GLOBAL_BATCH = "batch.micro_batch_size", "batch.global_batch_size"
-RECOMPUTE = "recompute.recompute_granularity"
+RECOMPUTE, RECOMPUTE_MODULES = "recompute.recompute_granularity", "recompute.recompute_modules"
+OFFLOADED_LAYERS = "recompute.cpu_offloading_num_layers"
 CPU_OPTIMIZER, CPU_RATIO = "offload.cpu_optimizer", "offload.cpu_optimizer_ratio"
 CPU_PARAMETERS, OFFLOAD_GRADIENTS = "offload.cpu_parameters", "offload.offload_gradients"
 
 ON_CPU: Changes = {CPU_OPTIMIZER: True, CPU_RATIO: "auto"}
 PARAMETERS_ON_CPU: Changes = {CPU_PARAMETERS: True}
-RECOMPUTED: Changes = {RECOMPUTE: "full", "recompute.recompute_modules": None}
+RECOMPUTED: Changes = {RECOMPUTE: "full", RECOMPUTE_MODULES: None}
 PRECISIONS = ("precision.bf16", "precision.fp16", "precision.fp64")
 
 

@@ -73,24 +73,24 @@ def _contexts(seq_length: int | None, rest: int) -> list[int]:
     return [1 << i for i in range(max(1, most).bit_length()) if rest % (1 << i) == 0]
 
 
+def _selective(*modules: str) -> Option:
+    return Option({d.RECOMPUTE: "selective", d.RECOMPUTE_MODULES: modules}, f"recompute {' '.join(modules)}")
+
+
 _FULL = Option({d.RECOMPUTE: "full"}, "recompute full")
+_ACTIVATION_AGAIN, _MLP_AGAIN = _selective("layernorm", "mlp_act"), _selective("layernorm", "mlp")
 
 
 def _recomputed(num_layers: int) -> tuple[Option, ...]:
-    """What a search on one GPU may recompute, the cheapest first: parts of every block, or some whole blocks."""
-    parts = (("layernorm", "mlp_act"), ("layernorm", "mlp"))
-    quarters = dict.fromkeys(num_layers * i // 4 for i in (1, 2, 3))
-    modules = "recompute.recompute_modules"
+    """What a search on one GPU may recompute, the cheapest first, and of which blocks the host keeps what is left."""
+    some = [count for count in dict.fromkeys(-(-num_layers * i // 4) for i in (1, 2, 3, 4)) if count]
     return (
         UNCHANGED,
-        *(Option({d.RECOMPUTE: "selective", modules: one}, f"recompute {' '.join(one)}") for one in parts),
+        _ACTIVATION_AGAIN,
+        _MLP_AGAIN,
         *(
-            Option(
-                {**_FULL.changes, "recompute.recompute_method": "block", "recompute.recompute_num_layers": count},
-                f"recompute {count} blocks",
-            )
-            for count in quarters
-            if count
+            Option({**_MLP_AGAIN.changes, d.OFFLOADED_LAYERS: count}, f"{_MLP_AGAIN.name}, {count} blocks on the host")
+            for count in some
         ),
         _FULL,
         Option({**_FULL.changes, "recompute.checkpoint_in_cpu": True}, "recompute full, inputs on the host"),
@@ -252,9 +252,10 @@ VARIANTS = (
     Option(
         {d.RECOMPUTE: "full", "recompute.recompute_method": "uniform", "recompute.recompute_num_layers": 2}, "every 2"
     ),
-    Option({d.RECOMPUTE: "selective", "recompute.recompute_modules": ("core_attn", "mlp", "layernorm")}, "selective"),
-    Option({d.RECOMPUTE: "selective", "recompute.recompute_modules": ("mlp_act", "layernorm")}, "norms, activation"),
+    Option({d.RECOMPUTE: "selective", d.RECOMPUTE_MODULES: ("core_attn", "mlp", "layernorm")}, "selective"),
+    Option({d.RECOMPUTE: "selective", d.RECOMPUTE_MODULES: ("mlp_act", "layernorm")}, "norms, activation"),
     Option({"recompute.mlp_chunks_for_training": 3}, "MLP in tiles"),
+    Option({**_MLP_AGAIN.changes, d.OFFLOADED_LAYERS: 4}, "saved tensors on the host"),
     *(Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: r}, f"CPU optimizer {r}") for r in (0.05, 0.6, 0.95)),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
     Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, d.OFFLOAD_GRADIENTS: "on"}, "gradient sums on the host"),

@@ -12,7 +12,7 @@ import torch
 
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Flags, ModelConfig, ModelFlags, ParallelFlags
-from gptpar.config.checks.parallel import check_parallel
+from gptpar.config.sections.parallel import check_parallel
 from gptpar.config.stored import StoredModel
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.model.experts.dispatch import ExpertAxis

@@ -263,18 +263,24 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 def test_contradictions_within_the_optimizer_and_the_schedule() -> None:
     optimizer = {"type": "Adam", "params": {"lr": 2e-3, "weight_decay": 0.1, "adam_w_mode": False, "eps": 0}}
-    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_type": "cubic"}}
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_type": "cubic", "warmup_max_lr": 2e-3}}
     assert problems({**BATCH, "optimizer": optimizer, "scheduler": scheduler, "gradient_clipping": -1}) == [
         f"config: {sentence}"
         for sentence in (
-            "scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
-            "optimizer.params.lr 0.002: give it.",
             "scheduler.params.total_num_steps is missing: the number of steps until the lowest rate.",
             'scheduler.params.warmup_type is "cubic": one of log, linear is needed.',
             "gradient_clipping is -1; it must be at least 0.",
             "optimizer.params.eps is 0; it must be more than 0.",
         )
     ]
+
+
+def test_deepspeeds_own_rate_of_a_schedule_is_taken_with_a_warning() -> None:
+    file: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 2e-3}}}
+    file["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    with pytest.warns(UserWarning, match="DeepSpeed would train at 0.001 and not at optimizer.params.lr 0.002: give"):
+        scheduler = options(**file).scheduler
+    assert scheduler is not None and scheduler.params["warmup_max_lr"] == 0.001
 
 
 # --- offload --------------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.check_layouts import case_config
 from gptpar.cli.plan import make_planner
 from gptpar.cli.pretrain import main
-from gptpar.config import BatchConfig, Config
+from gptpar.config import BatchConfig, Config, complete
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
-from gptpar.config.complete import complete
 from gptpar.config.flags import parse_flags
 from gptpar.config.sections.precision import graph_obstacles
 from gptpar.config.stored import stored_config

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from gptpar.config import ModelFlags, TokenizerConfig
-from gptpar.config.complete import complete, complete_model, padded_vocab
+from gptpar.config import ModelFlags, TokenizerConfig, complete, complete_model, padded_vocab
 from gptpar.config.derive import ffn_width
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS

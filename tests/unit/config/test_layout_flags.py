@@ -123,6 +123,15 @@ WORLD = 8
             ],
         ),
         (
+            "--recompute-granularity full --cpu-offloading-num-layers 99 --num-layers 12",
+            [
+                "--cpu-offloading-num-layers 99 is more than --num-layers 12: give at most 12.",
+                "--cpu-offloading-num-layers 99 is for blocks that are not recomputed as a whole: give "
+                "--checkpoint-in-cpu, which keeps the inputs of those that are in host memory, or "
+                "--recompute-granularity selective.",
+            ],
+        ),
+        (
             "--checkpoint-activations --recompute-activations",
             [
                 "--recompute-activations means --recompute-granularity selective, but full is asked for, too: keep "

@@ -8,8 +8,7 @@ import typing
 import pytest
 
 from gptpar.config import Config, Flags, LoggingConfig, ParallelConfig, ParallelFlags, flag_fields
-from gptpar.config.complete import completed
-from gptpar.config.fields import is_open
+from gptpar.config.fields import completed, is_open
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from tests.helpers import TINY

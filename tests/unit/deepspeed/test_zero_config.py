@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gptpar.deepspeed.runtime.zero import leaf_module_config
 from gptpar.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, OffloadDeviceEnum, ZeroStageEnum, get_zero_config
 from torch import nn
 
@@ -20,7 +21,9 @@ def test_defaults_aliases_and_former_keys() -> None:
     assert (found.offload_param.device, found.offload_param.buffer_count) == ("cpu", 5)
     assert get_zero_config({"zero_optimization": True}).stage == 1
     assert DeepSpeedZeroConfig(leaf_module={"names": "a"}).leaf_module.names == ["a"]
-    assert len(DeepSpeedZeroConfig().leaf_module.classes) == 3 and DeepSpeedZeroConfig().leaf_module.name_suffixes == []
+    leaves = DeepSpeedZeroConfig().leaf_module
+    assert len(leaves.classes) == 3 and leaves.classes == leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
+    assert leaves.names == leaves.name_suffixes == leaf_module_config.DEFAULT_LEAF_MODULE_NAME_SUFFIXES == []
     with pytest.raises(ConfigError, match="zero_optimization has no key stages; it has stage, contiguous"):
         DeepSpeedZeroConfig(stages=3)
 

@@ -95,10 +95,11 @@ def model(**given: Any) -> Any:
     return model_of(found, 64, Path("theirs"))
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_every_field_of_megatron_core_is_in_one_class(name: str) -> None:
-    classes = [name in UNDERSTOOD, name in REFUSED]
-    assert sum(classes + [re.fullmatch(names, name) is not None for names in WITHOUT_EFFECT.values()]) == 1
+def test_every_field_of_megatron_core_is_in_one_class() -> None:
+    for name in FIELDS:
+        classes = [name in UNDERSTOOD, name in REFUSED]
+        classes += [re.fullmatch(names, name) is not None for names in WITHOUT_EFFECT.values()]
+        assert sum(classes) == 1, name
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)

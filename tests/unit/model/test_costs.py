@@ -132,7 +132,8 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
 
 
 @pytest.mark.parametrize(
-    "modules", [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("core_attn", "mlp", "layernorm")]
+    "modules",
+    [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("mlp", "layernorm"), ("core_attn", "mlp", "layernorm")],
 )
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.config import ModelConfig, TokenizerConfig
-from gptpar.config.complete import complete_model
+from gptpar.config import ModelConfig, TokenizerConfig, complete_model
 from gptpar.errors import ConfigError
 from gptpar.model.families import FAMILIES, flags_of
 from gptpar.model.families.fields import shortest_period

@@ -51,7 +51,7 @@ def gradients(flags: str, modules: frozenset[str]) -> dict[str, torch.Tensor]:
     [
         pytest.param((), id="kept", marks=pytest.mark.slow),
         pytest.param(("core_attn", "mlp", "layernorm"), id="recomputed"),
-        pytest.param(("mlp_act",), id="activation-recomputed"),
+        pytest.param(("mlp_act",), id="activation-recomputed", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("name", OPTIONS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gptpar.model.activations import FUNCTIONS
 from gptpar.model.block import MLP
 from gptpar.model.linear import Linears
-from gptpar.model.mlp_tiles import FUNCTIONS, tiled_mlp
+from gptpar.model.mlp_tiles import tiled_mlp
 from tests.helpers import tiny_config
 
 TOKENS, WIDTH = 11, 32

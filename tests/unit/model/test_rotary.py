@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptpar.config.flags import parse_flags
-from gptpar.config.sections.model import SCALED_BY
+from gptpar.config.sections.positions import SCALED_BY
 from gptpar.config.stored import stored_config, stored_model
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError

@@ -91,18 +91,18 @@ def test_the_ways_through_a_step(path: Sequence[tuple[What, BucketState]]) -> No
         assert bucket.state is after
 
 
-@pytest.mark.parametrize(("state", "what"), list(product(BucketState, What)))
-def test_every_event_in_every_state(state: BucketState, what: What) -> None:
+def test_every_event_in_every_state() -> None:
     """It has a state that follows, or is refused with a sentence; a step's last event leads to the beginning."""
-    bucket = make_bucket(state)
-    if what in ALLOWED[state]:
-        bucket.advance(what)
-        assert (bucket.state is S.IDLE) == (what in STEP_DONE)
-        return
-    with pytest.raises(ForbiddenEvent) as told:
-        bucket.advance(what)
-    assert str(told.value) == f"'{what}' cannot follow where elements 8 to 16 of embedding have '{state}'"
-    assert bucket.state is state
+    for state, what in product(BucketState, What):
+        bucket = make_bucket(state)
+        if what in ALLOWED[state]:
+            bucket.advance(what)
+            assert (bucket.state is S.IDLE) == (what in STEP_DONE), (state, what)
+            continue
+        with pytest.raises(ForbiddenEvent) as told:
+            bucket.advance(what)
+        assert str(told.value) == f"'{what}' cannot follow where elements 8 to 16 of embedding have '{state}'"
+        assert bucket.state is state
 
 
 def test_all_states_are_reached_and_left() -> None:
@@ -221,7 +221,11 @@ def test_the_parameters_before_the_step_until_it_is_requested(kind: str) -> None
     log, live, first = EventLog(), torch.zeros(128), TWO_PIECES[:1]
     unit = "first" if kind == "partial" else None
     host = make_host(CpuAdam(1), speculated=128, pieces=first, log=log, parameters={"first": live}, partial_unit=unit)
-    host.keep_last_step()  # there is nothing to undo, and nothing is held up
+    with host.shared.changed:  # there is nothing to undo, and nothing is held up: no forward pass waits for the thread
+        forward = threading.Thread(target=host.keep_last_step, daemon=True)
+        forward.start()
+        forward.join(60)
+        assert not forward.is_alive()
     host.expect_step(RATES, 1.0)
     if kind == "partial":
         host.expect_open_ranges("first", np.array([[0, 8]]))
@@ -286,18 +290,19 @@ def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
     host.close()
 
 
-def test_wrong_speculations_back_off_longer_and_longer() -> None:
-    """For 1, 2, 4, 8 and then always 10 steps; after a right one, for 1 step again."""
+def test_a_step_after_a_clipped_one_does_not_speculate() -> None:
+    """Neither do others, until one is not clipped, whether or not it has speculated; a skipped step changes nothing."""
     log = EventLog()
     host = make_host(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
-    speculated, wrong = [], {0, 2, 5, 10, 19, 30, 43}
-    for step in range(46):
+    norms = {0: 2.0, 3: 2.0, 4: 2.0, 5: 2.0, 8: float("nan"), 10: 2.0, 11: float("nan")}
+    speculated = []
+    for step in range(14):
         host.expect_step(RATES, 1.0)
         host.submit_gradient("first", torch.ones(128))
-        wait_until(lambda: host.backs_off or bool(starts_of(log, What.SPECULATION_BEGUN)))
-        before = len(log.of(What.SPECULATION_BEGUN))
-        host.step(torch.tensor(2.0 if step in wrong else 0.5), RATES, 1.0)
+        before = len(speculated)
+        wait_until(lambda before=before: host.shared.backs_off or len(log.of(What.SPECULATION_BEGUN)) > before)
+        speculated += [step] * (len(log.of(What.SPECULATION_BEGUN)) - before)
+        host.step(torch.tensor(norms.get(step, 0.5)), RATES, 1.0)
         host.finish()
-        speculated += [step] * (before > sum(1 for _ in speculated))
-    assert speculated == [0, 2, 5, 10, 19, 30, 41, 42, 43, 45] and host.num_redone == 7
+    assert speculated == [0, 2, 3, 7, 8, 9, 10, 13] and host.num_redone == 3
     host.close()

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.offload import buckets, next_action
+from gptpar.offload import buckets
 from gptpar.offload.bucket_state import TRANSITIONS, BucketState
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.shared_state import SharedState
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
@@ -100,7 +101,7 @@ def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[t
 def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 110)  # three a unit, which runs and open ranges cut anywhere
-    monkeypatch.setattr(next_action, "MAX_BACK_OFF", 0)
+    monkeypatch.setattr(SharedState, "note_foresight", lambda *_: None)  # never backs off
     log = EventLog()
     (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3, seed, log)
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

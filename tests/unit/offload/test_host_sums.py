@@ -38,14 +38,16 @@ def test_a_sum_by_the_kernel_is_torch_s(dtype: torch.dtype, wide: torch.dtype, l
     assert torch.equal(old, wanted)
 
 
-@pytest.mark.parametrize("speculation", ["on", "off"])
-@pytest.mark.parametrize("ratio", ["1", "0.731"])
+FP16 = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "ratio", "speculation"),  # every pair of values
     [
-        "--bf16",
-        pytest.param("--fp64", marks=pytest.mark.slow),
-        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", marks=pytest.mark.slow),
+        ("--bf16", "1", "on"),
+        ("--bf16", "0.731", "off"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("--fp64", "1", "off"), ("--fp64", "0.731", "on"))),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((FP16, "1", "on"), (FP16, "0.731", "off"))),
     ],
 )
 def test_sums_on_the_host_change_no_bit(
@@ -64,7 +66,7 @@ def test_sums_on_the_host_change_no_bit(
     assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "lion", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", *(pytest.param(o, marks=pytest.mark.slow) for o in ("lion", "muon"))])
 def test_clipped_steps_are_those_of_sums_on_the_device(optimizer: str) -> None:
     words = f"--fp64 {THREE} --clip-grad 0.7 {ALL} --offload-speculation on --optimizer {optimizer}"
     stay, leave = (train(f"{words} --offload-gradients {word}", micro_batches=3) for word in ("off", "on"))

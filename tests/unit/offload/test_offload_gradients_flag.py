@@ -17,7 +17,7 @@ from gptpar.offload.copying_transfers import (
 )
 from gptpar.optim.adamw import ADAMW
 from gptpar.plan.hardware import SUSTAINED
-from gptpar.run.auto_gradients import available_memory, with_gradients
+from gptpar.run.auto_offload import available_memory, with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 from tests.helpers import TINY, tiny_config

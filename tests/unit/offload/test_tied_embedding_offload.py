@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload import buckets, build, machine, next_action
+from gptpar.offload import buckets, build, machine
 from gptpar.offload.events import What
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.shared_state import SharedState
 from gptpar.run import gpt
 from gptpar.run.trainer import Trainer
 from gptpar.tensor_parallel import cross_entropy
@@ -46,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
 
     def patient(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(host, unit, grad, formed=formed)
-        if formed is not None and not host.backs_off:
+        if formed is not None and not host.shared.backs_off:
             assert host.shared.log is not None
             mine = {event.start for event in host.shared.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
             wait_until(lambda: mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit))
@@ -63,7 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
             patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
-            patch.setattr(next_action, "MAX_BACK_OFF", 0)  # it tries again in the step after one that is clipped
+            patch.setattr(SharedState, "note_foresight", lambda *_: None)  # it tries again after a step that is clipped
             if not early:
                 patch.setattr(gpt, "tied_unit", lambda *_: None)
             elif is_patient:

@@ -160,7 +160,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             base += here
             if host is not None and here < unit.length:
                 host.submit_gradient(unit.name, flat[here:])
-        if host is not None and speculate and not host.backs_off:
+        if host is not None and speculate and not host.shared.backs_off:
             wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
         optimizer.step(norm, hyperparameters, scale)
     if host is not None:

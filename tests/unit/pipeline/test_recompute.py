@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from gptpar.config import RecomputeConfig
-from gptpar.pipeline.host_inputs import HostInputs
+from gptpar.pipeline.host_activations import HostActivations
 from gptpar.pipeline.recompute import Keep, _Kept, recompute_groups, recomputed
 from tests.unit.pipeline.recomputed import FromArray, gradients, layer
 
 NAMES = [f"layers.{i}" for i in range(4, 11)]
 
 
-@pytest.mark.parametrize("keep", [Keep(), Keep(host=HostInputs())])
+@pytest.mark.parametrize("keep", [Keep(), Keep(host=HostActivations())])
 def test_dropout_is_drawn_again_as_it_was(keep: Keep) -> None:
     model = layer()
     wanted, got = gradients(model, None), gradients(model, keep)
@@ -61,14 +61,16 @@ def test_the_input_is_held_until_the_backward_pass_and_no_longer() -> None:
 
 def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
-        y = recomputed(layer().eval(), torch.ones(5, 8, dtype=torch.float64), keep=Keep(host=HostInputs()))
+        y = recomputed(layer().eval(), torch.ones(5, 8, dtype=torch.float64), keep=Keep(host=HostActivations()))
     assert y.grad_fn is None and not any(type(o) is _Kept for o in gc.get_objects())
 
 
 def test_further_arguments_are_passed_as_they_are() -> None:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([2, 0, 1])
-    y = recomputed(lambda a, i, nothing: a[i] * a if nothing is None else a, x, ids, None, keep=Keep(host=HostInputs()))
+    y = recomputed(
+        lambda a, i, nothing: a[i] * a if nothing is None else a, x, ids, None, keep=Keep(host=HostActivations())
+    )
     y.backward(torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64))
     assert x.grad is not None and x.grad.tolist() == [11.0, 110.0, 101.0]
 

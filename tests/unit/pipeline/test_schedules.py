@@ -13,10 +13,10 @@ from gptpar.pipeline.schedules import (
     Backward,
     Forward,
     Instruction,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
+    ReceiveBackward,
+    ReceiveForward,
+    SendBackward,
+    SendForward,
     bubble,
     chart,
     forward_only,
@@ -79,13 +79,13 @@ def test_links_deliver_in_the_order_of_the_receives(p: int, v: int) -> None:
             for do in program:
                 here = do.virtual_stage * p + stage
                 match do:
-                    case SendActivation():
+                    case SendForward():
                         sent["activation", (stage + 1) % p].append((do.micro_batch, here + 1))
-                    case ReceiveActivation():
+                    case ReceiveForward():
                         received["activation", stage].append((do.micro_batch, here))
-                    case SendGradient():
+                    case SendBackward():
                         sent["gradient", (stage - 1) % p].append((do.micro_batch, here - 1))
-                    case ReceiveGradient():
+                    case ReceiveBackward():
                         received["gradient", stage].append((do.micro_batch, here))
         assert sent == received
         assert sum(map(len, sent.values())) == 2 * m * (p * v - 1)
@@ -151,25 +151,25 @@ def test_evaluation_runs_every_forward_once(v: int) -> None:
 
 def test_receives_are_one_action_ahead_and_sends_follow() -> None:
     assert with_transfers(one_f_one_b(1, 3, 2), 1, 3, 1) == [
-        ReceiveActivation(0, 0),
-        ReceiveActivation(1, 0),
+        ReceiveForward(0, 0),
+        ReceiveForward(1, 0),
         Forward(0, 0),
-        SendActivation(0, 0),
-        ReceiveGradient(0, 0),
+        SendForward(0, 0),
+        ReceiveBackward(0, 0),
         Forward(1, 0),
-        SendActivation(1, 0),
-        ReceiveGradient(1, 0),
+        SendForward(1, 0),
+        ReceiveBackward(1, 0),
         Backward(0, 0),
-        SendGradient(0, 0),
+        SendBackward(0, 0),
         Backward(1, 0),
-        SendGradient(1, 0),
+        SendBackward(1, 0),
     ]
     alone = list(interleaved(0, 1, 3, 2))
     assert with_transfers(alone, 0, 1, 2) == alone
     assert with_transfers(one_f_one_b(0, 2, 1), 0, 2, 1) == [
-        ReceiveGradient(0, 0),
+        ReceiveBackward(0, 0),
         Forward(0, 0),
-        SendActivation(0, 0),
+        SendForward(0, 0),
         Backward(0, 0),
     ]
 
@@ -181,7 +181,7 @@ def test_transfer_time_delays_every_hop() -> None:
 
 def test_wrong_programs_are_found() -> None:
     good = programs(2, 2, 1)
-    swapped = [Forward(1, 0), SendActivation(1, 0), Forward(0, 0), SendActivation(0, 0)]
+    swapped = [Forward(1, 0), SendForward(1, 0), Forward(0, 0), SendForward(0, 0)]
     with pytest.raises(GptparError, match="micro-batch 1 to virtual stage 1: receives and sends .* differ in order"):
         replay([swapped, good[1]], 1)
     with pytest.raises(GptparError, match="deadlocks: stage 1 at Forward"):
@@ -189,8 +189,8 @@ def test_wrong_programs_are_found() -> None:
     with pytest.raises(GptparError, match="2 messages .* never received"):
         replay([swapped, []], 1)
     with pytest.raises(GptparError, match="stage 0 sends the result of .* before it has computed it"):
-        replay([[SendActivation(0, 0)], []], 1)
-    with pytest.raises(GptparError, match="stage 1 runs Forward.* before ReceiveActivation"):
+        replay([[SendForward(0, 0)], []], 1)
+    with pytest.raises(GptparError, match="stage 1 runs Forward.* before ReceiveForward"):
         replay([good[0], [Forward(0, 0)]], 1)
     with pytest.raises(GptparError, match="stage 0 runs Backward.* before Forward"):
         replay([[Backward(0, 0)]], 1)

@@ -12,7 +12,7 @@ from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.run.assemble import memory_explained
-from gptpar.run.auto_gradients import with_gradients
+from gptpar.run.auto_offload import with_gradients
 from gptpar.system import command_line
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh

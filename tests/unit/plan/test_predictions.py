@@ -121,8 +121,8 @@ def test_recomputation_and_offload_of_inputs() -> None:
     assert offloaded.host - plan(flags).memory[0].host == 4 * tokens * h * 2
     assert offloaded.buffers - plan(flags).memory[0].buffers == tokens * h * 2  # it leaves, or has returned early
     selective = plan(SMALL + "--micro-batch-size 2 --recompute-granularity selective --recompute-modules mlp layernorm")
-    # MLP's input is kept to compute it again; the output of attention's norm and both norms' statistics are not kept.
-    assert block_bytes(selective.job) == 32 * h + 32 - 16 * h - 2 * h - 16
+    # Two norms' inputs, 8 h for attention: neither the norms' outputs and statistics nor the MLP's inside are kept.
+    assert block_bytes(selective.job) == 12 * h + 16
 
 
 def block_bytes(job: Job, number: int = 0) -> float:

@@ -34,20 +34,22 @@ def typed(words: list[str]) -> Flags:
     return parsed.flags
 
 
-@pytest.mark.parametrize("candidate", list(to_prove(typed(WORDS), 4)), ids=lambda candidate: candidate.name)
-def test_flags_say_what_is_applied(candidate: Candidate) -> None:
-    assert typed([*WORDS, *candidate.flags]) == candidate.applied_to(typed(WORDS))
+def test_flags_say_what_is_applied() -> None:
+    """With every pair of values: what one says does not depend on a third."""
+    plain = typed(WORDS)
+    for candidate in pairwise(list(to_prove(plain, 4))):
+        assert typed([*WORDS, *candidate.flags]) == candidate.applied_to(plain), candidate.name
 
 
 def test_every_layout_is_proved_in_every_way() -> None:
-    assert [len(list(to_prove(typed(WORDS), n))) for n in (1, 2, 4)] == [13, 176, 836]
+    assert [len(list(to_prove(typed(WORDS), n))) for n in (1, 2, 4)] == [14, 192, 912]
     names = [candidate.name for candidate in to_prove(typed(WORDS), 4)]
-    assert len(set(names)) == 836 and names[0] == "dp4 x tp1 x pp1, ZeRO-0"
+    assert len(set(names)) == 912 and names[0] == "dp4 x tp1 x pp1, ZeRO-0"
     assert "dp2 x tp2 x pp1, ZeRO-3, sequence parallel, all on the CPU" in names
     assert "dp1 x tp2 x pp2, interleaved, every 2" in names
 
 
-@pytest.mark.parametrize(("num_processes", "count"), [(2, 47), (4, 48), (8, 58)])
+@pytest.mark.parametrize(("num_processes", "count"), [(2, 52), (4, 54), (8, 64)])
 def test_few_combinations_have_every_pair(num_processes: int, count: int) -> None:
     every = list(to_prove(typed(WORDS), num_processes))
     few = pairwise(every)
@@ -84,7 +86,7 @@ def test_gradients_that_leave_at_once_are_proved_with_the_whole_batch_and_withou
     assert first.changes["batch.micro_batch_size"] == 8
     assert second.name == "parameters and gradients on the host"
     masked = typed([*WORDS, "--hidden-dropout", "0.1"])
-    assert len(list(to_prove(masked, 1))) == 11
+    assert len(list(to_prove(masked, 1))) == 12
 
 
 def test_a_search_looks_at_everything_that_is_not_typed() -> None:
@@ -145,13 +147,14 @@ def test_a_search_gives_long_samples_a_context_axis() -> None:
     assert {at[3] for at in sizes(words, {*length, d.CONTEXT})} == {2}
 
 
-def test_one_gpu_may_recompute_parts_and_some_blocks() -> None:
+def test_one_gpu_may_recompute_parts_and_leave_the_rest_to_the_host() -> None:
     every = list(to_predict(typed(["--num-layers", "8"]), {"model.num_layers", d.MICRO_BATCH}, 1, 8))
     assert [one.name.partition("recompute ")[2] for one in every] == [
-        *("", "layernorm mlp_act", "layernorm mlp", "2 blocks", "4 blocks", "6 blocks", "full"),
-        "full, inputs on the host",
+        *("", "layernorm mlp_act", "layernorm mlp"),
+        *(f"layernorm mlp, {count} blocks on the host" for count in (2, 4, 6, 8)),
+        *("full", "full, inputs on the host"),
     ]
-    assert len(list(to_predict(typed(["--num-layers", "1"]), {d.MICRO_BATCH}, 1, 8))) == 5
+    assert len(list(to_predict(typed(["--num-layers", "1"]), {d.MICRO_BATCH}, 1, 8))) == 6
     given = {d.MICRO_BATCH, "recompute.recompute_granularity"}
     assert len(list(to_predict(typed(["--recompute-granularity", "full"]), given, 1, 8))) == 1
 

@@ -1,1 +1,1 @@
-"""Tests of the repository itself: imports, sizes of files, documents, examples, mutations, this list."""
+"""Tests of the repository itself: imports, sizes of files, documents, examples, mutations."""

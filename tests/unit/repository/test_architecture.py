@@ -67,14 +67,16 @@ class Facts(NamedTuple):
     classes: list[str]
     imports: list[tuple[int, str]]
     """(line, absolute module name) of every import, those inside functions too."""
+    docstring: str
 
 
 @functools.cache
 def facts_of(file: Path) -> Facts:
     """A file is parsed once for all tests."""
     text = file.read_text()
-    found = Facts(len(text.splitlines()), [], [], [])
-    for node in ast.walk(ast.parse(text, str(file))):
+    tree = ast.parse(text, str(file))
+    found = Facts(len(text.splitlines()), [], [], [], ast.get_docstring(tree) or "")
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             branches = branches_of(node) if file.is_relative_to(PACKAGE) else 0
             found.functions.append(Function(node.lineno, node.name, node.end_lineno - node.lineno + 1, branches))
@@ -157,9 +159,14 @@ def test_no_two_public_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         for name in facts_of(file).classes:
-            if not name.startswith("_") and file.parent.name != "deepspeed":  # its names are DeepSpeed's
+            if not name.startswith("_"):
                 homes.setdefault(name, []).append(str(file.relative_to(ROOT)))
     assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_each_file_says_what_it_does():
+    silent = [str(file.relative_to(ROOT)) for file in sorted(PACKAGE.rglob("*.py")) if not facts_of(file).docstring]
+    assert not silent, f"begin these with a docstring: {silent}"
 
 
 def test_each_verb_has_a_module_of_its_name():
@@ -174,6 +181,12 @@ def test_importing_gptpar_is_light():
     done = subprocess.run([sys.executable, "-c", program, *HEAVY], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_no_module_imports_torchs_compiler_when_it_is_imported():
+    """``torch.compiler.disable`` does, for 1.5 s of each process; ``not_compiled`` of attention_dropout.py does not."""
+    texts = {file: file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+    assert not [str(file.relative_to(ROOT)) for file, text in texts.items() if "@torch.compiler.disable" in text]
 
 
 @pytest.mark.parametrize("folder", ["gptpar", "tools", "benchmarks", pytest.param("tests", marks=pytest.mark.slow)])

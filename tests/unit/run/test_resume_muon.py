@@ -17,7 +17,7 @@ from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
 from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
-MUON = "--optimizer muon --bf16"
+MUON, ROUNDED = "--optimizer muon --bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
 def run_of(folder: Path, words: str) -> Trainer:
@@ -39,13 +39,19 @@ def save(trainer: Trainer, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("0", "0"), ("0.3", "1"), pytest.param("1", "0.3", marks=pytest.mark.slow)]
+    ("words", "before", "after"),
+    [
+        (MUON, "0", "0"),
+        (MUON, "0.3", "1"),
+        pytest.param(MUON, "1", "0.3", marks=pytest.mark.slow),
+        (f"--bf16 {ROUNDED}", "0.3", "1"),
+    ],
 )
-def test_a_run_goes_on_to_the_bit_at_any_ratio(before: str, after: str, tmp_path: Path) -> None:
-    first = run_of(tmp_path, f"{MUON} {OFFLOAD} {before}")
+def test_a_run_goes_on_to_the_bit_at_any_ratio(words: str, before: str, after: str, tmp_path: Path) -> None:
+    first = run_of(tmp_path, f"{words} {OFFLOAD} {before}")
     train(first, 0, 3)
     save(first, 3)
-    second = run_of(tmp_path, f"{MUON} {OFFLOAD} {after}")
+    second = run_of(tmp_path, f"{words} {OFFLOAD} {after}")
     assert resume.load(second, inputs_of(second.config), lambda _: None).iteration == 3
     for trainer in (first, second):
         train(trainer, 3, 6)

@@ -19,7 +19,7 @@ from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver,
 from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
-from gptpar.offload.next_action import BackOff
+from gptpar.offload.shared_state import SharedState
 from gptpar.run import saved_state
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving, Target
@@ -90,17 +90,17 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Ev
 def back_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a wrong speculation, all further steps of these tests are in place."""
 
-    def after_step(self: BackOff, *, wrong: bool, right: bool) -> None:
-        self.steps = max(self.steps - 1, 10 * wrong)
+    def note_foresight(self: SharedState, expected: object, taken: object) -> None:
+        self.backs_off |= taken != expected
 
-    monkeypatch.setattr(BackOff, "after_step", after_step)
+    monkeypatch.setattr(SharedState, "note_foresight", note_foresight)
 
 
 def done(iteration: int) -> Progress:
     return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
 
 
-AT_EVERY_MOMENT = ("fp32", "half on the CPU, in place", "all on the CPU, speculating")
+AT_EVERY_MOMENT = ("half on the CPU, in place",)
 """Of the words, those for which the fast tier tries all that can happen at a save."""
 
 

@@ -96,7 +96,12 @@ def test_an_outlier_is_told_logged_and_kept(skipping: Ran, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--bf16 --clip-grad 0.1 --global-batch-size 4", "--fp16 --initial-loss-scale 4294967296"]
+    "flags",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("--bf16 --clip-grad 0.1 --global-batch-size 4", marks=pytest.mark.slow),
+        "--fp16 --initial-loss-scale 4294967296",
+    ],
 )
 def test_decisions_are_those_of_the_rule(tmp_path: Path, run: Run, flags: str) -> None:
     """Overflows are counted apart, do not enter the window, and alone lower the loss scale."""

@@ -14,7 +14,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.graph import wants_graph
-from gptpar.run.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
+from gptpar.run.auto_offload import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
 from gptpar.run.trainer import Trainer
 from gptpar.system import host
 from gptpar.topology.groups import Topology

@@ -1,4 +1,4 @@
-"""Decides ``--cpu-optimizer-ratio auto``: the smallest host share with which the rest fits the GPU."""
+"""Decides what ``auto`` is on the GPU that is there: of ``--cpu-optimizer-ratio``, of ``--offload-gradients``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 
 from gptpar.config import Config
+from gptpar.config.derive import Derived
 from gptpar.data.loader import MicroBatch
 from gptpar.offload.copying_transfers import max_bytes_waiting
 from gptpar.optim.schedule import make_schedule
+from gptpar.plan.gradients import choose_gradients
+from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.job import Job
 from gptpar.run.trainer import Trainer
 from gptpar.topology.groups import Topology
@@ -22,7 +25,10 @@ KEPT_FREE = 0.05
 
 
 def with_ratio(config: Config, topology: Topology) -> Config:
-    """Replace ``auto`` by a number; all processes must call it. Without a GPU that number is 0."""
+    """Replace the ratio ``auto`` by the smallest one with which the rest fits the GPU; without a GPU by 0.
+
+    All processes must call it.
+    """
     if config.offload.ratio != "auto":
         return config
     ratio = 0.0
@@ -105,3 +111,31 @@ def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     starts = torch.arange(0, tokens.numel() + 1, model.seq_length, dtype=torch.int32)
     cu_seqlens = starts if config.data.reset_attention_mask else None
     return [MicroBatch(tokens, tokens, cu_seqlens=cu_seqlens) for _ in range(max(min(2, count), enough))]
+
+
+def with_gradients(config: Config, topology: Topology) -> tuple[Config, list[Derived]]:
+    """Replace ``auto`` by ``on`` or ``off``, and say why; a CPU keeps them.
+
+    Processes need not agree: with several of them, gradients stay.
+
+    Args:
+        config: resolved, with the padded vocabulary filled.
+    """
+    choice, device = None, topology.device
+    if device.type == "cuda":
+        choice = choose_gradients(Job(config, topology.mesh), available_memory(device))
+    if choice is None:
+        return config, []
+    config = choice.applied_to(config)
+    return config, [Derived("offload gradients", config.offload.offload_gradients, choice.reason)]
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process can have: what is free and what it holds already, its context included.
+
+    A prediction counts the context. No call says how large it is: beyond what is expected, memory in use counts as
+    other processes'.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) + round(SUSTAINED.outside)
+    return free + min(total - free, own)

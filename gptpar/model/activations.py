@@ -1,0 +1,65 @@
+"""The MLP's activation functions and gates by their names in ``--mlp-activation``, with their gradients.
+
+Legend: N tokens, F this rank's part of the MLP's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from gptpar.kernels.bias_gradient import gelu, squared_relu
+
+aten = torch.ops.aten
+Unary = Callable[[torch.Tensor], torch.Tensor]
+Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+QUICK_SLOPE = 1.702
+"""x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016)."""
+
+
+def _quick_slope_of(x: torch.Tensor) -> torch.Tensor:
+    share = (QUICK_SLOPE * x).sigmoid()
+    return share * (1 + QUICK_SLOPE * x * (1 - share))
+
+
+FUNCTIONS: dict[str, tuple[Unary, Backward]] = {
+    "swiglu": (F.silu, aten.silu_backward),
+    "geglu": (F.gelu, aten.gelu_backward),
+    "geglu_tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "quick_geglu": (lambda x: x * (QUICK_SLOPE * x).sigmoid(), lambda grad, x: grad * _quick_slope_of(x)),
+    "reglu": (F.relu, lambda grad, x: aten.threshold_backward(grad, x, 0)),
+    "liglu": (lambda x: x, lambda grad, x: grad),
+    "squared_relu": (lambda x: F.relu(x).square(), lambda grad, x: grad * (2 * F.relu(x))),
+}
+FUNCTIONS |= {"gelu": FUNCTIONS["geglu"], "gelu_tanh": FUNCTIONS["geglu_tanh"]}
+"""Name in ``--mlp-activation`` -> function, and its gradient from (the output's gradient, the input)."""
+
+
+def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+    """A function of an MLP without a gate: GELU in its tanh form or exact, or the squared ReLU (So et al. 2021).
+
+    Args:
+        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; the exact GELU cannot do that.
+    """
+    if bias_F is None:
+        return FUNCTIONS[name][0](x_NF)
+    return (gelu if name == "gelu_tanh" else squared_relu)(x_NF, bias_F)
+
+
+def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0) -> torch.Tensor:
+    """One half of an MLP's first product, multiplied by a function of the other half (Shazeer 2020).
+
+    Args:
+        limit: of the gate's input from above, and of the other half in size.
+        offset: is added to the other half.
+    """
+    gate_NF, value_NF = up.chunk(2, dim=-1)
+    if limit is not None:
+        gate_NF, value_NF = gate_NF.clamp(max=limit), value_NF.clamp(-limit, limit)
+    return FUNCTIONS[name][0](gate_NF) * (value_NF + offset if offset else value_NF)

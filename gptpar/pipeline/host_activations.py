@@ -111,7 +111,7 @@ class HostActivations:
             self._bring(before)
         return kept.on_device()
 
-    @torch.compiler.disable  # a compiled layer calls it in the midst of its own code
+    @torch._disable_dynamo  # a compiled layer calls it in the midst of its own code; imports the compiler when called
     def _pack(
         self, block: HostBlock, device: torch.device, stay: set[int], x: torch.Tensor
     ) -> torch.Tensor | HostTensor:
@@ -120,7 +120,7 @@ class HostActivations:
             return x if x.is_leaf else x.detach()  # an operator that keeps its own output would live forever
         return self.put(block, x.detach())
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _unpack(self, kept: torch.Tensor | HostTensor) -> torch.Tensor:
         return self.take(kept) if isinstance(kept, HostTensor) else kept
 

@@ -197,6 +197,8 @@ OTHER: dict[str, Any] = {
     "optimizer.optimizer": "other",
     "optimizer.clip_grad": 2.0,
     "optimizer.weight_decay_override": ("embedding*=0",),
+    "model.softmax_type": "learnable",
+    **dict.fromkeys(("model.activation_func_clamp_value", "model.glu_linear_offset"), 1.0),
     "optimizer.lr_override": ("embedding*=0.5",),
     "optimizer.adam_beta1": 0.8,
     "optimizer.adam_beta2": 0.8,

@@ -31,7 +31,7 @@ def test_the_same_bits(name: str) -> None:
     """Eight steps of two micro-batches."""
     flags = f"{MODELS[name].replace('--fp32 ', '')} --deterministic-mode --num-layers 3 --cuda-graph off"
     with deterministic(True):
-        kept, some, every = (run("cuda", f"{flags} --cpu-offloading-num-layers {count}") for count in (0, 2, 3))
+        kept, some, every = (run("cuda:0", f"{flags} --cpu-offloading-num-layers {count}") for count in (0, 2, 3))
     for found in (some, every):
         assert found[0] == kept[0] and torch.equal(found[1], kept[1])
 
@@ -39,7 +39,7 @@ def test_the_same_bits(name: str) -> None:
 def test_inputs_of_recomputed_blocks_give_the_same_bits() -> None:
     flags = "--bf16 --deterministic-mode --recompute-granularity full --cuda-graph off"
     with deterministic(True):
-        kept, left = run("cuda", flags), run("cuda", f"{flags} --checkpoint-in-cpu")
+        kept, left = run("cuda:0", flags), run("cuda:0", f"{flags} --checkpoint-in-cpu")
     assert left[0] == kept[0] and torch.equal(left[1], kept[1])
 
 

@@ -24,12 +24,14 @@ FLAGS = (
     f"--seq-length {LENGTH} --hidden-size {WIDTH} --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
 )
+BIASES = "with biases"
 LOADS = {"as they come": {}, "two empty": {3: -10.0, 7: -10.0}, "all in two": {0: 10.0, 5: 10.0}}
 
 
 def layer_of(dtype: torch.dtype, device: str, flags: str) -> Experts:
     torch.manual_seed(1)
-    layer = make_experts(Linears(tiny_config(FLAGS + flags).model), ALL_EXPERTS).double()
+    words = FLAGS.replace("--disable-bias-linear ", "") if flags == BIASES else FLAGS + flags
+    layer = make_experts(Linears(tiny_config(words).model), ALL_EXPERTS).double()
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.2).copy_(parameter.data.bfloat16())
     return layer.to(device, dtype)
@@ -48,7 +50,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("flags", ["", "--moe-expert-capacity-factor 0.75"])
+@pytest.mark.parametrize("flags", ["", "--moe-expert-capacity-factor 0.75", BIASES])
 @pytest.mark.parametrize("loads", LOADS)
 def test_bf16_computes_what_fp64_does(loads: str, flags: str, compiled: bool) -> None:
     """Both take the experts that fp64 has chosen; experts without tokens have gradients of 0."""
@@ -63,7 +65,8 @@ def test_bf16_computes_what_fp64_does(loads: str, flags: str, compiled: bool) ->
     found = outcome(narrow, x_ND.to(DEVICE), choice_NK.to(DEVICE), compiled=compiled)
     for one, other in zip(found, wanted, strict=True):
         assert (one.cpu().double() - other).norm() <= TOLERANCE * other.norm()
-    gradients = dict(zip((name for name, _ in narrow.named_parameters()), found[-3:], strict=True))
+    names = [name for name, _ in narrow.named_parameters()]
+    gradients = dict(zip(names, found[-len(names) :], strict=True))
     for expert in (expert for expert, bias in LOADS[loads].items() if bias < 0):
         assert not gradients["up"][expert].any() and not gradients["down"][expert].any()
 

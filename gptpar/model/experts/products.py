@@ -141,11 +141,27 @@ class _Biased(torch.autograd.Function):
 
 
 def _sums_of_rows(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """[E, O] the sum of each expert's rows; the kernel takes it as a product with ones, in fp32."""
+    """[E, O] the sum of each expert's rows."""
     if _has_kernel(x_MO, x_MO.shape[1]):
-        ones_MR = x_MO.new_ones(len(x_MO), ROW_BYTES // x_MO.element_size())
-        return F.grouped_mm(ones_MR.t(), x_MO.contiguous(), offs=counts_E.cumsum(0).to(torch.int32))[:, 0]
+        return sums_of_experts_rows(x_MO, counts_E)
     return torch.stack([part.sum(0) for part in x_MO.split(counts_E.tolist())])
+
+
+@torch.library.custom_op("gptpar::sums_of_experts_rows", mutates_args=())
+def sums_of_experts_rows(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """The same by the grouped kernel, as a product with ones, in fp32.
+
+    It is an operator of its own: of columns of ones, the kernel takes any number for an expert. torch.compile would
+    store them as rows, where each expert's part has to begin at a multiple of 16 bytes.
+    """
+    ones_MR = x_MO.new_ones(len(x_MO), ROW_BYTES // x_MO.element_size())
+    sums_ERO = F.grouped_mm(ones_MR.t(), x_MO.contiguous(), offs=counts_E.cumsum(0).to(torch.int32))
+    return sums_ERO[:, 0].contiguous()
+
+
+@sums_of_experts_rows.register_fake
+def _(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    return x_MO.new_empty(len(counts_E), x_MO.shape[1])
 
 
 def with_biases(y_MO: torch.Tensor, bias_EO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ def make_host_optimizer(
     *,
     sums: bool = True,
     host_sums: bool = False,
+    activation_bytes: int = 0,
 ) -> HostOptimizer | None:
     """The CPU optimizer, or ``None`` if nothing is offloaded.
 
@@ -47,6 +48,7 @@ def make_host_optimizer(
         partial_unit: the unit whose partial gradient will be submitted.
         sums: whether gradients are sums, which may be copied to the host in the dtype of the master weights.
         host_sums: whether the sums over micro-batches are formed on the host.
+        activation_bytes: of host memory that activations will take.
 
     Raises:
         GptparError: the host's memory does not suffice. It is raised before the state is allocated.
@@ -64,6 +66,7 @@ def make_host_optimizer(
     transfer_bytes = copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES
     if host_sums:
         transfer_bytes += sums_bytes(elements, wide.itemsize)
+    transfer_bytes += activation_bytes
     return build_host_optimizer(
         updates,
         partitions,

@@ -98,7 +98,7 @@ def room_for_speculation(
         size: of the offloaded elements' state.
         wish: ``off``, ``on`` or ``auto`` (as many as fit).
         kept: bytes of host memory for speculated parameters that wait for the commit.
-        transfer_bytes: pinned memory for gradients and parameters.
+        transfer_bytes: of host memory for gradients, parameters and activations on their way.
         asker, option, remedy: words of the error: who needs the memory, the option that asks for speculation, a remedy.
 
     Raises:

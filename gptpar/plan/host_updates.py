@@ -22,6 +22,7 @@ from gptpar.offload.host_sums import sums_bytes
 from gptpar.offload.machine import KEPT_FREE
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
+from gptpar.plan.memory import activations_on_host
 
 WEIGHT_BYTES = 2
 """Bytes of the 16-bit weight that an update writes to host memory. It also reads the gradient, and reads and writes the
@@ -113,6 +114,7 @@ def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
         transfers += sums_bytes(there, job.wide_size)
     elif job.gradients_leave_at_once:
         transfers = copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
+    transfers += int(activations_on_host(job, job.stages.index(part)))
     return min(state.elements, max(0.0, free - state.num_bytes - transfers) / state.element_bytes)
 
 

@@ -84,7 +84,7 @@ class _Part:
     Attributes:
         parameters, gradients, optimizer: see :class:`RankMemory`.
         host: of the optimizer and the parameters, in the machine's memory.
-        kept, kept_by_host: what each chunk keeps of a micro-batch, on the device and in the machine's memory.
+        kept: what each chunk keeps of a micro-batch on the device.
         moments: when the sum may be largest.
     """
 
@@ -93,7 +93,6 @@ class _Part:
     optimizer: float
     host: float
     kept: tuple[float, ...]
-    kept_by_host: tuple[float, ...]
     moments: tuple[_Moment, ...]
 
     @staticmethod
@@ -102,7 +101,7 @@ class _Part:
         kept = _kept(job, part, groups)
         here = tuple(sum(kept[number] for number in chunk if number in kept) for chunk in part.chunks)
         moments = tuple(_moments(job, part, groups, kept))
-        return _Part(*_states(job, part), here, tuple(job.bytes_to_host(part)), moments)
+        return _Part(*_states(job, part), here, moments)
 
 
 def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
@@ -133,7 +132,6 @@ class _Moment:
 def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemory:
     counts = alive(stage, job.mesh.pipeline, job.num_micro_batches, job.num_virtual_stages)
     most = max(sum(map(mul, count, part.kept)) for count in counts)
-    host = max(sum(map(mul, count, part.kept_by_host)) for count in counts)
     moments = ((one.leaving, most if one.activations is None else one.activations, one.buffers) for one in part.moments)
     leaving, activations, buffers = max(moments, key=sum)
     gradients = part.gradients + leaving
@@ -147,8 +145,15 @@ def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemo
         activations=activations,
         buffers=buffers,
         outside=on_gpu * (sustained.outside + sustained.fragmentation * allocated + _symmetric_memory(job)),
-        host=sustained.host_process + host + part.host,
+        host=sustained.host_process + activations_on_host(job, stage) + part.host,
     )
+
+
+def activations_on_host(job: Job, stage: int) -> float:
+    """Bytes of host memory that a stage's process needs for activations."""
+    sizes = job.bytes_to_host(job.stages[stage])
+    counts = alive(stage, job.mesh.pipeline, job.num_micro_batches, job.num_virtual_stages)
+    return max(sum(map(mul, count, sizes)) for count in counts) if any(sizes) else 0.0
 
 
 def _elements(job: Job, part: StagePart) -> tuple[int, int]:

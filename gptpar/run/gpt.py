@@ -32,6 +32,8 @@ from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
+from gptpar.plan.job import Job
+from gptpar.plan.memory import activations_on_host
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import COPIES, EXPERT, TENSOR, Mesh, copies_over
@@ -88,7 +90,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     if not tries_memory:
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
-        partitions = table.offloaded()
+        partitions, leave = table.offloaded(), again.checkpoint_in_cpu or again.cpu_offloading_num_layers
         host = make_host_optimizer(
             config,
             groups.updates,
@@ -99,6 +101,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
             tied,
             sums=sums,
             host_sums=settings.host_sums,
+            activation_bytes=int(activations_on_host(Job(config, topology.mesh), topology.stage)) if leave else 0,
         )
     engine = Engine(
         pipeline.stages_here,

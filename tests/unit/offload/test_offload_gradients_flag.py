@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,15 +14,18 @@ from gptpar.config.validate import find_problems, resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload import build, machine
 from gptpar.offload.buckets import StateSize
-from gptpar.offload.copying_transfers import (
-    copying_bytes,
-)
+from gptpar.offload.copying_transfers import copying_bytes
+from gptpar.offload.gpu_transfers import RING_BYTES
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.machine import build_host_optimizer
 from gptpar.optim.adamw import ADAMW
 from gptpar.plan.hardware import SUSTAINED
+from gptpar.plan.job import Job
+from gptpar.plan.memory import activations_on_host
 from gptpar.run.auto_offload import available_memory, with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from tests.helpers import TINY, tiny_config
+from tests.helpers import TINY, make_trainer, tiny_config
 from tests.unit.offload.tiny_runs import ALL
 
 
@@ -85,3 +90,21 @@ def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.Monke
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
     with pytest.raises(GptparError, match="0.28 GiB for transfers"):
         build._speculated_elements(config, StateSize(elements, ADAMW.state_bytes(4)), 0, transfers)
+
+
+def test_the_room_for_speculation_counts_activations_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two blocks save takes the place of double buffers of 12 bytes an element."""
+    rooms: list[int] = []
+
+    def speculated(*args: Any, **kwargs: Any) -> HostOptimizer:
+        rooms.append(kwargs["speculated_elements"])
+        return build_host_optimizer(*args, **kwargs)
+
+    monkeypatch.setattr(build, "build_host_optimizer", speculated)
+    flags = f"{ALL} --num-layers 4"
+    monkeypatch.setattr(machine, "available_memory", lambda: RING_BYTES * 10 // 9 + 1_000_000)
+    away = tiny_config(f"{flags} --cpu-offloading-num-layers 2")
+    for one in (tiny_config(flags), away):
+        make_trainer(one).close()
+    saved = activations_on_host(Job(away, Mesh()), 0)
+    assert rooms[0] - rooms[1] == pytest.approx(saved / 12, abs=2) and 0 < rooms[1] < rooms[0]

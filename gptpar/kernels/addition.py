@@ -33,5 +33,6 @@ def _takes(total: torch.Tensor, addend: torch.Tensor) -> bool:
         total.dtype == torch.float32 != addend.dtype
         and total.numel() >= MIN_ELEMENTS
         and gpu.takes(total)
+        and total.is_contiguous()
         and addend.is_contiguous()
     )

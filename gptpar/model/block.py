@@ -172,7 +172,8 @@ class Block(nn.Module):
         fuses = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
         of_stream = ResidualLayerNorm if fuses and not self.parallel else None
         of_output = OutputLayerNorm if fuses else None
-        linears = Linears(config, axis, residual_norm=before and bool(of_stream), output_norm=after and bool(of_output))
+        again = not recompute_modules.isdisjoint({"mlp", "mlp_act"})
+        linears = Linears(config, axis, before and bool(of_stream), after and bool(of_output), activation_again=again)
         norm = partial(make_norm, config, config.hidden_size, axis.between_layers)
         self.attention_norm = norm(fused=of_stream) if before else None
         recompute_core = "core_attn" in recompute_modules

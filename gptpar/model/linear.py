@@ -40,12 +40,15 @@ class Linears:
         residual_norm: whether what these layers add to the residual stream goes straight into the sum of a
             :class:`~gptpar.model.norm.ResidualLayerNorm`.
         output_norm: whether it goes straight into a :class:`~gptpar.model.norm.OutputLayerNorm` instead.
+        activation_again: whether the MLP's activation is computed again in the backward pass. Its bias then has a
+            gradient of its own: in a compiled block, torch 2.11 keeps the output of a function with its own backward.
     """
 
     config: ModelConfig
     axis: TensorAxis = ALONE
     residual_norm: bool = False
     output_norm: bool = False
+    activation_again: bool = False
 
     def column(
         self,
@@ -82,7 +85,7 @@ class Linears:
                 positions = config.position_embedding_type in ("rope", "alibi")
                 return not (positions or config.attention_output_gate)
             case Reader.ACTIVATION:
-                return not config.gated and config.mlp_activation in SUMMING
+                return not (config.gated or self.activation_again) and config.mlp_activation in SUMMING
             case Reader.STREAM:  # dropout in between would leave the bias only a part of the stream's gradient
                 return self.output_norm or (self.residual_norm and config.hidden_dropout == 0)
             case Reader.END:

@@ -29,6 +29,10 @@ WEIGHT_BYTES = 2
 master weight and the states."""
 
 
+ADDING_SHARE = 0.9
+"""Of the host's rate, what additions reach: 0.59 s for the 6.65 billion elements of a 6.7B model beside an H100."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of a stage.
@@ -130,20 +134,21 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)
 
 
-def adding(job: Job, cluster: Cluster, part: StagePart, compute: float, backward: float) -> float:
-    """Seconds by which sums on the host prolong a step: the host adds while the device computes the next micro-batch.
+def adding(job: Job, cluster: Cluster, part: StagePart, backward: float) -> float:
+    """Seconds by which sums on the host prolong a step.
 
-    For each element, a copy arrives, it and the sum are read, and the sum is written.
+    For each element, a copy arrives, it and the sum are read, and the sum is written. The device waits when the host is
+    two layers behind its backward pass, so that all but these are added beside it, and nothing in the forward pass.
 
     Args:
-        compute, backward: seconds of the stage for a micro-batch, and of its backward pass.
+        backward: seconds of the stage's backward pass of a micro-batch.
     """
     if not job.host_sums:
         return 0.0
     s, size = cluster.sustained, job.offloaded_gradient_size
-    rate = min(s.host_rate, s.host_rate_together / _processes(job, cluster))
+    rate = ADDING_SHARE * min(s.host_rate, s.host_rate_together / _processes(job, cluster))
     each = job.table(part).length(Home.HOST) * max((2 * size + 2 * job.wide_size) / rate, size / s.bus)
-    return (job.num_micro_batches - 1) * max(0.0, each - compute) + max(0.0, each - backward)
+    return job.num_micro_batches * max(0.0, each - backward)
 
 
 def _processes(job: Job, cluster: Cluster) -> int:

@@ -170,9 +170,6 @@ def normed(inputs: list[torch.Tensor], shape: HeadShape) -> tuple[torch.Tensor, 
     return normed_heads(qkv, bias, norms[0], norms[1], shape, 1e-5)
 
 
-@DTYPES
-@pytest.mark.parametrize("centred", [False, True], ids=["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("start", [0, 1, 64])
 def test_gradients_are_added_as_torch_adds_them(dtype: torch.dtype, start: int) -> None:
@@ -185,8 +182,14 @@ def test_gradients_are_added_as_torch_adds_them(dtype: torch.dtype, start: int) 
     assert torch.equal(total, wanted) and torch.equal(flat[start:], wanted)
     add_each([total], [addend], 0.25)
     assert torch.equal(total, wanted + 0.25 * addend.float())
+    square, other = torch.zeros(1024, 1024, device="cuda").t(), torch.randn(1024, 1024, device="cuda").to(dtype)
+    add_each([square], [other], 1.0)
+    assert torch.equal(square, other.float())
 
 
+@DTYPES
+@pytest.mark.parametrize("centred", [False, True], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize(
     "batch, seq_length, groups, queries, width",
     [(2, 33, 3, 1, 64), (3, 77, 2, 3, 80), (1, 1255, 4, 2, 128), (1, 2048, 1, 1, 128), (2, 9, 2, 1, 1100)],

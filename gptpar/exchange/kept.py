@@ -106,6 +106,8 @@ def keep(model: HfModel, root: Path) -> None:
     headers = {name: file.header for name, file in sorted(files.items()) if isinstance(file, SafetensorsFile)}
     if is_packed(model.fields):  # an export writes these weights in the format that they were read in
         plain = {name: value for name, value in model.fields.items() if name != "quantization_config"}
+        if not (plain.get("dtype") or plain.get("torch_dtype")):
+            plain["torch_dtype"] = "bfloat16"
         (temporary / CONFIG).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         headers = {}
     (temporary / HEADERS).write_text(json.dumps(headers), encoding="utf-8")

@@ -286,6 +286,7 @@ class HostOptimizer:
 
         Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
         """
+        assert self.sums is None, "speculation with sums is not watched"
         if self.shared.keeps or not self._has_gradients:  # without the lock: each layer of each forward pass asks this
             return
         with self.shared.changed:

@@ -213,9 +213,9 @@ class HostSums:
     def _order(self, addend: _Addend) -> Callable[[], Done] | None:
         """Put an addition into the kernels' queue when the copy is there; ``None`` after an error."""
         done = None
-        while self._ordered and not addend.grad.begin(urgent=False):
-            self._finish(*self._ordered.popleft())  # its copy has the ring's last slot
         try:
+            while self._ordered and not addend.grad.begin(urgent=False):
+                self._finish(*self._ordered.popleft())  # its copy has the ring's last slot
             grad = addend.grad.tensor()  # after an error, too: the device may still read its memory
             addend.grad.forget_device()
             if self._failure is None:

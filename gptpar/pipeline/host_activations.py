@@ -1,6 +1,7 @@
 """Saved activations in host memory: they leave and return on a stream of their own, beside the computation.
 
-What a block saves for its backward pass leaves while the next block runs. When the backward pass takes the first tensor
+What a block saves for its backward pass leaves while the next block runs; the input of a block that is computed again
+leaves while the block itself runs. When the backward pass takes the first tensor
 of a block, the tensors of the block that it will need next begin to return, behind the backward pass of the first. The
 newest block's tensors are on the device still when the backward pass begins with it.
 
@@ -50,7 +51,7 @@ class HostActivations:
     """
 
     def __init__(self) -> None:
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
         self._free: list[Any] = []
         self._leaving: HostBlock | None = None
         self._newest: weakref.ref[HostBlock] | None = None
@@ -87,8 +88,10 @@ class HostActivations:
             self._release()
         block = HostBlock(self._newest)
         self._newest = weakref.ref(block)
-        yield block
-        block.storages.clear()
+        try:
+            yield block
+        finally:
+            block.storages.clear()  # they refer to the block: after an error, nothing else would free the memory
         if not saves_first:
             self._release()  # bounds the device's memory: one block's tensors leave at a time
         self._leaving = block
@@ -129,15 +132,16 @@ class HostActivations:
 
     def _begin_to_leave(self, block: HostBlock, x: torch.Tensor) -> HostCopy:
         on, storage = torch.get_device_module(x.device), x.untyped_storage()
-        if self._stream is None:
-            self._stream = on.Stream()
+        if x.device not in self._streams:
+            self._streams[x.device] = on.Stream()
+        stream = self._streams[x.device]
         copy = HostCopy(block, storage, self._buffer(storage.nbytes(), x.device), self._free)
         block.copies.append(weakref.ref(copy))
         block.stream = on.current_stream()
-        self._stream.wait_stream(block.stream)
-        with on.stream(self._stream):
+        stream.wait_stream(block.stream)
+        with on.stream(stream):
             copy.host.copy_(_bytes_of(storage), non_blocking=True)
-            block.copied = self._stream.record_event()
+            block.copied = stream.record_event()
         return copy
 
     @torch.no_grad()
@@ -150,11 +154,12 @@ class HostActivations:
         if missing:
             on = torch.get_device_module(missing[0].device)
             block.stream = on.current_stream()
-            self._stream.wait_stream(block.stream)  # their memory may be in use by work that was queued earlier
-            with on.stream(self._stream):
+            stream = self._streams[missing[0].device]
+            stream.wait_stream(block.stream)  # their memory may be in use by work that was queued earlier
+            with on.stream(stream):
                 for copy in missing:
                     _bytes_of(copy.on_device).copy_(copy.host, non_blocking=True)
-                block.copied = self._stream.record_event()
+                block.copied = stream.record_event()
 
     def _buffer(self, num_bytes: int, device: torch.device) -> Any:
         """The smallest unused buffer that is large enough, or a new one.

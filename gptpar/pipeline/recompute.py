@@ -111,6 +111,8 @@ def _pack(x: torch.Tensor, keep: Keep, block: HostBlock | None) -> _Kept:
         data[: part.numel()] = part
     if keep.host is None or block is None:
         return _Kept(data, x.shape)
+    if data.untyped_storage().nbytes() >= 2 * data.nbytes:  # a slice would leave with all that it is cut from
+        data = data.clone(memory_format=torch.contiguous_format)
     return _Kept(keep.host.put(block, data), x.shape)
 
 

@@ -190,7 +190,9 @@ class ModelFlags(ModelConfig[None]):
     glu_activation: str | None = flag(
         None, "same as --swiglu, or as --mlp-activation with a gate (BigScience)", choices=("swiglu", *GATES)
     )
-    quick_geglu: bool = flag(False, "same as --mlp-activation quick_geglu")
+    quick_geglu: bool = flag(
+        False, "same as --mlp-activation quick_geglu, but the MLP is 4 x hidden wide by default, as in Megatron-LM"
+    )
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     bias_gelu_fusion: bool = on_unless(
         "--no-bias-gelu-fusion",

@@ -52,7 +52,8 @@ from gptpar.topology.tensor_parts import TensorParts, as_parts, kind_of, named
 
 AMID_A_STEP = (
     "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: the checkpoint has the "
-    "state before this step, without their gradients. To lose none, save after the engine.step() that ends the step."
+    "weights, moments and counts before this step, without their gradients, and the buffers of now. To lose none, save "
+    "after the engine.step() that ends the step."
 )
 
 Tensors = dict[str, torch.Tensor | TensorParts]

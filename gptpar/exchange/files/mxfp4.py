@@ -79,7 +79,7 @@ def with_mxfp4(files: Mapping[str, File]) -> dict[str, File | Mxfp4File]:
         if not isinstance(blocks, SafetensorsFile) or not isinstance(scales, SafetensorsFile):
             continue
         one, other = blocks.tensors[name], scales.tensors[of_scales]
-        if one.dtype == other.dtype == "U8" and one.shape == (*other.shape, BLOCK_BYTES):
+        if one.dtype == other.dtype == "U8" and other.shape and one.shape == (*other.shape, BLOCK_BYTES):
             found[name] = Mxfp4File(blocks, scales, name)
             del found[of_scales]
     return found

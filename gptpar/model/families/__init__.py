@@ -86,7 +86,7 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
     """The flags that describe a transformers model; every size of the model is set.
 
     The vocabulary is ``padded_vocab_size``, the rows of the model's embedding, and the sequence length is the largest
-    number of positions. ``gptpar.config.complete.complete_model`` turns the flags into a ``ModelConfig``.
+    number of positions. ``gptpar.config.complete_model`` turns the flags into a ``ModelConfig``.
 
     Args:
         hf_config: the contents of a ``config.json``, of transformers 4 or newer.

@@ -43,6 +43,9 @@ def gate_field(model: ModelConfig) -> str:
 SCALINGS = SCALED_BY["rope_scaling_factor"]
 """Forms of scaled rotary frequencies; transformers has the same names."""
 
+WITH_WINDOW, WITHOUT = "sliding_attention", "full_attention"
+"""Entries of ``layer_types``."""
+
 YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attention_factor"}
 """transformers' number of YaRN -> ours."""
 
@@ -188,6 +191,21 @@ class HfConfig:
         self.problems += [problem.replace(" is ", " of the rotary positions is ", 1) for problem in numbers.problems]
         return flags
 
+    def window_pattern(self, sliding: Sequence[bool]) -> str:
+        """A letter for each layer: S with a window, F without, as ``layer_types`` says.
+
+        Args:
+            sliding: whether each layer has a window where no field says so.
+        """
+        kinds = self.get("layer_types", [WITH_WINDOW if has else WITHOUT for has in sliding])
+        if len(kinds) != len(sliding) or any(kind not in (WITH_WINDOW, WITHOUT) for kind in kinds):
+            self.problems.append(
+                f"layer_types has {len(kinds):,} entries for {len(sliding):,} layers, or others than {WITH_WINDOW} and "
+                f"{WITHOUT}: one of these for each layer is needed."
+            )
+            return ""
+        return "".join("S" if kind == WITH_WINDOW else "F" for kind in kinds)
+
     def windows(self, sliding: Sequence[bool] | None = None) -> dict[str, Any]:
         """The flags for sliding windows.
 
@@ -200,9 +218,7 @@ class HfConfig:
         if sliding is None:
             full = self.get("max_window_layers", 28)
             sliding = [layer >= full for layer in range(layers)]
-        kinds = self.get("layer_types", ["sliding_attention" if has else "full_attention" for has in sliding])
-        pattern = "".join("S" if kind == "sliding_attention" else "F" for kind in kinds)
-        if "S" not in pattern:
+        if "S" not in (pattern := self.window_pattern(sliding)):
             return {}
         return {"window_size": self["sliding_window"], "window_pattern": shortest_period(pattern)}
 
@@ -269,7 +285,7 @@ def window_fields(model: ModelConfig) -> dict[str, Any]:
     windows = windows_of(model)
     size = next((window for window in windows if window is not None), None)
     return {
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": [WITHOUT if window is None else WITH_WINDOW for window in windows],
         "max_window_layers": next((i for i, window in enumerate(windows) if window is not None), model.num_layers),
         "sliding_window": size,
         "use_sliding_window": size is not None,

@@ -17,8 +17,6 @@ from gptpar.model.families.llama import LLAMA_NAMES, fields_like_llama, like_lla
 from gptpar.model.families.mixtures import mixture, mixture_fields
 from gptpar.model.families.names import WHOLE, Within
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-
 
 def gpt_oss(config: HfConfig) -> ModelFlags:
     """The flags of a ``GptOssForCausalLM``; its ``hidden_act`` changes nothing."""
@@ -27,10 +25,8 @@ def gpt_oss(config: HfConfig) -> ModelFlags:
     if not (config.get("rope_parameters", {}) or config.get("rope_scaling", {})):
         config.problems.append("rope_parameters is missing, and transformers would take YaRN's of its own: say them.")
     layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types", [(SLIDING, FULL)[layer % 2] for layer in range(layers)])
-    pattern = "".join("S" if kind == SLIDING else "F" for kind in kinds)
     windows: dict[str, Any] = {}
-    if "S" in pattern:
+    if "S" in (pattern := config.window_pattern([layer % 2 == 0 for layer in range(layers)])):
         windows = {"window_size": config.size("sliding_window", 128), "window_pattern": shortest_period(pattern)}
     experts = mixture(config, width=config["intermediate_size"], normalised=True, blocks=[True] * layers)
     options: dict[str, Any] = {
@@ -54,7 +50,7 @@ def gpt_oss_fields(model: ModelConfig) -> dict[str, Any]:
         intermediate_size=model.width_of_experts(model.ffn_hidden_size),
         layer_types=windows["layer_types"],
         pad_token_id=None,
-        sliding_window=windows["sliding_window"],
+        sliding_window=windows["sliding_window"] or 128,  # transformers makes the mask in any case
         swiglu_alpha=QUICK_SLOPE,
         swiglu_limit=model.activation_func_clamp_value,
         **mixture_fields(model, "num_local_experts"),

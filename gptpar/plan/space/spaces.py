@@ -141,9 +141,13 @@ def rounds(flags: Flags, given: Set[str], num_processes: int) -> list[list[Optio
 
 
 def samples_of(tokens: int, length: int) -> int:
-    """Samples of ``length`` tokens for a step of ``tokens``: a multiple of 32, which many micro-batches divide."""
+    """Samples of ``length`` tokens for a step of ``tokens``.
+
+    They are a multiple of 32, 16 or 8, which many micro-batches divide: the first that is at most a tenth away.
+    """
     samples = max(1, tokens // length)
-    return samples if samples < 32 else 32 * round(samples / 32)
+    near = (unit * round(samples / unit) for unit in (32, 16, 8))
+    return next((found for found in near if 10 * abs(found - samples) <= samples), samples)
 
 
 @dataclass(frozen=True)

@@ -370,6 +370,11 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             {**GPT_OSS, "rope_parameters": None},
             "gpt_oss: rope_parameters is missing, and transformers would",
         ),
+        ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        (
+            {**GPT_OSS, "layer_types": [{}, "chunked_attention", 1]},
+            "layer_types has 3 entries for 3 layers, or others than",
+        ),
         ({**GPT_OSS, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
         ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, and gptpar computes with 1.702 alone"),
         ({**GPT2, "n_head": 2.0}, "gpt2: n_head is 2.0; a whole number from 1 is needed."),

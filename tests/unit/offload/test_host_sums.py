@@ -218,6 +218,25 @@ def test_additions_give_back_the_only_slot_of_a_ring() -> None:
     host.close()
 
 
+def test_an_error_of_a_copy_s_beginning_reaches_the_loop() -> None:
+    class Broken(SameMemory):
+        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+            copy = super().fetch(grad)
+
+            def begin(*, urgent: bool) -> bool:
+                raise OSError("the device is lost")
+
+            setattr(copy, "begin", begin)  # noqa: B010
+            return copy
+
+    host, _ = make_host(Broken())
+    assert host.sums is not None
+    with pytest.raises(OSError, match="the device is lost"):  # asked when an addition waits already
+        for _ in range(1000):
+            submit(host, 1.0, first=True)
+    host.close()
+
+
 def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     transfers, begun = SameMemory(), threading.Event()
 

@@ -128,7 +128,7 @@ def test_no_step_is_shorter_than_its_floors() -> None:
 def test_a_batch_may_be_given_in_tokens() -> None:
     flags = "--preset 350M --seq-length 1000 --micro-batch-size 4 --batch-tokens"
     assert plan(f"{flags} 64K").job.config.batch.global_batch_size == 64
-    for tokens, samples in (("64.9K", 64), ("94K", 96), ("28.9K", 28), ("1M", 992)):
+    for tokens, samples in (("64.9K", 64), ("94K", 96), ("85K", 80), ("28.9K", 28), ("1M", 992)):
         assert f"--global-batch-size {samples}" in plan(f"{flags} {tokens}").flags()
     with pytest.raises(ConfigError, match="--batch-tokens 999 is less than a sample of 1,000 tokens"):
         plan(f"{flags} 999")

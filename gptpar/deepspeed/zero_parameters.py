@@ -181,7 +181,7 @@ def mark_trained(engine: TrainingEngine) -> None:
 
 
 class _CopiesToCpu(TorchFunctionMode):
-    """A context in which ``.cpu()`` and ``.to()`` copy even a tensor in host memory, as they copy from a GPU.
+    """A context in which ``.cpu()`` and ``.to()`` copy tensors of the CPU, too.
 
     Parameters lose their memory after ``GatheredParameters``, and programs keep what these calls return.
     """

@@ -16,7 +16,7 @@ class HostGradientSums(Protocol):
     """Sums of the subscriber's gradients over micro-batches, in host memory.
 
     Attributes:
-        busy_s: seconds in which gradients were added.
+        busy_s: seconds that additions took.
     """
 
     busy_s: float

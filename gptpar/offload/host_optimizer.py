@@ -266,7 +266,7 @@ class HostOptimizer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the kernel updated parameters or added gradients."""
+        """Seconds that the kernel's updates and additions took."""
         return self.shared.busy_s + (0.0 if self.sums is None else self.sums.busy_s)
 
     @contextlib.contextmanager

@@ -25,8 +25,8 @@ class CheckpointVerbs(EngineState):
     ) -> str:
         """Keep the module's and the engine's state after the last step; all processes call it.
 
-        Gradients are in no checkpoint: those of a step of which some micro-batches are complete are left out, with a
-        warning, and the step goes on. Between a step's last backward pass and the step, a save is refused.
+        No checkpoint holds gradients. A save amid a step leaves out those of its complete micro-batches, with a warning,
+        and the step goes on. Between a step's last backward pass and the step, a save is refused.
 
         With the key ``"async_save": true`` in the configuration's section ``"gptpar"`` it returns when the state of
         this moment is safe from the steps that follow. The files are whole when the next save, load, :meth:`close` or

@@ -25,7 +25,7 @@ class CheckpointVerbs(EngineState):
     ) -> str:
         """Keep the module's and the engine's state after the last step; all processes call it.
 
-        No checkpoint holds gradients. A save amid a step leaves out those of its complete micro-batches and warns of it,
+        No checkpoint holds gradients. A save amid a step leaves out those of its complete micro-batches, says so,
         and the step goes on. Between a step's last backward pass and the step, a save is refused.
 
         With the key ``"async_save": true`` in the configuration's section ``"gptpar"`` it returns when the state of

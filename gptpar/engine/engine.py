@@ -85,7 +85,7 @@ class EngineSettings:
         adds_gradients: whether a step's gradient is a sum over micro-batches or processes; sums are kept wide.
         records_steps: whether steps are recorded as graphs.
         counts_zeros: whether zeros in gradients are counted.
-        host_sums: whether the subscriber sums its gradients over micro-batches.
+        host_sums: the share of units whose gradients the subscriber adds up over micro-batches.
     """
 
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class EngineSettings:
     adds_gradients: bool = True
     records_steps: bool = False
     counts_zeros: bool = False
-    host_sums: bool = False
+    host_sums: float = 0.0
 
     @property
     def wide(self) -> torch.dtype:

@@ -23,7 +23,7 @@ class GradientMemory:
         dtype: of sums, fp32 or wider; where nothing is ever added, that of the gradients is enough.
         arriving_dtype: of the gradients that autograd produces.
         ahead: see the attribute.
-        host_sums: whether the subscriber sums its gradients over micro-batches; those of tied units come summed.
+        host_sums: the share of units whose gradients the subscriber adds up over micro-batches.
 
     Attributes:
         ahead: whether temporary sums get their memory at the beginning of a step. A recorded step needs this: its
@@ -43,7 +43,7 @@ class GradientMemory:
         *,
         arriving_dtype: torch.dtype | None = None,
         ahead: bool = False,
-        host_sums: bool = False,
+        host_sums: float = 0.0,
     ):
         self._table, self._data, self._device = table, data, device
         self._arriving_dtype = arriving_dtype or dtype
@@ -51,8 +51,7 @@ class GradientMemory:
         self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
         names = {unit.name for unit in self.undivided}
         self._divided = {unit.name: unit for unit in table.units if unit.name not in names}
-        # The copies of a tied unit are summed over stages at the end of a step, on the device.
-        self._on_host = frozenset(self._divided.keys() - table.ties.keys() if host_sums else ())
+        self._on_host = frozenset(table.summed_on_host(host_sums))
         self._allocate(dtype)
 
     def _allocate(self, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ can make any rank's table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,6 +98,20 @@ class ParameterTable:
             for name, own in infos.items()
         ]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
+
+    def summed_on_host(self, ratio: float) -> dict[str, int]:
+        """Units whose gradients the host adds up over micro-batches, each with the number of elements.
+
+        A tied unit is never among them: its copies are summed over stages at the end of a step, on the device.
+
+        Args:
+            ratio: the share of units, which are spread over the model: so the host's work is spread over the backward
+                pass. All processes of a stage choose the same ones; those without elements for the host are left out.
+        """
+        units = [unit for unit in self.units if unit.name not in self.ties]
+        chosen = (unit for n, unit in enumerate(units) if math.ceil((n + 1) * ratio) > math.ceil(n * ratio))
+        lengths = {unit.name: unit.shard_length - self.on_device[unit.name] for unit in chosen}
+        return {unit: length for unit, length in lengths.items() if length}
 
     def ranges(self, *, unit: str | None = None, home: Home | None = None) -> Iterator[Range]:
         """This process's ranges, in the order of the units' flat ranges."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,8 +33,8 @@ def make_host_optimizer(
     wide: torch.dtype,
     partial_unit: Unit | None = None,
     *,
-    sums: bool = True,
-    host_sums: bool = False,
+    itemsize: int,
+    summed_on_host: Collection[str] | None = None,
     activation_bytes: int = 0,
 ) -> HostOptimizer | None:
     """The CPU optimizer, or ``None`` if nothing is offloaded.
@@ -46,8 +46,8 @@ def make_host_optimizer(
         dtype: of the model's parameters.
         wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
-        sums: whether gradients are sums, which may be copied to the host in the dtype of the master weights.
-        host_sums: whether the sums over micro-batches are formed on the host.
+        itemsize: bytes of the widest element that is copied, in a gradient or in new parameters.
+        summed_on_host: units whose sums over micro-batches are formed on the host; ``None``: it forms no sums.
         activation_bytes: of host memory that activations will take.
 
     Raises:
@@ -61,11 +61,11 @@ def make_host_optimizer(
     )
     if not elements:
         return None
-    itemsize = (wide if sums else dtype).itemsize
-    at_once = config.offload.gradients_leave_at_once and not host_sums
+    at_once = config.offload.gradients_leave_at_once and summed_on_host is None
     transfer_bytes = copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES
-    if host_sums:
-        transfer_bytes = sums_bytes(elements, wide.itemsize, itemsize)
+    if summed_on_host is not None:
+        summed = sum(partition.length for partition in partitions if partition.unit in summed_on_host)
+        transfer_bytes = sums_bytes(summed, wide.itemsize, itemsize)
     transfer_bytes += activation_bytes
     return build_host_optimizer(
         updates,
@@ -85,7 +85,7 @@ def make_host_optimizer(
         ),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,
-        sums=host_sums,
+        sums=summed_on_host,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +53,7 @@ class HostOptimizer:
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
         speculated_elements: see :meth:`add_double_buffers`.
         partial_unit: the unit whose partial gradients may be submitted; only its buckets with a double buffer use them.
-        sums: whether it sums gradients over micro-batches.
+        sums: units whose gradients it adds up over micro-batches; ``None``: the device adds up all.
         log: is told what happens to each bucket.
 
     Attributes:
@@ -76,7 +76,7 @@ class HostOptimizer:
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
         partial_unit: str | None = None,
-        sums: bool = False,
+        sums: Collection[str] | None = None,
         log: EventLog | None = None,
     ):
         self._kernels, self._transfers = kernels, transfers
@@ -100,7 +100,7 @@ class HostOptimizer:
         self.guard, self.latest_updates = self.shared.guard, self.shared.latest_updates
         self._thread = UpdatingThread(self.shared, self._queue, clip_grad=clip_grad, cores=cores)
         self._thread.start()
-        self.sums: HostGradientSums | None = HostSums(self.shared, dtype, cores) if sums else None
+        self.sums: HostGradientSums | None = None if sums is None else HostSums(self.shared, dtype, cores, sums)
 
     def _prepare_partial(self, unit: str) -> None:
         """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""

@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,7 @@ class _Addend:
 
 
 class HostSums:
-    """The sums of the CPU optimizer's buckets, and the thread that adds to them.
+    """The sums of some units' buckets, and the thread that adds to them.
 
     The training loop submits addends, and the thread adds them in this order. Before a bucket's first addend of a step,
     the update with the last step's sum is done, because the unit's forward pass has waited for it.
@@ -134,16 +134,18 @@ class HostSums:
         shared: the CPU optimizer's state.
         dtype: of the sums.
         cores: the only ones on which the thread may run.
+        units: whose gradients are added up here.
 
     Attributes:
         busy_s: seconds in which the kernel added.
     """
 
-    def __init__(self, shared: SharedState, dtype: torch.dtype, cores: Sequence[int] | None):
+    def __init__(self, shared: SharedState, dtype: torch.dtype, cores: Sequence[int] | None, units: Collection[str]):
         self._shared, self._cores = shared, cores
         self.busy_s = 0.0
-        self._totals = {id(bucket): _zeros(bucket, dtype) for bucket in shared.buckets}
-        self._nothing = _zeros(max(shared.buckets, key=_length), dtype)
+        buckets = [bucket for bucket in shared.buckets if bucket.unit in units]
+        self._totals = {id(bucket): _zeros(bucket, dtype) for bucket in buckets}
+        self._nothing = pages.zeros(max(map(_length, buckets), default=0) * dtype.itemsize).view(dtype)
         self._final: dict[str, list[SummedGradient]] = {}
         self._submitted: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
         self._leaving: deque[_Addend] = deque()

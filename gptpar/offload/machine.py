@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ def build_host_optimizer(
     speculated_elements: int = 0,
     partial_unit: str | None = None,
     gradients_leave_at_once: bool = False,
-    sums: bool = False,
+    sums: Collection[str] | None = None,
 ) -> HostOptimizer:
     """The CPU optimizer on this process's cores, with copies to and from the device.
 
@@ -60,9 +60,7 @@ def build_host_optimizer(
         dtype=wide,
         clip_grad=clip_grad,
         kernels=[kernels[update] for update in updates],
-        transfers=_make_transfers(
-            [partition.length for partition in partitions], device, itemsize, gradients_leave_at_once, sums
-        ),
+        transfers=_make_transfers(partitions, device, itemsize, gradients_leave_at_once, sums),
         folder=folder,
         cores=cores if count > 1 else None,
         speculated_elements=speculated_elements,
@@ -71,7 +69,14 @@ def build_host_optimizer(
     )
 
 
-def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_once: bool, sums: bool) -> Transfers:
+def _make_transfers(
+    partitions: Sequence[OffloadedPartition],
+    device: torch.device,
+    itemsize: int,
+    at_once: bool,
+    sums: Collection[str] | None,
+) -> Transfers:
+    lengths = [partition.length for partition in partitions]
     if device.type == "cpu" and at_once:
         return CopyingSameMemory(max_bytes_waiting(lengths, itemsize))
     if device.type == "cpu":
@@ -79,7 +84,8 @@ def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_
     if at_once:
         return CopyingGpuTransfers(device, lengths, itemsize)
     buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
-    ring = summed_ring_bytes(sum(lengths) * itemsize) if sums else RING_BYTES
+    summed = sum(partition.length for partition in partitions if partition.unit in (sums or ()))
+    ring = summed_ring_bytes(itemsize * summed)
     return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize, ring)
 
 

@@ -11,6 +11,7 @@ from gptpar.engine.ranges import Home
 from gptpar.plan import host_updates
 from gptpar.plan.hardware import BUS, BUS_BOTH_WAYS, Cluster
 from gptpar.plan.job import Job, StagePart
+from gptpar.plan.memory import summed_on_host
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,13 @@ def floors(job: Job, cluster: Cluster) -> Floors:
     """The floors of a job on a cluster."""
     parts, s = dict.fromkeys(job.stages), cluster.sustained
     update = host_updates.speed_of(job, cluster).update if job.ratio else 0.0
-    if job.host_sums:  # each micro-batch's copy is written and read, the sum is read and written
-        processes = min(cluster.gpus_per_node, job.mesh.world_size)
-        rate = min(s.host_rate, s.host_rate_together / processes)
-        update += job.num_micro_batches * 2 * (job.offloaded_gradient_size + job.wide_size) / rate
+    rate = min(s.host_rate, s.host_rate_together / min(cluster.gpus_per_node, job.mesh.world_size))
+    # Each micro-batch's copy is written and read, the sum is read and written.
+    addition = job.num_micro_batches * 2 * (job.offloaded_gradient_size + job.wide_size) / rate
     return Floors(
         products=job.num_micro_batches * max(_products(job, cluster, part) for part in parts),
         bus=max(_bus(job, part) for part in parts),
-        host=update * max(job.table(part).length(Home.HOST) for part in parts),
+        host=max(update * job.table(part).length(Home.HOST) + addition * summed_on_host(job, part) for part in parts),
     )
 
 
@@ -59,9 +59,9 @@ def _products(job: Job, cluster: Cluster, part: StagePart) -> float:
 def _bus(job: Job, part: StagePart) -> float:
     """Seconds of a process's transfers in a step: each way alone, or both together, whichever takes longer."""
     table = job.table(part)
-    down = up = float(table.length(Home.HOST))
-    copies = job.num_micro_batches if job.host_sums else 1
-    down, up = down * job.offloaded_gradient_size * copies, up * job.element_size
+    up = float(table.length(Home.HOST))
+    down = up + (job.num_micro_batches - 1) * summed_on_host(job, part)
+    down, up = down * job.offloaded_gradient_size, up * job.element_size
     if job.config.offload.cpu_parameters:  # forward and backward bring all weights; the CPU's stay with it
         up = 2.0 * job.num_micro_batches * table.length() * job.element_size
     activations = job.num_micro_batches * sum(job.bytes_to_host(part))

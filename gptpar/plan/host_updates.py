@@ -14,15 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gptpar.engine.ranges import Home
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.gpu_transfers import RING_BYTES, SUMMED_PART
-from gptpar.offload.host_sums import sums_bytes
 from gptpar.offload.machine import KEPT_FREE
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
-from gptpar.plan.memory import activations_on_host
+from gptpar.plan.memory import activations_on_host, host_sums_bytes, summed_on_host
 
 WEIGHT_BYTES = 2
 """Bytes of the 16-bit weight that an update writes to host memory. It also reads the gradient, and reads and writes the
@@ -115,7 +113,7 @@ def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
     transfers, there = RING_BYTES, state.elements + state.later
     if job.host_sums:
-        transfers = sums_bytes(there, job.wide_size, job.offloaded_gradient_size)
+        transfers = host_sums_bytes(job, part)
     elif job.gradients_leave_at_once:
         transfers = copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     transfers += int(activations_on_host(job, job.stages.index(part)))
@@ -147,7 +145,7 @@ def adding(job: Job, cluster: Cluster, part: StagePart, forward: float, backward
         return 0.0
     s, size = cluster.sustained, job.offloaded_gradient_size
     rate = ADDING_SHARE * min(s.host_rate, s.host_rate_together / _processes(job, cluster))
-    each = job.table(part).length(Home.HOST) * max((2 * size + 2 * job.wide_size) / rate, size / s.bus)
+    each = summed_on_host(job, part) * max((2 * size + 2 * job.wide_size) / rate, size / s.bus)
     return job.num_micro_batches * max(0.0, each - backward - min(forward, each / SUMMED_PART))
 
 

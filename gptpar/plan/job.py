@@ -128,9 +128,9 @@ class Job:
         return self.ratio > 0 and self.config.offload.gradients_leave_at_once
 
     @property
-    def host_sums(self) -> bool:
-        """Whether the host adds up the gradients of micro-batches; see :mod:`gptpar.offload.host_sums`."""
-        return self.gradients_leave_at_once and self.config.batch.adds_gradients(self.mesh.world_size)
+    def host_sums(self) -> float:
+        """Share of units whose gradients the host adds up; see :mod:`gptpar.offload.host_sums`."""
+        return self.config.batch.adds_gradients(self.mesh.world_size) * self.config.offload.summed_ratio
 
     def gradient_lengths(self, part: StagePart) -> list[int]:
         """For each of a stage's layers: the most elements whose gradients can go to the CPU."""

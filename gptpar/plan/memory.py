@@ -174,7 +174,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host = float(state.num_bytes + state.elements * state.element_bytes * (offload.offload_speculation == "on"))
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.host_sums:
-        host += sums_bytes(there, job.wide_size, job.offloaded_gradient_size)
+        host += host_sums_bytes(job, part)
     elif job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     elif job.ratio and job.device_type == "cuda":
@@ -183,6 +183,22 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
     return parameters, float(gradients), float(job.device_state_bytes(part)), host
+
+
+def summed_on_host(job: Job, part: StagePart) -> int:
+    """Number of a stage's elements whose gradients the host adds up over micro-batches."""
+    return sum(job.table(part).summed_on_host(job.host_sums).values())
+
+
+def copied_size(job: Job) -> int:
+    """Bytes of an element of the widest gradient that is copied to the CPU: sums are wide."""
+    sums = job.host_sums < 1 or job.num_copies * job.mesh.pipeline > 1
+    return job.wide_size if sums and job.config.batch.adds_gradients(job.mesh.world_size) else job.element_size
+
+
+def host_sums_bytes(job: Job, part: StagePart) -> int:
+    """Bytes of host memory for a stage's sums over micro-batches, and for the ring through which gradients come."""
+    return sums_bytes(summed_on_host(job, part), job.wide_size, copied_size(job))
 
 
 def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Moment]:

@@ -130,7 +130,7 @@ def _offload(plan: Plan) -> list[Row]:
     if not moved:
         return []
     when = "leave the GPU at once" if job.gradients_leave_at_once else "leave the GPU when they are used"
-    when += ", and are added up on the host" * job.host_sums
+    when += f", and those of {100 * job.host_sums:g} % of the layers are added up on the host" * (job.host_sums > 0)
     reason = "" if plan.gradients is None else f": {plan.gradients.reason}"
     return [Row("host memory", " and ".join(moved), f"gradients {when}{reason}" if job.ratio else "")]
 

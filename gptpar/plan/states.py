@@ -12,7 +12,7 @@ from gptpar.optim.update import Update
 
 
 def gradient_bytes(
-    table: ParameterTable, size: int, zero_stage: int, micro_batches: int, *, host_sums: bool = False
+    table: ParameterTable, size: int, zero_stage: int, micro_batches: int, *, host_sums: float = 0.0
 ) -> int:
     """Bytes of gradients that a process keeps on its device from a unit's backward pass to the step.
 
@@ -24,7 +24,7 @@ def gradient_bytes(
         size: bytes of an element of a gradient that the device's optimizer reads; sums have the same size.
         zero_stage: 0 to 3.
         micro_batches: of a step.
-        host_sums: whether sums over micro-batches are on the host, but for units that several stages have.
+        host_sums: the share of units whose sums over micro-batches are on the host.
     """
     whole = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
     elements = table.length(Home.DEVICE)
@@ -32,7 +32,7 @@ def gradient_bytes(
         elements += sum(unit.length for unit in whole)
     if micro_batches > 1:
         divided = [unit for unit in table.units if table.on_device[unit.name] < unit.shard_length]
-        divided = [unit for unit in divided if not host_sums or unit.name in table.ties]
+        divided = [unit for unit in divided if unit.name not in table.summed_on_host(host_sums)]
         elements += sum(unit.length if zero_stage < 2 else unit.shard_length for unit in divided)
     return size * elements
 

@@ -33,7 +33,7 @@ from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.job import Job
-from gptpar.plan.memory import activations_on_host
+from gptpar.plan.memory import activations_on_host, copied_size
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import COPIES, EXPERT, TENSOR, Mesh, copies_over
@@ -89,7 +89,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     host = None
     if not tries_memory:
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
-        dtypes, reduces = (settings.dtype, settings.wide), topology.mesh.size(*COPIES) > 1 or bool(table.ties)
+        dtypes = settings.dtype, settings.wide
         partitions, leave = table.offloaded(), again.checkpoint_in_cpu or again.cpu_offloading_num_layers
         host = make_host_optimizer(
             config,
@@ -99,8 +99,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
             device,
             *dtypes,
             tied,
-            sums=settings.adds_gradients and (reduces or not settings.host_sums),
-            host_sums=settings.host_sums,
+            itemsize=copied_size(Job(config, topology.mesh)),
+            summed_on_host=table.summed_on_host(settings.host_sums) if settings.host_sums else None,
             activation_bytes=int(activations_on_host(Job(config, topology.mesh), topology.stage)) if leave else 0,
         )
     engine = Engine(
@@ -147,7 +147,7 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
         adds,
         graph,
         config.logging.log_num_zeros_in_grad,
-        host_sums=adds and config.offload.gradients_leave_at_once,
+        host_sums=config.offload.summed_ratio if adds else 0.0,
     )
 
 

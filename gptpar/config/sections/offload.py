@@ -49,6 +49,14 @@ class OffloadConfig:
         "that the GPU of a run on one has no room to keep them",
         choices=("auto", "off", "on"),
     )
+    offload_gradients_ratio: float = flag(
+        1.0,
+        "with --offload-gradients on: the share of layers whose gradients over micro-batches are added up in host "
+        "memory, above 0; the others' sums stay on the GPU (4 bytes a parameter); --offload-gradients auto chooses it",
+        metavar="X",
+        least=0,
+        most=1,
+    )
     offload_speculation: str = flag(
         "auto",
         "update during the backward pass as if nothing were clipped, and again if something is; auto: as many elements "
@@ -77,6 +85,11 @@ class OffloadConfig:
         """Whether gradients of the CPU's share are given up by the device when they are final; decided by now."""
         return self.cpu_optimizer and self.offload_gradients == "on"
 
+    @property
+    def summed_ratio(self) -> float:
+        """The share of layers whose gradients are added up in host memory."""
+        return self.offload_gradients_ratio if self.gradients_leave_at_once else 0.0
+
 
 def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
     """Whether the flags for offload are numbers, and are used."""
@@ -85,12 +98,17 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
         for name in (
             "cpu_optimizer_ratio",
             "offload_gradients",
+            "offload_gradients_ratio",
             "offload_speculation",
             "cpu_optimizer_threads",
             "optimizer_nvme_path",
         ):
             if getattr(o, name) != getattr(OffloadConfig(), name):
                 yield f"{flag_name(name)} needs --cpu-optimizer."
+    elif o.offload_gradients_ratio == 0:
+        yield "--offload-gradients-ratio 0 is --offload-gradients off: say that."
+    elif o.offload_gradients == "off" and o.offload_gradients_ratio != 1:
+        yield f"--offload-gradients-ratio {o.offload_gradients_ratio:g} needs --offload-gradients on."
     if o.gradients_leave_at_once:
         for obstacle in offload_gradients_obstacles(flags, world_size):
             yield f"--offload-gradients on: {obstacle}."

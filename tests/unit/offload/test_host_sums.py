@@ -43,22 +43,25 @@ FP16 = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
 
 
 @pytest.mark.parametrize(
-    ("words", "ratio", "speculation"),  # every pair of values
+    ("words", "ratio", "speculation", "share"),  # every pair of values
     [
-        ("--bf16", "1", "on"),
-        ("--bf16", "0.731", "off"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("--fp64", "1", "off"), ("--fp64", "0.731", "on"))),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((FP16, "1", "on"), (FP16, "0.731", "off"))),
+        ("--bf16", "1", "on", "0.5"),
+        ("--bf16", "0.731", "off", "1"),
+        pytest.param("--fp64", "1", "off", "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "0.731", "on", "0.3", marks=pytest.mark.slow),
+        pytest.param(FP16, "1", "on", "1", marks=pytest.mark.slow),
+        pytest.param(FP16, "0.731", "off", "0.5", marks=pytest.mark.slow),
     ],
 )
 def test_sums_on_the_host_change_no_bit(
-    words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+    words: str, ratio: str, speculation: str, share: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp16 some steps are skipped; buckets cut units. Only the norm is summed in another order."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
     words = f"{words} {THREE} --clip-grad 0 --cpu-optimizer --cpu-optimizer-ratio {ratio}"
-    words += f" --offload-speculation {speculation}"
-    stay, leave = (train(f"{words} --offload-gradients {word}", micro_batches=3) for word in ("off", "on"))
+    words += f" --offload-speculation {speculation} --offload-gradients"
+    on = f"on --offload-gradients-ratio {share}"
+    stay, leave = (train(f"{words} {word}", micro_batches=3) for word in ("off", on))
     assert any(skipped for *_, skipped in stay[0]) == ("fp16" in words)
     for (loss, norm, skipped), (its_loss, its_norm, its_skipped) in zip(stay[0], leave[0], strict=True):
         assert (its_loss, its_skipped) == (loss, skipped)
@@ -70,7 +73,8 @@ def test_sums_on_the_host_change_no_bit(
 @pytest.mark.parametrize("optimizer", ["adam", *(pytest.param(o, marks=pytest.mark.slow) for o in ("lion", "muon"))])
 def test_clipped_steps_are_those_of_sums_on_the_device(optimizer: str) -> None:
     words = f"--fp64 {THREE} --clip-grad 0.7 {ALL} --offload-speculation on --optimizer {optimizer}"
-    stay, leave = (train(f"{words} --offload-gradients {word}", micro_batches=3) for word in ("off", "on"))
+    on = "on --offload-gradients-ratio 0.4"
+    stay, leave = (train(f"{words} --offload-gradients {word}", micro_batches=3) for word in ("off", on))
     norms = [norm for _, norm, _ in stay[0]]
     assert any(norm > 0.7 for norm in norms) and any(norm < 0.7 for norm in norms)
     torch.testing.assert_close(torch.tensor(leave[0]), torch.tensor(stay[0]), rtol=1e-12, atol=0)
@@ -131,7 +135,7 @@ def make_host(transfers: SameMemory, speculated: int = 0) -> tuple[HostOptimizer
         kernels=[CpuAdam(1)],
         transfers=transfers,
         speculated_elements=speculated,
-        sums=True,
+        sums=[piece.unit for piece in UNITS],
     )
     return host, parameters
 

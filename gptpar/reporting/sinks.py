@@ -38,7 +38,7 @@ class Sink:
     """Receives a run's iterations, and its evaluations on data and on tasks, in order; this one keeps nothing.
 
     Attributes:
-        name: for messages.
+        name: the sink's name in messages.
         keeps_records: whether records that could not be written are kept, and written when ``flush`` succeeds; one
             that raised :class:`RecordDropped` is not kept.
     """
@@ -46,16 +46,20 @@ class Sink:
     name: str
     keeps_records: bool
 
-    def iteration(self, record: IterationRecord) -> None: ...
+    def iteration(self, record: IterationRecord) -> None:
+        """Log an iteration."""
 
-    def validation(self, record: ValidationRecord) -> None: ...
+    def validation(self, record: ValidationRecord) -> None:
+        """Log an evaluation on data."""
 
-    def task(self, record: TaskRecord) -> None: ...
+    def task(self, record: TaskRecord) -> None:
+        """Log an evaluation on a task."""
 
     def flush(self) -> None:
         """Write the waiting records; raises while the latest record cannot be written."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write the waiting records and release files and connections."""
 
 
 class JsonlSink(Sink):

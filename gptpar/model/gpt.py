@@ -11,7 +11,7 @@ from gptpar.config.roles import Role, layer_roles
 from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
-from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
+from gptpar.model.embedding_and_head import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
 from gptpar.model.experts.balance import choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.experts.routing import losses_of

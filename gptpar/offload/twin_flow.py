@@ -40,9 +40,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with exactly ``offload_ratio`` of the elements updated by the CPU.
 
     The device updates the first elements, in the order of the parameters. Master weights and moments of the others are
-    in host memory. An element gets the same bits in both places (:mod:`gptpar.optim.adam_update`). 16-bit parameters get
-    fp32 master weights on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
-    parallelism), each process updates its own elements.
+    in host memory. An element gets the same bits in both places (:mod:`gptpar.optim.adam_update`). 16-bit parameters
+    get fp32 master weights on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or
+    pipeline parallelism), each process updates its own elements.
 
     :meth:`step` returns when everything is done, unless the module was :meth:`attached <attach>`. A step in which the
     gradient is not finite changes nothing. Parameters without gradient are skipped, as in torch. ``.grad`` stays

@@ -14,7 +14,7 @@ from gptpar.reporting.banner import format_bytes
 
 @dataclass(frozen=True)
 class GradientChoice:
-    """What ``auto`` becomes.
+    """The decision that ``--offload-gradients auto`` becomes.
 
     Attributes:
         leave_at_once: whether gradients are copied to host memory as soon as they are final.

@@ -30,7 +30,7 @@ master weight and the states."""
 
 
 ADDING_SHARE = 0.9
-"""Of the host's rate, what additions reach: 0.59 s for the 6.65 billion elements of a 6.7B model beside an H100."""
+"""Fraction of the host's rate that additions of gradients reach: 0.59 s for a 6.7B model beside an H100."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Layer:
     Attributes:
         forward, backward: seconds for a micro-batch.
         elements: number of elements that the CPU updates.
-        late: number of these whose gradient is complete only after the backward pass, while that of the others is final
-            at its beginning; ``None``: the gradients of all elements are final together.
+        late: number of elements in the looked-up rows of a tied embedding: their gradient is final after the backward
+            pass, that of the other elements at its beginning. ``None``: the gradients of all are final together.
     """
 
     forward: float

@@ -43,17 +43,18 @@ class StagePart:
     """The layers that a process of one stage runs; two are equal if their layers are, but for the names.
 
     Attributes:
-        kinds: of each virtual stage's layers (:class:`~gptpar.plan.layers.Layers`); ``~kind``: it saves in host memory.
-        chunks: numbers of these layers in the model.
+        kinds: for each virtual stage, the kinds of its layers (:class:`~gptpar.plan.layers.Layers`); ``~kind`` for a
+            layer that saves its activations in host memory.
+        virtual_stages: for each virtual stage, the numbers of its layers in the model.
     """
 
     kinds: tuple[tuple[int, ...], ...]
-    chunks: tuple[tuple[int, ...], ...] = field(compare=False)
+    virtual_stages: tuple[tuple[int, ...], ...] = field(compare=False)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Numbers of all its layers, in the order of the forward pass."""
-        return tuple(chain(*self.chunks))
+        return tuple(chain(*self.virtual_stages))
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Job:
 
     Args:
         config: resolved, with the padded vocabulary filled.
-        mesh: of its processes.
+        mesh: layout of its processes.
         device_type: ``cuda`` or ``cpu``.
-        document_lengths: of documents whose tokens see their own only, see
-            :class:`~gptpar.tensor_parallel.cost.BatchShape`; ``None``: not known, and counted as whole samples.
+        document_lengths: lengths of typical documents, whose tokens do not see other documents (see
+            :class:`~gptpar.tensor_parallel.cost.BatchShape`); ``None``: they are not known, and samples count as whole.
     """
 
     config: Config
@@ -105,7 +106,7 @@ class Job:
 
     @property
     def num_copies(self) -> int:
-        """Of the weights: processes that hold the same ones and read different tokens."""
+        """Number of processes that hold the same weights and read different tokens."""
         return self.mesh.size(*COPIES)
 
     @property
@@ -187,8 +188,8 @@ class Job:
         return self.wide_size if is_sum else self.element_size
 
     @property
-    def masters_are_live(self) -> bool:
-        """Whether forward and backward passes use the master weights themselves."""
+    def masters_are_parameters(self) -> bool:
+        """Whether the model parameters are the master weights themselves."""
         everything_here = not self.ratio and not self.config.offload.cpu_parameters
         return self.element_size == self.wide_size and self.shards == 1 and everything_here
 
@@ -243,7 +244,7 @@ class Job:
         return [self._over_context(cost) if cost.attention else cost for cost in costs_of(self.layers, shape)]
 
     def _over_context(self, cost: Cost) -> Cost:
-        """An attention layer's, with what it computes, keeps and moves of others' tokens."""
+        """An attention layer's cost, with what it computes, keeps and moves of other context ranks' tokens."""
         size, parallel = self.mesh.context, self.config.parallel
         if size == 1:
             return cost
@@ -290,10 +291,10 @@ class Job:
     def bytes_to_host(self, part: StagePart) -> list[float]:
         """For each of a stage's virtual stages: bytes of a micro-batch's activations that the host keeps."""
         if not self.offloaded and not self.config.recompute.checkpoint_in_cpu:
-            return [0.0] * len(part.chunks)
+            return [0.0] * len(part.virtual_stages)
         if not self.offloaded:
             return [self.recomputed_input_bytes * len(groups) for groups in self.recomputed(part)]
-        return [sum(self.kept(number) for number in chunk if number in self.offloaded) for chunk in part.chunks]
+        return [sum(self.kept(number) for number in one if number in self.offloaded) for one in part.virtual_stages]
 
     def blocks(self, part: StagePart) -> list[int]:
         """A stage's blocks, by number."""
@@ -306,7 +307,7 @@ class Job:
 
     def recomputed(self, part: StagePart) -> Groups:
         """The groups of a stage's blocks that are recomputed together."""
-        return _recomputed(self.layers, part.chunks, self.config.recompute)
+        return _recomputed(self.layers, part.virtual_stages, self.config.recompute)
 
     def table(self, part: StagePart) -> ParameterTable:
         """The parameters of the first process of the first such stage, as the run itself lays them out."""
@@ -336,8 +337,8 @@ class Job:
 
 
 @lru_cache(maxsize=4096)
-def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
-    blocks = ({layers.name(number): number for number in chunk if number in layers.blocks} for chunk in chunks)
+def _recomputed(layers: Layers, virtual_stages: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
+    blocks = ({layers.name(number): number for number in one if number in layers.blocks} for one in virtual_stages)
     return [
         [tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks
     ]
@@ -374,8 +375,8 @@ def parts_of(
     parts: dict[StagePart, StagePart] = {}
     stages = []
     for stage in range(num_stages):
-        chunks = tuple(pieces[stage::num_stages])
-        part = StagePart(tuple(tuple(kinds[number] for number in chunk) for chunk in chunks), chunks)
+        virtual_stages = tuple(pieces[stage::num_stages])
+        part = StagePart(tuple(tuple(kinds[number] for number in one) for one in virtual_stages), virtual_stages)
         stages.append(parts.setdefault(part, part))
     return tuple(stages), tuple(split.tied_stages(layers.spec.specs).items())
 

@@ -33,11 +33,11 @@ class ModuleMemory:
     """Bytes of one process, without activations.
 
     Attributes:
-        num_parameters: of the whole model.
-        world: data-parallel processes.
-        parameters: on the device: whole, or this process's shards if they are gathered before use.
-        buffers: of the module.
-        gradients: kept until the step.
+        num_parameters: number of parameters of the whole model.
+        world: number of data-parallel processes.
+        parameters: model parameters on the device: whole, or this process's shards if they are gathered before use.
+        buffers: the module's buffers.
+        gradients: gradients that are kept until the step.
         optimizer: master weights and moments of the elements that the device updates.
         passing: the most that exists for a short time only: units that are gathered, and gradients on their way.
         host_parameters: shards in host memory.

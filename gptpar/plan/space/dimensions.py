@@ -15,6 +15,7 @@ TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_mod
 EXPERT = "parallel.expert_model_parallel_size"
 CONTEXT, CONTEXT_WAY = "parallel.context_parallel_size", "parallel.cp_comm_type"
 WAYS = ("a2a", "allgather")
+"""Values of ``--cp-comm-type`` but ``auto``."""
 VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
 LAYERS_PER_VIRTUAL_STAGE = "parallel.num_layers_per_virtual_pipeline_stage"
 PARTITION = "parallel.pipeline_partition_method"

@@ -82,7 +82,7 @@ _ACTIVATION_AGAIN, _MLP_AGAIN = _selective("layernorm", "mlp_act"), _selective("
 
 
 def _recomputed(num_layers: int) -> tuple[Option, ...]:
-    """What a search on one GPU may recompute, the cheapest first, and of which blocks the host keeps what is left."""
+    """The ways of recomputation that a search on one GPU tries, the cheapest first; the host may keep the rest."""
     some = [count for count in dict.fromkeys(-(-num_layers * i // 4) for i in (1, 2, 3, 4)) if count]
     return (
         UNCHANGED,

@@ -43,7 +43,7 @@ class ContextSplit:
     """Which of a sample's tokens a rank has.
 
     Attributes:
-        size, rank: of the context axis, and this process's position on it.
+        size, rank: size of the context axis, and this process's position on it.
         gathers: whether keys and values are gathered, for which tokens are balanced.
     """
 

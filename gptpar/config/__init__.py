@@ -115,7 +115,7 @@ def complete(flags: Flags) -> Config:
     """The configuration that flags say.
 
     Args:
-        flags: as ``derive`` returns them, without problems.
+        flags: the flags that ``derive`` returned without problems.
 
     Raises:
         TypeError: a field that must be known is open.

@@ -92,7 +92,7 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     """Fill what can be filled.
 
     Args:
-        flags: as typed.
+        flags: the flags as typed.
         world_size: number of processes the run will have.
 
     Returns:

@@ -16,10 +16,10 @@ class ScheduleLengths:
     """All in samples, or in tokens where one of the flags that count tokens is given.
 
     Attributes:
-        warmup: until the peak rate.
-        decay: until the lowest rate, warm-up included.
-        tail: of WSD's decay, which ends where ``decay`` does.
-        total: of the run.
+        warmup: length until the peak rate.
+        decay: length until the lowest rate, warm-up included.
+        tail: length of WSD's decay, which ends where ``decay`` does.
+        total: length of the run.
     """
 
     warmup: float

@@ -119,7 +119,7 @@ class BlendedDataset:
         return dataset, int(recent[2][place]) % self._sizes[dataset]
 
     def describe(self, index: int) -> str:
-        """Where a sample comes from, for messages."""
+        """The origin of a sample, for messages."""
         dataset, inner = self.locate(index)
         return f"{self.datasets[dataset].describe(inner)} (sample {index} of the blend)"
 

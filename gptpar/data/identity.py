@@ -21,7 +21,7 @@ def blend_of(data_path: Sequence[str]) -> list[dict[str, Any]]:
     """`prefix` and normalised `weight` of each corpus of a ``--data-path`` list; ``None`` in one without weights.
 
     Raises:
-        DataError: as `parse_data_path`.
+        DataError: see `parse_data_path`.
     """
     prefixes, weights = parse_data_path(data_path)
     fractions = [None] * len(prefixes) if weights is None else normalize(weights).tolist()
@@ -32,7 +32,7 @@ def blend_identity(data_path: Sequence[str]) -> list[dict[str, Any]]:
     """`blend_of` with each corpus's identity; its prefix is for messages alone, because folders move.
 
     Raises:
-        DataError: as `blend_of`.
+        DataError: see `blend_of`.
         OSError: a file cannot be read.
     """
     return [{**corpus, **corpus_identity(corpus["prefix"])} for corpus in blend_of(data_path)]

@@ -151,7 +151,7 @@ class IndexCache:
 
 
 def _write_array(file: IO[bytes], values: np.ndarray) -> None:
-    """As np.save, whose error on a full disk does not say that the disk is full."""
+    """Save an array as np.save does, whose error on a full disk does not say that the disk is full."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
     file.write(values.data)
 

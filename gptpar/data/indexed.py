@@ -60,7 +60,7 @@ class TokenFile:
 
     Args:
         path: a file of whole numbers.
-        dtype: of the numbers.
+        dtype: the numbers' dtype.
 
     Raises:
         DataError: from reading, if the file has become shorter.

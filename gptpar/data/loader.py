@@ -19,7 +19,7 @@ from gptpar.errors import DataError
 
 NUM_START_UP_CHECKS = 8
 TOKENS_LOOKED_AT = 1 << 22
-"""At most so many tokens are read to know the documents, if samples are long."""
+"""Number of tokens that are read at most to estimate the documents, if samples are long."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class BatchLoader:
         eod, rules: see make_micro_batch; the rules are reset_position_ids, reset_attention_mask and eod_mask_loss.
 
     Attributes:
-        documents: of a few samples, if tokens see their own document only.
+        documents: the documents of a few samples, if tokens see their own document only.
 
     Raises:
         DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the

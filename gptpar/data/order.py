@@ -131,7 +131,7 @@ def make_order(name: OrderName, num_samples: int, seed: int = 0, *, data_shardin
     """The order of a `--dataloader-type`.
 
     Args:
-        seed: of the cyclic order; Megatron's sharded one knows only the epoch.
+        seed: seed of the cyclic order; Megatron's sharded order depends on the epoch alone.
         data_sharding: whether the cyclic order is Megatron's, which depends on dp_size and micro_batch_size.
 
     Raises:

@@ -222,7 +222,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 
 
 class Output:
-    """Where the encoded documents go, in order."""
+    """Receives the encoded documents, in order."""
 
     def __init__(self, writers: list[IndexedDatasetWriter], progress: CorpusProgress, bad: BadLines):
         self._writers, self._progress, self._bad = writers, progress, bad

@@ -118,7 +118,7 @@ def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterato
 def read_parts(
     files: Sequence[str], keys: Sequence[str], cut: Cut | None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[TextBlock | Part]:
-    """As `read_blocks`, but a line or a text file that is too long for memory is read in parts.
+    """Read blocks as `read_blocks` does, but a line or a text file that is too long for memory in parts.
 
     Args:
         keys: the keys of a JSON line whose texts are read.

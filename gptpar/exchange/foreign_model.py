@@ -26,7 +26,7 @@ class ForeignModel:
     """A model whose files have been opened; each tensor is there and has the right shape.
 
     Attributes:
-        meta: of the checkpoint to be made; with ``progress`` a run can go on from it.
+        meta: the meta data of the checkpoint to be made; with ``progress`` a run can go on from it.
         write: writes all tensors of the checkpoint.
         tokenizer: name -> contents of the tokenizer's files.
         keep: copies what a later export gives back into the new folder of checkpoints.
@@ -43,8 +43,8 @@ def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str, 
 
     Args:
         source: the program that it comes from.
-        identity: of the tokenizer, as far as it is known: ``vocab_size``, the number of its token ids, and ``sha256``
-            of its files, as ``digests_of`` gives them.
+        identity: the tokenizer's identity, as far as it is known: ``vocab_size``, the number of its token ids, and
+            ``sha256`` of its files, as ``digests_of`` gives them.
     """
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
@@ -63,7 +63,7 @@ class Finite:
         """Note what is wrong with elements of a tensor; a piece that is read again counts once.
 
         Args:
-            name: of the tensor in its file.
+            name: the tensor's name in its file.
             start: number of the first element.
         """
         if values.numel() and not all(torch.isfinite(end) for end in torch.aminmax(values)):  # which pass on NaN

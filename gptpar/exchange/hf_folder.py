@@ -88,7 +88,7 @@ class HfModel:
 
     Attributes:
         kind: its ``model_type``.
-        fields: of its ``config.json``.
+        fields: the fields of its ``config.json``.
         parameters: our global name -> transformers' tensors that make up the parameter, each with its source; all of
             the model's but those that keep their initial values.
     """

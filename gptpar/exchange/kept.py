@@ -33,7 +33,7 @@ class Kept:
     """The kept files.
 
     Attributes:
-        fields: of ``config.json``.
+        fields: the fields of ``config.json``.
         headers: file name -> the header of a weight file.
         tensors: name -> what the headers say of it.
     """

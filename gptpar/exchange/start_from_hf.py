@@ -158,7 +158,7 @@ def start_from_hf(
     """Give a new run a Hugging Face model's weights; every process calls it and reads the parameters that it holds.
 
     Args:
-        weights: by our global name.
+        weights: our global name -> weight.
         kept_with: the folder of checkpoints beside which this process keeps the model's other files.
         mixture: the model of the run, if the folder's is dense and its MLPs become experts.
 

@@ -42,7 +42,7 @@ class HeadNorm(NamedTuple):
 
     Attributes:
         factor_K: what normalised numbers are multiplied by.
-        bias_K: of LayerNorm; ``None``: RMSNorm.
+        bias_K: LayerNorm's bias; ``None``: RMSNorm.
     """
 
     factor_K: torch.Tensor

@@ -68,9 +68,9 @@ def seed_fields(
 
     Args:
         layers: names of layers.
-        seed: the run's.
+        seed: the run's seed.
         place: the micro-batch's position in the global batch.
-        device: the model's.
+        device: the model's device.
         rows: see :class:`LayerSeeds`.
     """
     seeds = [[seed_of(seed, "dropout", iteration, place, layer, kind) for kind in KINDS] for layer in layers]

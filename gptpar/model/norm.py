@@ -32,7 +32,7 @@ class Norm(nn.Module):
 
     Args:
         length: elements of the weight on this rank.
-        placement: of the weight.
+        placement: the weight's placement.
         eps: added to the variance.
         from_one: whether the parameter is the factor less one.
 
@@ -76,7 +76,7 @@ class LayerNorm(Norm):
 
     @property
     def of_head(self) -> HeadNorm:
-        """As in :class:`Norm`."""
+        """Same shape as ``x``; see :class:`Norm`."""
         return HeadNorm(self.factor, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ NORMS: dict[str, type[Norm]] = {
     "LayerNorm": LayerNorm,
     "RMSNorm": RMSNorm,
 }
-"""By the names of ``--normalization``."""
+"""Value of ``--normalization`` -> class."""
 
 
 def norm_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def make_norm(config: ModelConfig, width: int, placement: Placement, *, fused: t
     """The norm of a model.
 
     Args:
-        width: of what it normalises.
-        placement: of its parameters.
+        width: width of the vectors that it normalises.
+        placement: its parameters' placement.
         fused: takes LayerNorm's place; ``None``: nothing does.
     """
     kind = NORMS[config.normalization]

@@ -30,7 +30,7 @@ class ModelSpec:
     """A model, described for one tensor rank; nothing is built.
 
     Attributes:
-        layers: in the order of the forward pass.
+        layers: all layers, in the order of the forward pass.
         seq_length: tokens of a sample.
     """
 
@@ -44,7 +44,7 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """For every layer, the number of the first layer that is equal to it but for the name."""
+        """Number, for every layer, of the first layer that equals it but for the name."""
         firsts: list[int] = []
         kinds = []
         for number, spec in enumerate(self.specs):

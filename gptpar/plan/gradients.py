@@ -28,7 +28,7 @@ class GradientChoice:
 
     @property
     def reason(self) -> str:
-        """Both numbers, as a part of a sentence."""
+        """The needed and the free bytes, as a part of a sentence."""
         needed, free = format_bytes(round(self.needed)), format_bytes(round(self.free))
         return f"{needed} are expected to be needed with all gradients on the GPU, and {free} are available"
 

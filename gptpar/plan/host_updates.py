@@ -169,7 +169,7 @@ def waiting(
     """Seconds by which the CPU's updates prolong a step.
 
     Args:
-        layers: of a stage, in forward order.
+        layers: a stage's layers, in forward order.
         speculated: number of elements that have double buffers; these are the last ones.
         update: seconds from the end of the backward pass to the next forward pass, in which the device updates its own
             elements. The CPU knows the gradient's norm when they begin.

@@ -33,9 +33,9 @@ from gptpar.topology.mesh import COPIES, EXPERT, Mesh, copies_over
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
 Groups = Sequence[Sequence[tuple[int, ...]]]
-"""For each virtual stage of a stage: the groups of blocks, by number, that are recomputed together."""
+"""Groups of blocks, by number, that are recomputed together, for each virtual stage of a stage."""
 BUFFERS_OF_GATHERED = 4
-"""In backward attention holds the gathered keys and values, their gradients, the sum of these, and its copy to send."""
+"""Buffers in attention's backward pass: gathered keys and values, their gradients, the sum, its copy to send."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Job:
         return self.gradients_leave_at_once and self.config.batch.adds_gradients(self.mesh.world_size)
 
     def gradient_lengths(self, part: StagePart) -> list[int]:
-        """For each of a stage's layers: the most elements whose gradients can go to the CPU."""
+        """Number of elements, for each of a stage's layers, whose gradients can go to the CPU at most."""
         return [self.unit(number).shard_length for number in part.layers]
 
     def num_offloaded_units(self, part: StagePart) -> int:
@@ -289,7 +289,7 @@ class Job:
         return offloaded_blocks(sorted(self.layers.blocks), count) if count else frozenset()
 
     def bytes_to_host(self, part: StagePart) -> list[float]:
-        """For each of a stage's virtual stages: bytes of a micro-batch's activations that the host keeps."""
+        """Bytes of a micro-batch's activations that the host keeps, for each of a stage's virtual stages."""
         if not self.offloaded and not self.config.recompute.checkpoint_in_cpu:
             return [0.0] * len(part.virtual_stages)
         if not self.offloaded:
@@ -351,7 +351,7 @@ def _device_state_bytes(table: ParameterTable, updates: tuple[Update, ...], size
 
 @lru_cache(maxsize=512)
 def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """As :func:`~gptpar.pipeline.layer_split.split_model`.
+    """The assignment of a model's layers to stages, as :func:`~gptpar.pipeline.layer_split.split_model` makes it.
 
     Raises:
         ConfigError: the model cannot be divided like that.

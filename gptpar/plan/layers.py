@@ -32,7 +32,7 @@ class Layers:
         groups: the parameters' groups.
 
     Attributes:
-        groups: as given.
+        groups: the parameters' groups, as given.
         kinds: for every layer, the number of the first one that is equal but for its name: its cost is the same, and so
             are the groups of its parameters.
         blocks: numbers of the blocks, which can be recomputed.

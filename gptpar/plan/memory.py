@@ -121,7 +121,7 @@ class _Peak:
 
     Attributes:
         leaving: gradients that go to the host.
-        activations: those that are still kept; ``None``: all.
+        activations: saved activations that are still kept; ``None``: all.
         buffers: see :class:`RankMemory`.
     """
 
@@ -187,7 +187,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
 
 
 def _peaks(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Peak]:
-    """The peaks when gradients on their way to the host, activations and buffers may be most.
+    """The instants at which gradients on their way to the host, activations and buffers may take most memory.
 
     Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
     copied; a sum over micro-batches does so where it was summed. The device keeps the first layers: when all of the
@@ -195,7 +195,7 @@ def _peaks(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float])
     there together with all activations.
 
     Args:
-        groups: of blocks that are recomputed together.
+        groups: the groups of blocks that are recomputed together.
         kept: block -> bytes of a micro-batch's activations.
     """
     size = job.offloaded_gradient_size

@@ -43,8 +43,8 @@ class ModuleMemory:
         host_parameters: shards in host memory.
         host_optimizer: master weights and moments of the elements that the CPU updates.
         host_transfers: pinned memory for copies between device and host.
-        double_buffers: for updates before the gradient's norm is known. With ``"speculation": "auto"`` a run makes as
-            many as free host memory allows, and they do not count in :attr:`host`.
+        double_buffers: buffers for updates before the gradient's norm is known. With ``"speculation": "auto"`` a run
+            makes as many as free host memory allows, and they do not count in :attr:`host`.
         double_buffers_count: whether they count in :attr:`host`.
         on_disk: optimizer state in files.
     """

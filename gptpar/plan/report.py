@@ -36,7 +36,7 @@ def plan_text(plan: Plan, remedies: Sequence[Plan]) -> str:
     """Everything about one plan.
 
     Args:
-        remedies: of a plan that does not fit (:func:`gptpar.plan.remedies.remedies`).
+        remedies: what would make a plan fit that does not (:func:`gptpar.plan.remedies.remedies`).
     """
     return "\n".join(
         [

@@ -95,7 +95,7 @@ class GuardedStream:
 
     Args:
         stream: stdout or stderr.
-        name: of the stream, for messages.
+        name: the stream's name in messages.
         warn: takes a sentence, once.
     """
 

@@ -21,7 +21,7 @@ class RecordFile:
     """A file that grows by whole records. Records that cannot be written wait in memory until a :meth:`flush` succeeds.
 
     Args:
-        path: of the file; it is made at the first flush if missing, with its folder.
+        path: the file's path; if missing, it is made at the first flush, with its folder.
         prepare: prepares an existing file before it is first opened; if this fails, the next flush calls it again.
         header: the beginning of a new file.
         queue_size: number of records that are kept in memory before they are written.
@@ -88,7 +88,7 @@ class RecordFile:
         """Write the waiting records and close the file.
 
         Raises:
-            OSError: as :meth:`flush`; also if the file was removed, even if a new one now holds what waited.
+            OSError: see :meth:`flush`; also if the file was removed, even if a new one now holds what waited.
         """
         try:
             self.flush()

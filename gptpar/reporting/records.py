@@ -54,7 +54,7 @@ class IterationRecord:
         lm_loss: None when every iteration was skipped.
         grad_norm: before clipping; None when it is not computed.
         num_skipped, num_nan: iterations since the last record that took no step, or had a NaN loss.
-        tflops_per_gpu: by Megatron-LM's formula.
+        tflops_per_gpu: TFLOP/s of a GPU by Megatron-LM's formula.
         mfu, mfu_causal: fractions of the peak, counting full and causal attention; None without a known peak.
         progress: finished fraction of the run, from 0 to 1.
         eta_s: seconds to the end of the run.
@@ -105,10 +105,10 @@ class TaskScores:
 
     Attributes:
         task: its name.
-        scores: by name: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``; or ``bits_per_byte`` and
-            ``byte_perplexity``.
+        scores: name -> score: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``; or ``bits_per_byte``
+            and ``byte_perplexity``.
         num_tokens: tokens that the model read, without padding.
-        seconds: that the evaluation took.
+        seconds: seconds that the evaluation took.
     """
 
     task: str

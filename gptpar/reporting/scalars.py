@@ -34,7 +34,7 @@ class ScalarOptions:
 
     Attributes:
         interval: iterations from one written record to the next.
-        log_timers: also time, TFLOP/s, tokens/s and MFU of an iteration.
+        log_timers: whether time, TFLOP/s, tokens/s and MFU of an iteration are logged, too.
     """
 
     interval: int = 1

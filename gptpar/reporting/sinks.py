@@ -31,7 +31,7 @@ _TENSORBOARD = ("--tensorboard-dir", "tensorboard")
 _WANDB = ("--wandb-project", "gptpar[wandb]")
 
 TENSORBOARD_FLUSH_SECONDS = 120.0
-"""As TensorBoard's own writer does."""
+"""Seconds between writes of the event file, as in TensorBoard's own writer."""
 
 
 class Sink:
@@ -124,7 +124,7 @@ class TensorBoardSink(_ScalarSink):
     TensorBoard's own writer is not used: it writes in a thread, which a full disk ends for good.
 
     Args:
-        folder: of the event files.
+        folder: folder of the event files.
         options: which scalars are written, and how often.
         world_size: number of processes.
         queue_size: number of events that are kept in memory before they are written to disk.
@@ -215,7 +215,7 @@ class WandbSink(_ScalarSink):
     """Logs to Weights & Biases under the same names; with WANDB_MODE=offline it needs no network.
 
     Args:
-        folder: of its local files.
+        folder: folder of its local files.
         options: which scalars are logged, and how often.
         world_size: number of processes.
         place: the project and, where given, the run's name, entity and group, under wandb's own names.
@@ -309,7 +309,7 @@ def make_sinks(
     Args:
         csv_loss_scale: whether the CSV files have a curve of the loss scale.
         wandb: see :class:`WandbSink`.
-        wandb_folder: for its own files; by default the run's folder.
+        wandb_folder: folder of its own files; by default the run's folder.
 
     Raises:
         ConfigError: a sink's package is not installed.

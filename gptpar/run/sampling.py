@@ -24,7 +24,7 @@ class Sampling:
         top_k: choose among the k likeliest only; 0 among all.
         top_p: choose among the fewest likeliest whose probabilities add up to p (Holtzman et al. 2019), after top_k.
         stop_at: end after this id.
-        seed: of each prompt, so that its continuation does not depend on the other prompts.
+        seed: seed of each prompt, so that its continuation does not depend on the other prompts.
         use_cache: keep keys and values. Without it each token is computed from the whole context anew.
     """
 
@@ -58,7 +58,7 @@ class Continuation:
     """A prompt and what has been added to it.
 
     Attributes:
-        tokens: of both; must not be empty.
+        tokens: number of tokens of both; must not be 0.
         is_complete: nothing more is added. Whoever reads the tokens may set it, too.
     """
 
@@ -121,7 +121,7 @@ class _Decoder:
         return [together[number] if number in fits else self._whole(texts[number].tokens, None) for number in alive]
 
     def _whole(self, tokens: Sequence[int], row: int | None) -> torch.Tensor:
-        """From all tokens of a context; they begin a row of the cache, if there is one for them."""
+        """The logits after all tokens of a context; they begin a row of the cache, if there is one for them."""
         self.place.rows = None if row is None else slice(row, row + 1)
         self.place.positions_BS = None
         return self._forward(torch.tensor([tokens[-self.context :]]))[-1]

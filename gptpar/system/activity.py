@@ -47,8 +47,8 @@ class Activity:
     slot is valid. Each note is written to the other slot, so that a death never leaves half a note.
 
     Args:
-        rank: of this process, for the record's name and for messages.
-        folder: of the record; ``None``: the note stays in this process.
+        rank: this process's rank, for the record's name and for messages.
+        folder: the record's folder; ``None``: the note stays in this process.
 
     Attributes:
         doing: the last note.

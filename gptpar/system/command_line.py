@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)), None)
 
     def dest_of(self, flag: str | None) -> str:
-        """Where this parser puts the value of one of its flags; empty for any other."""
+        """Name under which this parser stores the value of one of its flags; empty for any other."""
         action = self._option_string_actions.get(flag or "")
         return "" if action is None else action.dest
 

@@ -17,7 +17,7 @@ def available_memory(root: Path = Path("/")) -> int:
     that the group uses and cannot reclaim.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
     """
     free = of_system(root, "MemAvailable")
     return 0 if free is None else max(0, min([free, *_free_in_groups(root)]))
@@ -73,7 +73,7 @@ def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     A machine may have both versions. A folder need not exist.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
         controller: ``"memory"`` or ``"cpu"``.
 
     Yields:

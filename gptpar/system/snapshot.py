@@ -63,7 +63,7 @@ class Snapshot:
         more: whether :meth:`hold` and :meth:`add` follow.
 
     Attributes:
-        room: as given.
+        room: the memory for copies, as given.
         waited_s: seconds for which overwriting had to wait, or copied by itself, or a step waited for :meth:`hold`.
         most_kept: bytes of host memory that copies, and blocks given in exchange, took at most.
         closed: set once the save reads no longer.

@@ -101,7 +101,7 @@ class ParallelConfig(Generic[Open]):
         queries. By allgather keys and values twice, to everyone, and their gradients.
 
         Args:
-            num_heads, num_groups: of query heads, and of key/value heads.
+            num_heads, num_groups: numbers of query heads and of key/value heads.
         """
         size, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         heads, groups = num_heads // tensor, num_groups // tensor

@@ -89,7 +89,7 @@ def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
     """What needs the host in the middle of a step, each as a part of a sentence.
 
     Args:
-        num_copies: of the model's weights, on the data and context axes.
+        num_copies: number of copies of the model's weights, on the data and context axes.
     """
     if config.model.has_dropout:
         yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"

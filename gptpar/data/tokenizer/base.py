@@ -188,7 +188,7 @@ def joined(ids: Iterable[int], bytes_of: Sequence[bytes]) -> str:
     """The text of tokens that are bytes; an id that does not exist becomes U+FFFD.
 
     Args:
-        bytes_of: of each id.
+        bytes_of: each id's bytes.
     """
     unknown = REPLACEMENT.encode()
     return b"".join(bytes_of[i] if 0 <= i < len(bytes_of) else unknown for i in ids).decode("utf-8", "replace")

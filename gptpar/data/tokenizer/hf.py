@@ -108,7 +108,7 @@ def load_tokenizer_json(content: bytes, name: str) -> Any:
     """A tokenizer of the `tokenizers` library that takes no special tokens from a text.
 
     Args:
-        name: of the file, for messages.
+        name: the file's name in messages.
 
     Raises:
         TokenizerError: the library is not installed, or refuses the file.
@@ -137,7 +137,7 @@ def _errors_told(what: str) -> Iterator[None]:
 
 
 def _renamed(content: bytes, names: Collection[str]) -> bytes:
-    """The same tokenizer with names of tokens that no text can hold; all ids stay.
+    """The tokenizer with other names of special tokens, which no text can hold; all ids stay.
 
     A vocabulary finds a special token's name in a text where the model looks for whole words (WordLevel), or for the
     likeliest pieces (Unigram).

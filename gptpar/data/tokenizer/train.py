@@ -124,9 +124,9 @@ def train_file(
     """Train on the inputs' documents and write the model to `output`; returns a summary for the user.
 
     Args:
-        key: of the texts in JSON lines.
+        key: the key of texts in JSON lines.
         sample_bytes: UTF-8 bytes of the documents' text that are used.
-        seed: of their choice.
+        seed: seed of their choice.
 
     Raises:
         DataError: the inputs cannot be read or hold no text.

@@ -48,7 +48,7 @@ class TensorInfo:
     """What a file says of a tensor.
 
     Attributes:
-        dtype: the format's word for it.
+        dtype: the number format, in the file format's word.
     """
 
     dtype: str
@@ -73,7 +73,7 @@ class SafetensorsFile:
 
     Attributes:
         header: the JSON text, with the blanks that fill it up.
-        tensors: by name.
+        tensors: name -> tensor.
     """
 
     path: Path

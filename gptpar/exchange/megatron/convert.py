@@ -119,7 +119,7 @@ def _require_proportion(path: Path, num_bytes: int) -> None:
     """Many names may share the bytes of one tensor, and padding takes none: a small folder could fill any disk.
 
     Args:
-        num_bytes: of the checkpoint to be made.
+        num_bytes: size of the checkpoint to be made.
 
     Raises:
         CheckpointError: the folder has far fewer bytes.

@@ -38,8 +38,9 @@ class Family:
     Attributes:
         flags: a ``config.json`` -> flags.
         fields: a model -> its ``config.json`` in this family, without ``model_type`` and ``vocab_size``.
-        names: of its weights.
-        packed_names: of its weights where ``quantization_config`` says that some are in MXFP4; ``None``: none can be.
+        names: names of its weights.
+        packed_names: names of its weights if ``quantization_config`` says that some are in MXFP4; ``None``: none can
+            be.
     """
 
     flags: Callable[[HfConfig], ModelFlags]

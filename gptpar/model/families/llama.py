@@ -20,7 +20,7 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
     """The flags that the family's models share.
 
     Args:
-        rope_theta, norm_eps: the family's defaults.
+        rope_theta, norm_eps: the family's default values.
         **options: further flags.
     """
     gate, positions = config.gate("hidden_act"), config.rotary(rope_theta)

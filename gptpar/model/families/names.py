@@ -97,7 +97,7 @@ class HfTensor:
         name: transformers' name.
         ours: global name of our parameter that holds it.
         place: its place in that parameter.
-        shape: in transformers.
+        shape: the tensor's shape in transformers.
     """
 
     name: str

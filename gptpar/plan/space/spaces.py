@@ -17,6 +17,7 @@ from gptpar.topology.mesh import Mesh
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_STAGES = (1, 2, 4)
 MAX_STAGES = 64
+"""Sizes of a micro-batch, numbers of a rank's virtual stages, and most stages that a search tries."""
 MIN_CONTEXT_TOKENS = 2048
 """The fewest tokens of a sample that a search gives a context rank; fewer are left to the data axis."""
 ONE_GPU_TOKENS = 1 << 18

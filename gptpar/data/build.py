@@ -16,6 +16,7 @@ from gptpar.errors import DataError
 
 SPLIT_NAMES = ("train", "valid", "test")
 ENTROPY_CHUNK = 1 << 22
+"""Number of tokens that are counted at a time."""
 Sources = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 
 
@@ -70,7 +71,7 @@ def build_train_valid_test(
         num_samples: number of samples of train, valid and test; None: one pass over the data. Several corpora without
             weights are never repeated, so they may give fewer.
         spec: what the three have in common.
-        data_path: one list of prefixes, or of weight prefix pairs, cut into three by `split`.
+        data_path: one list of prefixes, or of weight prefix pairs, cut into three by ``split``.
         split_data_paths: three such lists instead, each used whole; None for a split without data.
         split: weights of train, valid and test, such as "969,30,1".
         split_rule: Megatron's present ("mcore") or former ("legacy") rule for ranges and blend sizes.
@@ -129,7 +130,7 @@ def _mock(which: int, wanted: int | None, spec: SampleSpec, vocab_size: int) -> 
 
 @dataclass(frozen=True)
 class _Source:
-    """Builds one split from a list of prefixes; if `cut` is None, each corpus is used whole."""
+    """Builds one split from a list of prefixes; if ``cut`` is None, each corpus is used whole."""
 
     spec: SampleSpec
     which: int

@@ -21,11 +21,14 @@ from gptpar.data.splits import SequenceRange
 from gptpar.errors import DataError
 
 PAD = -1
+"""The token id of padding behind the corpus's end."""
 BLOCK = 256  # documents per stored token count
 SCAN_BLOCKS = 4096  # blocks summed together, which bounds the memory of that pass
 MIN_CACHED_ENTRIES = 4_000_000  # smaller indices are built faster than a file is found
 ARRAYS = ("documents", "block_starts", "shuffle")
+"""Names of the arrays of :func:`build_index`."""
 CACHE_FORMAT = 2
+"""Version of the cached arrays; another one is not read."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class GPTDataset:
         add_extra_token: 1 if a sample's last label is the following token, 0 if samples do not overlap.
         split_name: the split's name in messages.
         drop_last: False keeps a last, padded sample (Megatron offers this for validation).
-        cache_dir: folder of the index cache, used from about 4 million entries on; None: `cache` beside the
+        cache_dir: folder of the index cache, used from about 4 million entries on; None: ``cache`` beside the
             corpus.
 
     Raises:
@@ -219,7 +222,7 @@ class GPTDataset:
         return tokens
 
     def boundary(self, sample: int) -> tuple[int, int]:
-        """Row `sample` of Megatron's sample index: (place among the shuffled documents, offset in that document).
+        """Row ``sample`` of Megatron's sample index: (place among the shuffled documents, offset in that document).
 
         A boundary lies in the document that holds the previous sample's last token.
         """

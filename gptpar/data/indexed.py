@@ -1,4 +1,4 @@
-"""Reads and writes Megatron's tokenized corpus: `<prefix>.bin` has the tokens, `<prefix>.idx` each sequence's place.
+"""Reads and writes Megatron's token corpus: ``<prefix>.bin`` has the tokens, ``<prefix>.idx`` each sequence's place.
 
 The .idx file is little-endian and without padding: magic, u64 version, u8 dtype code, u64 S sequences, u64 D document
 entries, int32[S] lengths in tokens, int64[S] byte offsets into .bin, int64[D] document index (document k holds the
@@ -98,7 +98,7 @@ class IndexedDataset:
         lengths: int32[S], tokens per sequence.
         offsets: int64[S], byte offset of each sequence in the .bin file.
         document_index: int64[D], first sequence of each document, ending with S.
-        tokens: all tokens of the corpus, one after the other, in `dtype`.
+        tokens: all tokens of the corpus, one after the other, in ``dtype``.
 
     Raises:
         DataError: a file is missing, is no corpus, or is too short or too long, or its arrays contradict each other.
@@ -207,7 +207,7 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a corpus to temporary files beside `<prefix>`, and publishes both files when the corpus is complete.
+    """Writes a corpus to temporary files beside ``<prefix>``, and publishes both files when the corpus is complete.
 
     Use it as a context manager (an exception removes the temporary files) or call finalize(). Memory use does not
     depend on the number of documents: the index is kept in files without a name, which vanish with the process.
@@ -287,7 +287,7 @@ class IndexedDatasetWriter:
             shutil.copyfileobj(source, self._bin, 1 << 24)
 
     def finalize(self) -> None:
-        """Publish `<prefix>.bin`, then `<prefix>.idx`.
+        """Publish ``<prefix>.bin``, then ``<prefix>.idx``.
 
         An index already there is removed first, so that it is never seen beside the new tokens.
 

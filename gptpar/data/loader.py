@@ -18,6 +18,7 @@ from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
 
 NUM_START_UP_CHECKS = 8
+"""Number of samples that are checked at the start."""
 TOKENS_LOOKED_AT = 1 << 22
 """Number of tokens that are read at most to estimate the documents, if samples are long."""
 
@@ -169,7 +170,7 @@ class BatchLoader:
         return [(start, min(global_batch_size, total - start)) for start in range(0, total, global_batch_size)]
 
     def fetch(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the global batch that starts at `consumed_samples`.
+        """This rank's micro-batches of the global batch that starts at ``consumed_samples``.
 
         The result depends on the arguments alone. Consecutive batches of one size are quick, because the following
         batch is read in advance.

@@ -310,7 +310,7 @@ def shards_of(
 ) -> dict[str, list[str]]:
     """Names of tensors by weight file, which has transformers' name.
 
-    A file has one tensor, and further ones while it stays within `max_bytes`.
+    A file has one tensor, and further ones while it stays within ``max_bytes``.
 
     Args:
         sizes: a tensor's name -> its bytes.

@@ -27,6 +27,7 @@ from gptpar.topology.initial_values import seed_of
 
 EMBEDDINGS, PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT = range(4)
 KINDS = ("embeddings", "attention probabilities", "attention output", "MLP output")
+"""What dropout is applied to in a layer; the constants above are positions in this list."""
 NO_SEEDS = "dropout needs its layer's seeds: see gptpar.model.dropout.seed_fields"
 
 

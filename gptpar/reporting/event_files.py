@@ -21,6 +21,7 @@ from gptpar.system.files import atomic_output, open_regular
 
 _LENGTH = struct.Struct("<Q")
 _HEADER, _FOOTER = 12, 4
+"""Bytes before and behind an event: its length with a checksum, and the event's checksum."""
 _OVER_SAMPLES = SAMPLES_SUFFIX.encode()
 
 

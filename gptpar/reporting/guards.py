@@ -16,7 +16,7 @@ from gptpar.reporting.sinks import Sink
 
 
 def print_warning(sentence: str) -> None:
-    """The default `warn`: one line on stderr."""
+    """The default ``warn``: one line on stderr."""
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -31,6 +31,7 @@ TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 """A file with a hole may claim a line of a terabyte."""
 _SUMMED = re.compile(r'(.*), "crc32": "([^"]*)"\}\s*', re.DOTALL)
+"""A line with its checksum."""
 
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_WAITING_BYTES = 64 << 20
+"""Bytes of records that wait at most for a file that cannot be written; further ones are dropped."""
 
 
 class RecordDropped(OSError):

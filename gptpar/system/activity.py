@@ -22,6 +22,7 @@ More than ``command_line.OTHERS_FIRST_SECONDS``, for which a failing worker may 
 """
 
 SLOT_BYTES = 255
+"""Bytes of one of the two texts in a process's record."""
 START = "start-up"
 COUNTED_BYTES = 2**20
 """Fewer bytes are no sign of life: a thread that polls a small file reads them, too."""

@@ -145,7 +145,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Call a verb's `main` and return its exit status.
+    """Call a verb's ``main`` and return its exit status.
 
     An error that the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr
     and status 1, or the error's own status. After a signal that asks to stop, the status is 128 plus its number.

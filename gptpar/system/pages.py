@@ -11,6 +11,7 @@ import mmap
 import torch
 
 HUGE_BYTES = 2 << 20
+"""Bytes of a huge page on x86-64 and most ARM systems."""
 LINE_BYTES = 64  # of the caches
 
 

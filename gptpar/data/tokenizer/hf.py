@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer.json files, run by the `tokenizers` library."""
+"""Hugging Face tokenizer.json files, run by the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DECLARING = ("tokenizer_config.json", "special_tokens_map.json")
 class HFTokenizer(Tokenizer):
     """A tokenizer.json, or a local folder that holds one. Nothing is downloaded.
 
-    `eod` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only
-    well-known name (COMMON_EOD) in the vocabulary; `bos` is their bos_token, with which documents begin. Special tokens
-    written in a text are encoded as ordinary characters. None are added, except that a prompt begins with `bos` where
-    the file's own rule puts it before each text.
+    ``eod`` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only
+    well-known name (COMMON_EOD) in the vocabulary; ``bos`` is their bos_token, with which documents begin. Special
+    tokens written in a text are encoded as ordinary characters. None are added, except that a prompt begins with
+    ``bos`` where the file's own rule puts it before each text.
     """
 
     name = "HFTokenizer"
@@ -105,7 +105,7 @@ class HFTokenizer(Tokenizer):
 
 
 def load_tokenizer_json(content: bytes, name: str) -> Any:
-    """A tokenizer of the `tokenizers` library that takes no special tokens from a text.
+    """A tokenizer of the ``tokenizers`` library that takes no special tokens from a text.
 
     Args:
         name: the file's name in messages.

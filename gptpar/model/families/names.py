@@ -163,7 +163,7 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
 
 
 def _merged(shape: tuple[int, ...], first: int, num_dims: int) -> tuple[int, ...]:
-    """A shape whose dims from `first` on are merged until `num_dims` are left."""
+    """A shape whose dims from ``first`` on are merged until ``num_dims`` are left."""
     first = first % len(shape)
     stop = first + len(shape) - num_dims + 1
     return (*shape[:first], prod(shape[first:stop]), *shape[stop:])

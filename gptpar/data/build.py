@@ -93,7 +93,9 @@ def build_train_valid_test(
         if wanted == 0:
             continue
         if mock_vocab_size is not None:
-            built[which] = _mock(which, wanted, spec, mock_vocab_size)
+            if wanted is None:
+                raise DataError("mock data have no natural end; ask for a number of samples")
+            built[which] = MockDataset(wanted, spec.seq_length, mock_vocab_size, spec.seed, which)
         elif path is not None:
             cut = split if data_path is not None else None
             source = _Source(spec, which, cut, split_rule, drop_last_valid or which != 1, corpora)
@@ -120,12 +122,6 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
         counts[: len(found)] += found
     frequencies = counts[counts > 0] / max(counts.sum(), 1)
     return float(-(frequencies * np.log(frequencies)).sum())
-
-
-def _mock(which: int, wanted: int | None, spec: SampleSpec, vocab_size: int) -> MockDataset:
-    if wanted is None:
-        raise DataError("mock data have no natural end; ask for a number of samples")
-    return MockDataset(wanted, spec.seq_length, vocab_size, spec.seed, which)
 
 
 @dataclass(frozen=True)

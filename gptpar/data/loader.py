@@ -212,16 +212,14 @@ class BatchLoader:
         batch = self._assemble(self._read(indices))
         return batch.pin_memory() if self._pin_memory else batch
 
-    def _sample(self, index: int) -> np.ndarray:
-        return self._padding if index == NO_SAMPLE else self._dataset[index]
-
     def _read(self, indices: np.ndarray) -> np.ndarray:
-        samples_BT = np.stack([self._sample(index) for index in indices.tolist()])
+        dataset = self._dataset
+        samples_BT = np.stack([self._padding if i == NO_SAMPLE else dataset[i] for i in indices.tolist()])
         limit = self._vocab_size
         if limit is not None and (samples_BT.max() >= limit or samples_BT.min() < PAD):
             row, place = np.argwhere((samples_BT >= limit) | (samples_BT < PAD))[0]
             raise DataError(
-                f"{self._dataset.describe(int(indices[row]))} holds token id {samples_BT[row, place]} at place "
+                f"{dataset.describe(int(indices[row]))} holds token id {samples_BT[row, place]} at place "
                 f"{place}, outside the vocabulary of {limit:,}; the corpus was made with another tokenizer, or "
                 "--vocab-size is wrong"
             )

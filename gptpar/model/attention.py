@@ -203,7 +203,8 @@ class Attention(nn.Module):
         scale = self.scale
         if self.has_distances:
             scale = scale or self.head_width**-0.5  # of the head without the channels for distances
-            slopes_H = self._slopes(q_BHSK)
+            first, num_heads = (count * self.queries_per_group for count in (self.first_group, self.num_groups))
+            slopes_H = head_slopes(first, q_BHSK.shape[1], num_heads, q_BHSK.device)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
         y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale, self.sinks)
         if self.has_distances:
@@ -286,11 +287,6 @@ class Attention(nn.Module):
     def _calls_by_document(self, batch: BatchShape) -> bool:
         """Whether attention is a call for each document (:func:`gptpar.model.core_attention.one_call_a_document`)."""
         return batch.document_lengths is not None and batch.device_type == "cpu" and self.dropout == 0
-
-    def _slopes(self, q_BHSK: torch.Tensor) -> torch.Tensor:
-        """slopes_H of this rank's query heads."""
-        first = self.first_group * self.queries_per_group
-        return head_slopes(first, q_BHSK.shape[1], self.num_groups * self.queries_per_group, q_BHSK.device)
 
     def _heads(self, qkv: torch.Tensor, seq_length: int) -> tuple[torch.Tensor, ...]:
         """(q_BHSK, k_BGSK, v_BGSK), and gate_BHSK if there are gates; normalised if the model normalises them."""

@@ -155,11 +155,6 @@ class Job:
         return float(length - table.on_device[shared])
 
     @property
-    def brings_parameters(self) -> bool:
-        """Whether a layer's weights are on the device only while it needs them."""
-        return self.zero_stage == 3 or self.config.offload.cpu_parameters
-
-    @property
     def token_splits(self) -> int:
         """Number of tensor ranks that divide the tokens between layers; 1 without sequence parallelism."""
         return self.mesh.tensor if self.config.parallel.sequence_parallel else 1

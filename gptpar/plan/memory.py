@@ -257,7 +257,9 @@ def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
 
 def _gathered(job: Job, layers: Iterable[int]) -> float:
     """Weights that ZeRO-3 has gathered, or that came from the host."""
-    return float(job.brings_parameters * sum(job.unit(number).length for number in layers) * job.element_size)
+    if job.zero_stage < 3 and not job.config.offload.cpu_parameters:
+        return 0.0
+    return float(sum(job.unit(number).length for number in layers) * job.element_size)
 
 
 def _end_buffers(job: Job, part: StagePart) -> float:

@@ -168,7 +168,7 @@ def _masters_are_parameters(
 
 def _held(units: Sequence[Unit], stays: bool) -> int:
     """Bytes of the units' parameters: whole if they stay, else this process's shards."""
-    return sum(map(_bytes if stays else _shard_bytes, units))
+    return sum(_bytes(unit) // (1 if stays else unit.shards) for unit in units)
 
 
 def _gathered(units: Sequence[Unit], stays: bool) -> int:
@@ -198,10 +198,6 @@ def _ring(table: ParameterTable, size: int) -> int:
 def _bytes(unit: Unit) -> int:
     assert unit.dtype is not None
     return unit.length * unit.dtype.itemsize
-
-
-def _shard_bytes(unit: Unit) -> int:
-    return _bytes(unit) // unit.shards
 
 
 def _size(count: int) -> str:

@@ -126,12 +126,14 @@ class Parser(argparse.ArgumentParser):
         return "" if action is None else action.dest
 
     def _refuse(self, unknown: list[str]) -> None:
+        meant = [self.nearest(argument.split("=", 1)[0]) for argument in unknown]
         if unknown:
-            self.error("; ".join(self._explain(argument) for argument in unknown))
-
-    def _explain(self, argument: str) -> str:
-        near = self.nearest(argument.split("=", 1)[0])
-        return f"unrecognized argument {argument}" + (f" (did you mean {near}?)" if near else "")
+            self.error(
+                "; ".join(
+                    f"unrecognized argument {argument}" + (f" (did you mean {near}?)" if near else "")
+                    for argument, near in zip(unknown, meant, strict=True)
+                )
+            )
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -20,7 +20,10 @@ def available_memory(root: Path = Path("/")) -> int:
         root: root of the file system that is asked.
     """
     free = of_system(root, "MemAvailable")
-    return 0 if free is None else max(0, min([free, *_free_in_groups(root)]))
+    if free is None:
+        return 0
+    groups = group_folders(root, "memory")
+    return max(0, min([free, *(left for folder, is_v2 in groups for left in (_V2 if is_v2 else _V1).free(folder))]))
 
 
 def free_swap(root: Path = Path("/")) -> int:
@@ -59,12 +62,6 @@ class _GroupFiles:
 
 _V1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
-
-
-def _free_in_groups(root: Path) -> Iterator[int]:
-    """Bytes left in this process's memory group and in all groups around it."""
-    for folder, is_v2 in group_folders(root, "memory"):
-        yield from (_V2 if is_v2 else _V1).free(folder)
 
 
 def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:

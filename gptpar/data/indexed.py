@@ -215,6 +215,9 @@ class IndexedDatasetWriter:
     Attributes:
         removed: temporary files of this prefix that a killed process had left; they are removed.
 
+    State: ``_lengths`` and ``_documents`` have ``_num_sequences`` and ``_num_documents`` entries. ``_bin`` has the
+    tokens of these sequences, and behind them ``_part`` tokens of a document that has not ended.
+
     Raises:
         DataError: a token does not fit the dtype, a sequence is too long, or an appended corpus has another
             dtype.

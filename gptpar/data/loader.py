@@ -123,6 +123,9 @@ class BatchLoader:
     Attributes:
         documents: the documents of a few samples, if tokens see their own document only.
 
+    State: ``_ahead`` is the batch that is read in advance, (its start, its size) and a future for each micro-batch. All
+    other fields stay as they are.
+
     Raises:
         DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the
             vocabulary.

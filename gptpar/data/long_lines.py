@@ -55,6 +55,10 @@ class LongLine:
         keys: the keys whose texts are read.
         cut: where a text may be divided.
         values: parses a line to the text of each key, or raises DataError.
+
+    State: the line is what has been taken (``_consumed`` bytes), ``_buffer``, and the chunks that are not read yet.
+    ``_outside`` holds the bytes taken so far but the insides of long strings; ``_long`` has a divider for each key
+    whose text was a long string.
     """
 
     def __init__(self, chunks: Iterator[bytes], keys: Sequence[str], cut: Cut, values: Values):

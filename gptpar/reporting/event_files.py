@@ -34,7 +34,7 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
     """Drop the events after ``iteration``, each file atomically; a file that holds no others is deleted.
 
     Args:
-        samples: consumed by then, where the curves over samples end.
+        samples: number of samples consumed by then, where the curves over samples end.
     """
     for path in event_files(folder):
         end = _end(path, iteration, samples)

@@ -27,6 +27,10 @@ class RecordFile:
         header: the beginning of a new file.
         queue_size: number of records that are kept in memory before they are written.
         flush_seconds: the longest time that they are kept, if further records arrive.
+
+    State: ``_waiting`` holds the records that are not in the file, in order, and ``_num_waiting_bytes`` is their size.
+    ``_fails`` says whether the last write failed; then only :meth:`flush` writes. The file behind ``_fd`` (``None``:
+    not open) has ``_end`` bytes, all of them whole records. ``_flushed`` is the time of the last attempt to write.
     """
 
     def __init__(

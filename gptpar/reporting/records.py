@@ -51,8 +51,8 @@ class IterationRecord:
     Attributes:
         iteration: number of the iteration that has ended, from 1.
         elapsed_ms: wall time of one iteration.
-        lm_loss: None when every iteration was skipped.
-        grad_norm: before clipping; None when it is not computed.
+        lm_loss: mean loss; None when every iteration was skipped.
+        grad_norm: norm of the gradient before clipping; None when it is not computed.
         num_skipped, num_nan: iterations since the last record that took no step, or had a NaN loss.
         tflops_per_gpu: TFLOP/s of a GPU by Megatron-LM's formula.
         mfu, mfu_causal: fractions of the peak, counting full and causal attention; None without a known peak.
@@ -104,7 +104,7 @@ class TaskScores:
     """The scores of an evaluation on a task, and its cost.
 
     Attributes:
-        task: its name.
+        task: the task's name.
         scores: name -> score: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``; or ``bits_per_byte``
             and ``byte_perplexity``.
         num_tokens: tokens that the model read, without padding.

@@ -175,7 +175,7 @@ class CsvSink(Sink):
     """Writes DeepSpeed's curves as its CSV monitor does: a file each, a row a step, over the samples consumed.
 
     Args:
-        resume_samples: consumed where the run goes on; rows beyond it are dropped, as the run writes them again.
+        resume_samples: number of samples consumed where the run goes on; later rows are dropped and written again.
         with_loss_scale: whether there is a curve of it, as with fp16.
     """
 
@@ -200,7 +200,7 @@ class CsvSink(Sink):
         self._each(lambda name, file: file.close())
 
     def _each(self, action: Callable[[str, RecordFile], None]) -> None:
-        """Do it to all files, whatever befalls one; then raise the first failure."""
+        """Call ``action`` for every file, even if one fails; then raise the first failure."""
         problems = []
         for name, file in self._files.items():
             try:

@@ -72,8 +72,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         problems: a list that receives argparse's complaints, such as a missing value; :class:`Unread` is raised then.
-            Without it, a complaint ends the program. Values that cannot be read (:class:`BadValue`) are told in it,
-            too, and reading goes on.
+            Without it, a complaint ends the program. Values that cannot be read (:class:`BadValue`) are listed, too,
+            and reading goes on.
     """
 
     def __init__(self, *, problems: list[str] | None = None, **options: Any):
@@ -276,7 +276,7 @@ OPEN_FILES = 4096
 
 
 def prepare_process() -> None:
-    """Mend the surroundings where that is possible.
+    """Prepare the process's surroundings: standard streams, working folder, number of open files.
 
     Raises:
         GptparError: the working folder was removed, or too few files may be open at once.

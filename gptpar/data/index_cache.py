@@ -70,7 +70,7 @@ class IndexCache:
             shapes: name -> (length, dtype) of each array that ``build`` returns.
         """
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-        with contextlib.suppress(DamagedIndex):  # told by the process that builds it again
+        with contextlib.suppress(DamagedIndex):  # reported by the process that builds it again
             if found := self._load(key, shapes):
                 return found
         with self._lock(key):
@@ -164,7 +164,7 @@ def _wait_for_lock(file: IO[bytes]) -> None:
         OSError: the file system has no locks.
     """
     start = time.monotonic()
-    told = False
+    reported = False
     while True:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,8 +175,8 @@ def _wait_for_lock(file: IO[bytes]) -> None:
                 stacklevel=2,
             )
             return None
-        if waited > LOCK_MESSAGE_SECONDS and not told:
-            told = True
+        if waited > LOCK_MESSAGE_SECONDS and not reported:
+            reported = True
             warnings.warn(
                 f"waiting up to {LOCK_SECONDS:g} s for the process that builds the index cache and holds {file.name}",
                 stacklevel=2,

@@ -298,7 +298,7 @@ def _ends_of_text(exported: _Exported, options: ExportOptions) -> dict[str, int 
     if type(eod) is not int:
         return {"bos_token_id": None, "eos_token_id": None}
     begin = eod
-    with suppress(ConfigError, TokenizerError, ImportError):  # told where its files are to be written
+    with suppress(ConfigError, TokenizerError, ImportError):  # reported where its files are to be written
         config = tokenizer_of_checkpoint(exported.stored, options.given_tokenizer)
         if config.tokenizer_type is not None:
             begin = build_tokenizer(config.tokenizer_type, **config.options).encode_document("")[0]

@@ -154,7 +154,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
         layers = fields.get(name)
         if layers is not None and (type(layers) is not int or not 1 <= layers <= MAX_LAYERS):
             problems.append(f"{CONFIG} says {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}.")
-            fields = {**fields, name: 1}  # so that all other problems are told, too
+            fields = {**fields, name: 1}  # so that all other problems are reported, too
     try:
         flags = Flags(model=flags_of(fields))
         problems += [f"{CONFIG}: {problem}" for problem in (*range_problems(flags), *check_model(flags))]
@@ -209,9 +209,9 @@ def open_hf(folder: Path) -> HfModel:
     kind = fields["model_type"]
     found = _matched(kind, model, files, packed=is_packed(fields))
     if problems := list(_mismatches(kind, model, found, files)) or list(_untied_head(kind, model, files)):
-        told = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
-        told.append(_remedy(kind, found))
-        raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(told))
+        lines = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
+        lines.append(_remedy(kind, found))
+        raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(lines))
     parameters: dict[str, list[tuple[HfTensor, Source]]] = {}
     for tensor, source in found:
         assert source is not None

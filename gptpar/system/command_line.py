@@ -210,7 +210,7 @@ def _failed(error: Exception) -> int:
 
 
 def _stop(message: str, status: int) -> int:
-    """Print the message in one worker only, since all were told to stop; under a launcher, the launcher prints it."""
+    """Print the message in one worker only, since all were asked to stop; under a launcher, the launcher prints it."""
     return status if _local_rank() != 0 or FOLDER_VARIABLE in os.environ else _fail(message, status)
 
 
@@ -222,8 +222,8 @@ def _fail(message: str, status: int) -> int:
         message = f"local rank {rank}: {message}"
     with contextlib.suppress(OSError):  # the terminal may be gone
         # A message may quote what a stranger wrote; its own line ends are ours.
-        told = "\n".join(map(printable, message.split("\n")))
-        print(f"error: {told}", file=sys.stderr, flush=True)
+        escaped = "\n".join(map(printable, message.split("\n")))
+        print(f"error: {escaped}", file=sys.stderr, flush=True)
     return status
 
 

@@ -191,17 +191,17 @@ def _tensors(fields: dict[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in fields.items():
         if name == "__metadata__":
             continue
-        told = f"tensor {printable(name[:80])!r}"
+        label = f"tensor {printable(name[:80])!r}"
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{told} is not described by dtype, shape and data_offsets")
+            raise ValueError(f"{label} is not described by dtype, shape and data_offsets")
         shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
         if not _are_counts(shape) or len(shape) > MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
-            raise ValueError(f"shape or data_offsets of {told} are not whole numbers")
+            raise ValueError(f"shape or data_offsets of {label} are not whole numbers")
         width = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_SIZES.get(str(dtype))
         if width is None:
-            raise ValueError(f"{told} is in an unknown format, {printable(str(dtype)[:20])!r}")
+            raise ValueError(f"{label} is in an unknown format, {printable(str(dtype)[:20])!r}")
         if offsets[1] - offsets[0] != prod(shape) * width:
-            raise ValueError(f"{told} of shape {shape} and {dtype} claims bytes {offsets[0]:,} to {offsets[1]:,}")
+            raise ValueError(f"{label} of shape {shape} and {dtype} claims bytes {offsets[0]:,} to {offsets[1]:,}")
         yield name, StoredTensor(dtype, tuple(shape), *offsets)
 
 

@@ -98,7 +98,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
+    """A stranger's text with control characters and line ends escaped, which could forge messages."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 

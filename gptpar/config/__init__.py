@@ -57,7 +57,7 @@ class _Sections:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(_Sections):
-    """What is typed."""
+    """The flags as they are typed; what nobody typed is ``None`` or a default."""
 
     model: ModelFlags = field(default_factory=ModelFlags)
     parallel: ParallelFlags = field(default_factory=ParallelFlags)
@@ -84,7 +84,7 @@ def flag_fields() -> tuple[FlagField, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(_Sections):
-    """What the program runs on."""
+    """The complete configuration, on which the program runs."""
 
     model: ModelConfig
     parallel: ParallelConfig

@@ -30,7 +30,7 @@ _CHECKPOINT_NAME = re.compile(
 
 
 class ForeignReader(Enum):
-    """What ``gptpar convert`` reads other programs' checkpoints with."""
+    """The readers of other programs' checkpoints in ``gptpar convert``."""
 
     HUGGING_FACE = "huggingface"
     MEGATRON = "megatron"
@@ -38,7 +38,7 @@ class ForeignReader(Enum):
 
 @dataclass(frozen=True)
 class Foreign:
-    """What another program saved; as a text it is named for a sentence: ``a DeepSpeed checkpoint (global_step100)``.
+    """Something that another program saved; its text names it: ``a DeepSpeed checkpoint (global_step100)``.
 
     Attributes:
         what: that text.
@@ -127,7 +127,7 @@ _FORMATS = (
 
 
 def foreign_checkpoint(path: str | Path) -> Foreign | None:
-    """What another program saved at a path.
+    """Recognise what another program saved at a path.
 
     Args:
         path: a folder of checkpoints, one checkpoint, or a file.

@@ -54,7 +54,7 @@ def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str, 
 
 
 class Finite:
-    """What is not finite in the tensors of a conversion; threads may look at the same time."""
+    """Counts numbers that are not finite in the tensors of a conversion; threads may do so at the same time."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], tuple[int, int]] = {}

@@ -39,7 +39,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written.
+    """The form in which a model is written.
 
     Attributes:
         dtype: the weights' dtype; ``None``: that of the import from Hugging Face, else the run's number format.

@@ -220,7 +220,7 @@ def open_hf(folder: Path) -> HfModel:
 
 
 def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
-    """What to do where weights and configuration differ."""
+    """The remedy where weights and configuration differ."""
     lacking = {tensor.name for tensor, source in found if source is None}
     if lacking == {f"{FAMILIES[kind].names.ends['output']}.weight"}:
         return (

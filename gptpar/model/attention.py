@@ -42,7 +42,7 @@ VARLEN_SPEED = 0.55
 
 
 def document_kernel(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
-    """How :func:`~gptpar.model.core_attention.core_attention` keeps documents apart, in words."""
+    """The way in which :func:`~gptpar.model.core_attention.core_attention` keeps documents apart, in words."""
     width = model.kv_channels + DISTANCE_CHANNELS * (model.position_embedding_type == "alibi")
     if has_varlen_kernel(device_type, dtype, width):
         return "flash attention of variable length"

@@ -151,7 +151,7 @@ def output_and_loss(
 
 
 def output_cost(vocabulary: VocabParallelEmbedding, batch: BatchShape) -> Cost:
-    """What :func:`output_and_loss` costs with labels."""
+    """The cost of :func:`output_and_loss` with labels."""
     axis, width = vocabulary.axis, vocabulary.weight.shape[1]
     rows = -(-vocabulary.num_embeddings // axis.size)
     chunks = num_chunks(batch.tokens, rows, batch.dtype.itemsize, batch.device_type)

@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
     @property
     def factor(self) -> torch.Tensor:
-        """What normalised numbers are multiplied by."""
+        """The factor of normalised numbers."""
         return self.weight + 1 if self.from_one else self.weight
 
     @property
@@ -59,7 +59,7 @@ class Norm(nn.Module):
         return HeadNorm(self.factor, None)
 
     def cost(self, batch: BatchShape) -> Cost:
-        """What it keeps of a vector; a layer that has the norm counts the elements that it moves."""
+        """The cost of what it keeps of a vector; a layer that has the norm counts the elements that it moves."""
         kept = self.weight.numel() * batch.dtype.itemsize + self.num_statistics * batch.statistic_size
         return Cost(kept=kept)
 
@@ -166,7 +166,7 @@ NORMS: dict[str, type[Norm]] = {
 
 
 def norm_arguments(config: ModelConfig) -> dict[str, Any]:
-    """What all norms of a model have in common."""
+    """The arguments that all norms of a model have in common."""
     return {"eps": config.norm_epsilon, "from_one": config.apply_layernorm_1p}
 
 

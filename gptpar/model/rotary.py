@@ -15,7 +15,7 @@ from gptpar.config import ModelConfig
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the positions of one model turn its heads.
+    """A model's rotary frequencies: how positions turn its heads.
 
     A model that was trained on short samples reads longer ones if its frequencies are scaled. With ``factor`` f,
     ``context`` C and the plain frequency of a pair of channels:

@@ -100,7 +100,7 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """As many of these as a token is computed with; experts that it does not go to are left out."""
+        """Number of the parameters that a token is computed with: without experts that it does not go to."""
         idle = {
             kind: sum(getattr(m, "idle_parameters", 0) for m in layer.modules()) for kind, layer in self.built.items()
         }

@@ -1,4 +1,4 @@
-"""What an optimizer over matrices costs a step (:mod:`gptpar.optim.matrix_update`): products and messages. Pure."""
+"""The time of an optimizer over matrices (:mod:`gptpar.optim.matrix_update`): products and messages. Pure."""
 
 from __future__ import annotations
 

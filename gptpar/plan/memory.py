@@ -59,7 +59,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """What the GPU must have."""
+        """Bytes that the GPU must have."""
         return self.allocated + self.outside
 
     def as_gib(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the memory mirror (``--mirror-interval``) takes of a machine's memory, and what it costs a step. Pure."""
+"""The cost of the memory mirror (``--mirror-interval``): host memory, and time of a step. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptpar.topology.mesh import PIPELINE
 
 @dataclass(frozen=True)
 class MirrorCost:
-    """What copies in memory take of the largest process and of the largest machine, and what they cost a step.
+    """The cost of copies in memory: bytes of the largest process and of the largest machine, seconds of a step.
 
     Attributes:
         interval: number of steps between copies.

@@ -107,7 +107,7 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
-    """How long a stage waits in a step, as a multiple of its forward and backward of one micro-batch.
+    """A stage's waiting time in a step, as a multiple of its forward and backward of one micro-batch.
 
     Where the formula of :func:`~gptpar.pipeline.schedules.bubble` is not exact, the schedule is simulated.
     """

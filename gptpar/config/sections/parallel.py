@@ -200,7 +200,7 @@ def _experts(flags: Flags, num_copies: int) -> Iterator[str]:
 
 
 def _tensor(flags: Flags) -> Iterator[str]:
-    """What is split over the tensor axis must have equal shares; the vocabulary alone may be split unevenly."""
+    """Problems of sizes that the tensor axis does not divide evenly; the vocabulary need not be."""
     m, p = flags.model, flags.parallel
     size = p.tensor_model_parallel_size
     split = {
@@ -231,7 +231,7 @@ def _context(flags: Flags) -> Iterator[str]:
 
 
 def _context_heads(flags: Flags, name: str) -> Iterator[str]:
-    """By a2a each process must have equally many heads, and with dropout of attention whole groups of them."""
+    """Problems of a2a: processes need equally many heads, and with dropout of attention whole groups."""
     m, p = flags.model, flags.parallel
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 GROUPED_MULTIPLE = 8
-"""Of widths whose products one kernel computes for all experts, in 16-bit formats."""
+"""Multiple of which the widths must be for one kernel to compute all experts' products in 16-bit formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
 
 
 def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
-    """Where the host has to know how many tokens each expert has."""
+    """Reasons for which the host has to know each expert's number of tokens."""
     m, p = config.model, config.parallel
     if not m.has_experts:
         return

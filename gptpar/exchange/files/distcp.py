@@ -34,7 +34,7 @@ _DTYPES = (
 
 
 def _size(values: Any) -> tuple[int, ...]:
-    """What ``torch.Size`` makes of numbers; of anything else it makes nothing, so that no call copies a long list.
+    """The sizes that ``torch.Size`` makes of numbers; anything else is refused, so that no call copies a long list.
 
     Raises:
         ValueError: these are no sizes.
@@ -45,7 +45,7 @@ def _size(values: Any) -> tuple[int, ...]:
 
 
 def _empty() -> dict[Any, Any]:
-    """What an ``OrderedDict`` begins as; its items follow in the pickle."""
+    """An empty ``OrderedDict``; its items follow in the pickle."""
     return {}
 
 

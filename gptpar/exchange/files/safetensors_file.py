@@ -27,7 +27,7 @@ from gptpar.errors import CheckpointError, printable
 from gptpar.system.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
-"""As the format's own library allows."""
+"""Limit of a header, that of the format's own library."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,7 +45,7 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor.
+    """A tensor as a file's header describes it.
 
     Attributes:
         dtype: the number format, in the file format's word.
@@ -82,7 +82,7 @@ class SafetensorsFile:
 
     @property
     def data_start(self) -> int:
-        """Where the tensors' bytes begin in the file."""
+        """The offset of the tensors' bytes in the file."""
         return 8 + len(self.header.encode())
 
     def part_starts(self, name: str) -> list[int]:
@@ -166,7 +166,7 @@ def tensors_of_header(header: str) -> dict[str, StoredTensor]:
 
 
 def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
-    """Of the tensors that a header describes."""
+    """Bytes of the tensors that a header describes, with gaps."""
     return max((stored.stop for stored in tensors.values()), default=0)
 
 
@@ -263,7 +263,7 @@ class SafetensorsWriter:
         self._file.write(0, memoryview(len(start).to_bytes(8, "little") + start))
 
     def place(self, name: str) -> int:
-        """Where a tensor's bytes begin in the file."""
+        """The offset of a tensor's bytes in the file."""
         return self._data_start + self.tensors[name].start
 
     def new_tensor(self, name: str, view: ParameterView) -> NewTensor:

@@ -57,7 +57,7 @@ OFF = {
     "rotary_seq_len_interpolation_factor": (None, 1),
     "activation_func_clamp_value": (None,),
 }
-"""What an argument says where it is off, if that is not what Python takes for false."""
+"""Values that switch an argument off, where Python does not take them for false."""
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "seq_length")
 """Arguments without which no model can be built; Megatron always has them."""

@@ -110,7 +110,7 @@ def _is_open(field: str, given: Collection[str]) -> bool:
 
 
 def offloads(given: Collection[str]) -> list[Option]:
-    """What a search moves to host memory, the fastest option first; fields that were typed stay as they are.
+    """Options that move something to host memory, the fastest first; fields that were typed stay as they are.
 
     The optimizer's gradients follow it; ``--offload-gradients auto`` decides when.
     """

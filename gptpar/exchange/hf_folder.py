@@ -222,7 +222,7 @@ def open_hf(folder: Path) -> HfModel:
 def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
     """The remedy where weights and configuration differ."""
     lacking = {tensor.name for tensor, source in found if source is None}
-    if lacking == {f"{FAMILIES[kind].names.ends['output']}.weight"}:
+    if lacking == {f"{FAMILIES[kind].names.outer['output']}.weight"}:
         return (
             "without an LM head of its own a model has tied embeddings: if it was trained so, set tie_word_embeddings "
             f"to true in a copy of its {CONFIG}"
@@ -232,7 +232,7 @@ def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
 
 def _untied_head(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> Iterator[str]:
     """A sentence if embeddings are said to be tied, and the files have an LM head with other values."""
-    head, rows = (f"{FAMILIES[kind].names.ends[end]}.weight" for end in ("output", "embedding"))
+    head, rows = (f"{FAMILIES[kind].names.outer[end]}.weight" for end in ("output", "embedding"))
     rows = rows if rows in files else rows.removeprefix(FAMILIES[kind].names.base)
     if not model.tied or head not in files or rows not in files:
         return
@@ -313,7 +313,7 @@ def _mismatches(
             yield f"tensor {tensor.name!r} is {list(stored.shape)}, and {list(tensor.shape)} follows from {CONFIG}"
         if stored.dtype not in DTYPES:
             yield f"tensor {tensor.name!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
-    head = f"{FAMILIES[kind].names.ends['output']}.weight"
+    head = f"{FAMILIES[kind].names.outer['output']}.weight"
     used = {source.name for _, source in found if source is not None} | ({head} if model.tied else set())
     for name in sorted(files.keys() - used):
         if not NO_WEIGHT.fullmatch(name):

@@ -112,7 +112,7 @@ def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
 
 LLAMA_NAMES = WeightNames(
     base="model.",
-    ends={"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"},
+    outer={"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"},
     blocks="layers",
     block=_block,
 )

@@ -180,7 +180,7 @@ def test_site_builds(tmp_path: Path) -> None:
     """Without a warning, where mkdocs and its theme are installed; its pages load nothing from other servers."""
     pytest.importorskip("material")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     pages = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
     assert len(pages) > len(list((ROOT / "docs").glob("*.md")))

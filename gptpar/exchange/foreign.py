@@ -253,8 +253,8 @@ def _pointer(path: Path, names: list[str]) -> Foreign | None:
             return Foreign(f"a DeepSpeed checkpoint's file {pointer!r}, which names {tag!r}, without that folder")
     if HINT_NAME in names:
         named = _first_line(path / HINT_NAME)
-        told = f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
-        return Foreign(told, is_our_hint=True)
+        hint = f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
+        return Foreign(hint, is_our_hint=True)
     return None
 
 

@@ -81,12 +81,12 @@ class Finite:
             tensors[name] = before[0] + nans, before[1] + infinite
         if not tensors:
             return
-        told = [
+        lines = [
             f"tensor {name!r} has {nans:,} NaN and {infinite:,} infinite values"
             for name, (nans, infinite) in tensors.items()
         ]
-        more = [f"and {len(told) - MAX_LISTED} more tensors"] * (len(told) > MAX_LISTED)
+        more = [f"and {len(lines) - MAX_LISTED} more tensors"] * (len(lines) > MAX_LISTED)
         remedy = "take weights from before the training failed, or copy or download the files again"
         raise CheckpointError(
-            "\n".join([f"{source} has weights that no model can compute with:", *told[:MAX_LISTED], *more, remedy])
+            "\n".join([f"{source} has weights that no model can compute with:", *lines[:MAX_LISTED], *more, remedy])
         )

@@ -198,7 +198,7 @@ def _patterns(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     found = {}
     for name, pattern, letters, most in LAYER_LISTS:
         if has[pattern] and _is_on(given.get(name), None):
-            with contextlib.suppress(ValueError):  # told by _layer_lists
+            with contextlib.suppress(ValueError):  # reported by _layer_lists
                 found[pattern] = layer_pattern(str(given[name]), letters, most)
     return found
 

@@ -43,7 +43,7 @@ class ContextSplit:
     """Which of a sample's tokens a rank has.
 
     Attributes:
-        size, rank: of the context axis, and this process's position on it.
+        size, rank: size of the context axis, and this process's position on it.
         gathers: whether keys and values are gathered, for which tokens are balanced.
     """
 
@@ -123,7 +123,7 @@ class DividedSamples:
         return counts
 
     def whole(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
-        """Of the tokens of whole samples, where each rank has some."""
+        """All ranks' rows, as rows of whole samples' tokens."""
         ranks_cBTD = gather(x_ND, self.group).unflatten(0, (self.size, -1, seq_length // self.size))
         whole_BSD = x_ND.new_empty(ranks_cBTD.shape[1], seq_length, x_ND.shape[1])
         for rank, own_BTD in enumerate(ranks_cBTD):
@@ -133,7 +133,7 @@ class DividedSamples:
         return whole_BSD.flatten(0, 1)
 
     def own(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
-        """Of this rank's tokens; the inverse of :meth:`whole`."""
+        """The rows of this rank's tokens; the inverse of :meth:`whole`."""
         return self.split.own(x_ND.unflatten(0, (-1, seq_length))).flatten(0, 1)
 
 
@@ -150,7 +150,7 @@ def attend_by_heads(
     scale: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`core_attention`, by exchanging tokens for heads; returns y_BHTK.
+    """Compute :func:`core_attention` by exchanging tokens for heads; returns y_BHTK.
 
     Where ranks are more than groups, several ranks get a group's keys and values, and divide its queries.
     """
@@ -173,7 +173,7 @@ def attend_by_heads(
 
 
 def copies_of_groups(groups: int, size: int) -> int:
-    """How often each group's keys and values are sent, so that every rank gets equally many."""
+    """Number of copies of each group's keys and values that are sent, so that every rank gets equally many."""
     return size // math.gcd(groups, size)
 
 
@@ -190,7 +190,7 @@ def attend_by_gathering(
     scale: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`core_attention`, with the keys and values of all ranks, for some groups at a time; returns y_BHTK.
+    """Compute :func:`core_attention` with all ranks' keys and values, some groups at a time; returns y_BHTK.
 
     Dropout's mask on a GPU is that of a call with all of a sample's queries: those of other ranks are zeros there, and
     every rank computes the whole attention.

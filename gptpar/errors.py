@@ -12,8 +12,8 @@ class GptparError(Exception):
     """Base of every error that says what is wrong, with the numbers, and what to do about it.
 
     Attributes:
-        is_accident: the same command may succeed when it is given again.
-        exit_status: of a command that ends with it.
+        is_accident: whether the same command may succeed when it is given again.
+        exit_status: exit status of a command that ends with this error.
     """
 
     is_accident = False
@@ -98,7 +98,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
+    """A stranger's text with control characters and line ends escaped, which could forge messages."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 

@@ -26,7 +26,7 @@ class TraceEvent:
     """An event of a trace; times are ms after the first kernel.
 
     Attributes:
-        name: of an update by CPU Adam, the unit; of others, as in the trace.
+        name: the unit's name, for an update by CPU Adam; otherwise the event's name in the trace.
     """
 
     name: str

@@ -52,10 +52,10 @@ class ModuleStage(PlacedParameters):
     autograd saves know their unit, whose scope is gathered again when the backward pass needs it.
 
     Args:
-        module: whose buffers, but not yet its parameters, are on the engine's device.
-        plan: its units.
-        note: is told where this process has come to, and whether every process must come there in the same order even
-            if no parameters are gathered.
+        module: the user's module; its buffers, but not yet its parameters, are on the engine's device.
+        plan: the division of its parameters into units.
+        note: is called with the place where this process has come to, and whether every process must come there in the
+            same order even if no parameters are gathered.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.

@@ -49,7 +49,7 @@ LAST_STEP_SECONDS = 10.0
 
 
 class Monitor:
-    """Writes the curves of one engine. A failure to write is told once; it does not end the training.
+    """Writes the curves of one engine. A failure to write is reported once; it does not end the training.
 
     Files are opened at the first step, when it is known where the training goes on: what they hold of later samples,
     which will be written again, is dropped. The same happens when a checkpoint takes the engine back.
@@ -92,7 +92,7 @@ class Monitor:
             readings: of that step, if they are not read.
             read: reads them, and writes the step.
         """
-        with contextlib.suppress(GptparError):  # whoever else asks for the numbers is told
+        with contextlib.suppress(GptparError):  # whoever else asks for the numbers gets the error
             if readings is not None:
                 readings.event.wait(LAST_STEP_SECONDS)
             read()

@@ -331,8 +331,8 @@ def _problems_of_undivided(numbers: Mapping[str, int], model: ModelKind) -> Iter
     """Problems of numbers of stages above 1, for a model that the configuration does not divide."""
     has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
     if numbers:
-        told = " and ".join(f"{key} {number}" for key, number in numbers.items())
-        yield f"{told}: the model {has[model]}: drop it, or pass the list of layers as the model."
+        given = " and ".join(f"{key} {number}" for key, number in numbers.items())
+        yield f"{given}: the model {has[model]}: drop it, or pass the list of layers as the model."
 
 
 def _problems_of_layers(values: _Values) -> Iterator[str]:

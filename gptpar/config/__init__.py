@@ -57,7 +57,7 @@ class _Sections:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(_Sections):
-    """What is typed."""
+    """The flags as they are typed; what nobody typed is ``None`` or a default."""
 
     model: ModelFlags = field(default_factory=ModelFlags)
     parallel: ParallelFlags = field(default_factory=ParallelFlags)
@@ -84,7 +84,7 @@ def flag_fields() -> tuple[FlagField, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(_Sections):
-    """What the program runs on."""
+    """The complete configuration, on which the program runs."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -115,7 +115,7 @@ def complete(flags: Flags) -> Config:
     """The configuration that flags say.
 
     Args:
-        flags: as ``derive`` returns them, without problems.
+        flags: the flags that ``derive`` returned without problems.
 
     Raises:
         TypeError: a field that must be known is open.

@@ -185,7 +185,7 @@ class FileSchedule:
 
     Attributes:
         type: one of ``gptpar.optim.step_schedules.FORMULAS``.
-        params: of its formula.
+        params: the parameters of its formula.
         peak: the rate in place of ``--lr``; ``None``: the optimizer's rate.
         contradictions: (the file's value, the field of a flag that contradicts it, the flag's value).
     """

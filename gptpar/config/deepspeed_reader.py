@@ -233,7 +233,7 @@ def read_values(raw: Mapping[str, Any], door: Door, flags: Flags, *, micro_is_kn
 
 
 def without_auto(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says: ``"auto"`` and ``null`` are the same as no key."""
+    """The file's values without keys that are ``"auto"`` or ``null``."""
     return {
         name: without_auto(value) if isinstance(value, dict) else value
         for name, value in raw.items()

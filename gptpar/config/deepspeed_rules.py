@@ -88,7 +88,7 @@ class Key:
     """A row of the table.
 
     Attributes:
-        path: of the key, with dots.
+        path: the key's path, with dots.
         pretrain, engine: its rule at each door; ``engine=None``: the same rule.
         default: DeepSpeed's, if the file has the key's section but not the key; ``None``: gptpar's own default.
         of: ``type`` of the optimizers or schedules that have it, in small letters; empty: all.

@@ -92,7 +92,7 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     """Fill what can be filled.
 
     Args:
-        flags: as typed.
+        flags: the flags as typed.
         world_size: number of processes the run will have.
 
     Returns:
@@ -263,7 +263,7 @@ def _derive_batch(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_schedule(notes: _Notes) -> None:
-    """The sizes of --step-batch-size-schedule; one that cannot be read is told by the checks."""
+    """The sizes of --step-batch-size-schedule; one that cannot be read is reported by the checks."""
     words, seq_length = notes.flags.batch.step_batch_size_schedule, notes.flags.model.seq_length
     if words is None or not seq_length:
         return
@@ -274,7 +274,7 @@ def _derive_schedule(notes: _Notes) -> None:
 
 
 def _derive_length(notes: _Notes) -> None:
-    """Of --train-tokens and what is given beside it, whichever is reached first ends the run."""
+    """Derive the run's length: it ends by --train-tokens, or by the other limit that is reached first."""
     batch, seq_length = notes.flags.batch, notes.flags.model.seq_length
     if not batch.train_tokens or not seq_length:
         return
@@ -295,7 +295,7 @@ def _derive_length(notes: _Notes) -> None:
 def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
     batch = notes.flags.batch
     if batch.global_batch_size is None or batch.rampup_batch_size is not None:
-        return  # told as problems
+        return  # reported as problems
     steps = BatchSizes(batch.batch_sizes or ((0, batch.global_batch_size),)).steps_within(limit)
     if steps < (batch.train_iters or 0):
         notes.add("last iteration", steps, f"{reason}, reached before --train-iters {batch.train_iters}")
@@ -304,7 +304,7 @@ def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
 
 
 def _derive_whole_blocks(notes: _Notes) -> None:
-    """As in Megatron, how whole blocks are recomputed may be said where none are."""
+    """Drop options of full recomputation where there is none; Megatron-LM accepts them, too."""
     names = ["recompute_num_layers", "checkpoint_num_layers"]
     if notes.flags.recompute.recompute_granularity is None:
         names.append("recompute_method")
@@ -314,7 +314,7 @@ def _derive_whole_blocks(notes: _Notes) -> None:
 
 
 def _derive_saved_inputs(notes: _Notes) -> None:
-    """Where the inputs of recomputed blocks are kept; as in Megatron-DeepSpeed, it may be said where there are none."""
+    """Drop places of saved inputs where nothing is recomputed; Megatron-DeepSpeed accepts them, too."""
     r = notes.flags.recompute
     if r.recompute_granularity is None:
         for name in ("checkpoint_in_cpu", "distribute_saved_activations"):

@@ -25,12 +25,12 @@ OTHER_EXPERTS = "DeepSpeed's mixture-of-experts is not part of gptpar"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
 ANY_NUMBER = -1
-"""Of values."""
+"""Stands for any number of values."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run says to a flag of another program's.
+    """The answer to a flag of another program.
 
     Attributes:
         why: the flag changes nothing here.
@@ -47,7 +47,7 @@ class Answer:
     several: bool = False
 
     def to(self, name: str, values: Sequence[str]) -> tuple[list[str], list[str]]:
-        """What is said of a flag without effect, and the problems."""
+        """Sentences about the flag's lack of effect, and problems."""
         given = len(values) if any(values) or not self.refused else 0
         wrong_number = f"{name} takes {self.count} value(s), {given} given."
         without_effect = [f"{name}: {self.why}"]
@@ -104,21 +104,21 @@ def dashed(name: str) -> str:
 @cache
 def elsewhere() -> Elsewhere:
     """The flags of other programs, from their file."""
-    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
     flags = {
         flag: Answer(why, ANY_NUMBER if count == "any" else int(count))
-        for why, by_count in told["no_effect"].items()
+        for why, by_count in data["no_effect"].items()
         for count, names in by_count.items()
         for flag in names
     }
     refused = "{said}: {why}; leave it out, or give {accepted}."
-    for one in told["limited"]:
+    for one in data["limited"]:
         names, accepted = one.pop("flags"), tuple(one.pop("accepted"))
         flags |= dict.fromkeys(names, Answer(**{"refused": refused, **one, "accepted": accepted}))
-    experts = Answer(told["experts"]["why"], refused=told["experts"]["refused"])
+    experts = Answer(data["experts"]["why"], refused=data["experts"]["refused"])
     lacking = Answer("", refused="{said}: {why} is not part of gptpar; leave it out.")
-    starts = dict.fromkeys(told["experts"]["starts"], experts)
-    starts |= {start: replace(lacking, why=what) for what, names in told["absent"].items() for start in names}
-    stands_for = {said: (key, value) for said, (key, value) in told["stands_for"].items()}
-    meant = {theirs: ours for ours, names in told["meant"].items() for theirs in names}
+    starts = dict.fromkeys(data["experts"]["starts"], experts)
+    starts |= {start: replace(lacking, why=what) for what, names in data["absent"].items() for start in names}
+    stands_for = {said: (key, value) for said, (key, value) in data["stands_for"].items()}
+    meant = {theirs: ours for ours, names in data["meant"].items() for theirs in names}
     return Elsewhere(flags, starts, stands_for, meant, frozenset({*flags, *(said.split()[0] for said in stands_for)}))

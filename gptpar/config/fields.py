@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Open = TypeVar("Open", bound=None, default=Never, covariant=True)
 else:
     Open = typing.TypeVar("Open", covariant=True)
-"""What a field may be beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
+"""The type of an open field, beside its values': ``None`` as typed (``Section[None]``), none in a ``Section``."""
 
 T = typing.TypeVar("T")
 
@@ -105,7 +105,7 @@ def flag_name(field_name: str) -> str:
 
 @dataclass(frozen=True)
 class FlagKind:
-    """What a flag takes.
+    """The kind of values that a flag takes.
 
     Attributes:
         scalar: the type of a value.
@@ -228,7 +228,7 @@ def add_flags(parser: argparse.ArgumentParser, section: str, kind: type[Any]) ->
 
 
 def value_of(text: str, kind: FlagKind, rules: Any) -> Any:
-    """What the words of a flag mean.
+    """The value that a flag's words mean.
 
     Args:
         rules: the field's metadata.

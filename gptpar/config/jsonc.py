@@ -59,10 +59,10 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
-    """What the hjson library makes of a text.
+    """The values that the hjson library reads from a text.
 
     Args:
-        loose: whether the library may read what is no JSON there, so that its absence is told.
+        loose: whether the library may read what is no JSON there, so that its absence is reported.
 
     Raises:
         JsonError: with the mistake in the JSON, where there is no such library, or it can do no better.
@@ -79,12 +79,12 @@ def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """What is kept as it is, else spaces in its place, so that lines and columns of mistakes stay right."""
+    """The match, if it is kept, else as many spaces, so that lines and columns of mistakes stay right."""
     return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
 def infinity(word: str) -> float:
-    """Of what Python's JSON has beside numbers, ``Infinity`` alone: a few keys may be without a limit."""
+    """The value of ``Infinity``, for keys that may be without a limit; ``NaN`` is refused."""
     if word != "Infinity":
         raise JsonError(f"{word} is not a number")
     return math.inf

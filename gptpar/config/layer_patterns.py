@@ -16,7 +16,7 @@ def layer_pattern(text: str, letters: str, most: int) -> str:
 
     Args:
         text: N, or a list such as ``([0]*3+[1])*8``.
-        letters: of the digits 0 and 1.
+        letters: the letters for the digits 0 and 1.
         most: the digit of the layers that are not the N-th.
 
     Raises:

@@ -16,10 +16,10 @@ class ScheduleLengths:
     """All in samples, or in tokens where one of the flags that count tokens is given.
 
     Attributes:
-        warmup: until the peak rate.
-        decay: until the lowest rate, warm-up included.
-        tail: of WSD's decay, which ends where ``decay`` does.
-        total: of the run.
+        warmup: length until the peak rate.
+        decay: length until the lowest rate, warm-up included.
+        tail: length of WSD's decay, which ends where ``decay`` does.
+        total: length of the run.
     """
 
     warmup: float
@@ -37,7 +37,7 @@ LENGTHS = (
 
 
 def without_lengths(flags: Flags) -> Flags:
-    """For a few steps that are no run: nothing is warmed up, and what decays does so over these steps."""
+    """The flags for a few steps that are no run: without warm-up, and with decays over these steps."""
     default = type(flags.optimizer)()
     if flags.optimizer.lr_decay_style == "WSD":  # cannot be without a length
         flags = flags.update("optimizer", lr_decay_style="constant")

@@ -26,9 +26,9 @@ from gptpar.config.sections.recovery import check_recovery
 from gptpar.errors import ConfigError
 
 MAX_WHOLE = 2**63 - 1
-"""What torch and numpy keep a whole number in."""
+"""The largest whole number that torch and numpy can hold."""
 MAX_FLOAT = 3.4e38
-"""What fits 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
+"""The largest number of 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
 NUMBERS = (int, float, tuple)
 """Types of a field that is a number, or several."""
 
@@ -58,7 +58,7 @@ def resolve(
 
 
 def _derived_out_of_range(flags: Flags, typed: Flags, derived: Iterable[Derived]) -> Iterator[str]:
-    """What was typed is in its range by now, so each of these follows from other numbers."""
+    """Problems of derived values that are out of range; typed values have been checked before."""
     reasons = {one.name: one.reason for one in derived}
     for name, problem in out_of_range(flags, checked=typed).items():
         field = name.split(".")[1]
@@ -145,7 +145,7 @@ def _problem(value: Any, limits: Any) -> str:
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
-        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is told, too
+        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is reported, too
             return f"is {_short(number)}; it must be at least {limits['least']}"
         if limits["above"] is not None and not number > limits["above"]:
             return f"is {_short(number)}; it must be more than {limits['above']}"

@@ -16,6 +16,7 @@ from gptpar.system.data_flags import split_weights
 BLOCK = 4096  # samples between stored counts: one block is replayed to find a sample's place
 MAX_SETS = 2**15 - 1
 UNLIMITED = 2**63 - 1
+"""Number of samples that stands for all."""
 SURPLUS = 1.005  # Megatron asks each data set for half a percent more than its fraction
 
 
@@ -30,7 +31,7 @@ class SampleSource(Protocol):
 
 
 def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of a `--data-path` list; weights are None if it has none.
+    """(prefixes, weights) of a ``--data-path`` list; weights are None if it has none.
 
     Raises:
         DataError: the list is empty, or a weight is negative or not finite.
@@ -52,7 +53,7 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
 
 
 def sizes_per_dataset(num_samples: int, weights: Sequence[float], rule: SplitRule = "mcore") -> list[int]:
-    """Number of samples to ask of each data set so that a blend of `num_samples` does not run out."""
+    """Number of samples to ask of each data set so that a blend of ``num_samples`` does not run out."""
     wanted = [num_samples * weight for weight in normalize(weights).tolist()]
     if rule == "legacy":
         return [math.ceil(count * SURPLUS) for count in wanted]
@@ -119,7 +120,7 @@ class BlendedDataset:
         return dataset, int(recent[2][place]) % self._sizes[dataset]
 
     def describe(self, index: int) -> str:
-        """Where a sample comes from, for messages."""
+        """The origin of a sample, for messages."""
         dataset, inner = self.locate(index)
         return f"{self.datasets[dataset].describe(inner)} (sample {index} of the blend)"
 

@@ -16,6 +16,7 @@ from gptpar.errors import DataError
 
 SPLIT_NAMES = ("train", "valid", "test")
 ENTROPY_CHUNK = 1 << 22
+"""Number of tokens that are counted at a time."""
 Sources = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 
 
@@ -70,7 +71,7 @@ def build_train_valid_test(
         num_samples: number of samples of train, valid and test; None: one pass over the data. Several corpora without
             weights are never repeated, so they may give fewer.
         spec: what the three have in common.
-        data_path: one list of prefixes, or of weight prefix pairs, cut into three by `split`.
+        data_path: one list of prefixes, or of weight prefix pairs, cut into three by ``split``.
         split_data_paths: three such lists instead, each used whole; None for a split without data.
         split: weights of train, valid and test, such as "969,30,1".
         split_rule: Megatron's present ("mcore") or former ("legacy") rule for ranges and blend sizes.
@@ -92,7 +93,9 @@ def build_train_valid_test(
         if wanted == 0:
             continue
         if mock_vocab_size is not None:
-            built[which] = _mock(which, wanted, spec, mock_vocab_size)
+            if wanted is None:
+                raise DataError("mock data have no natural end; ask for a number of samples")
+            built[which] = MockDataset(wanted, spec.seq_length, mock_vocab_size, spec.seed, which)
         elif path is not None:
             cut = split if data_path is not None else None
             source = _Source(spec, which, cut, split_rule, drop_last_valid or which != 1, corpora)
@@ -121,15 +124,9 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def _mock(which: int, wanted: int | None, spec: SampleSpec, vocab_size: int) -> MockDataset:
-    if wanted is None:
-        raise DataError("mock data have no natural end; ask for a number of samples")
-    return MockDataset(wanted, spec.seq_length, vocab_size, spec.seed, which)
-
-
 @dataclass(frozen=True)
 class _Source:
-    """Builds one split from a list of prefixes; if `cut` is None, each corpus is used whole."""
+    """Builds one split from a list of prefixes; if ``cut`` is None, each corpus is used whole."""
 
     spec: SampleSpec
     which: int

@@ -12,7 +12,7 @@ from gptpar.data.blend import normalize, parse_data_path
 from gptpar.data.indexed import IndexedDataset
 
 NUM_SAMPLES = 64
-"""So many samples are looked at, to know a corpus's documents."""
+"""Number of samples that are read to estimate a corpus's documents."""
 DEVIATIONS, ROOM_STEP = 4, 4
 """Standard deviations from the mean number of documents for which there is room, and the number it is a multiple of."""
 
@@ -61,7 +61,7 @@ class Documents:
     """What a few samples say of the documents that samples are cut from.
 
     Attributes:
-        lengths: of documents as tokens see them, within their samples.
+        lengths: lengths of documents as tokens see them, within their samples.
         room: documents for which a micro-batch has room, see :func:`cumulative_lengths`; hardly any has more.
     """
 
@@ -70,7 +70,7 @@ class Documents:
 
     @classmethod
     def of(cls, samples_BT: np.ndarray, eod: int | None, micro_batch_size: int, joins_ends: bool) -> Documents:
-        """Those of a few samples [B, S + 1]; for ``joins_ends`` see :func:`document_starts`."""
+        """The documents of a few samples [B, S + 1]; for ``joins_ends`` see :func:`document_starts`."""
         starts_BS = document_starts(samples_BT[:, :-1] == eod, joins_ends)
         starts_BS[:, 0] = True
         places = np.append(np.flatnonzero(starts_BS), starts_BS.size)
@@ -91,7 +91,7 @@ def lengths_in_corpora(data_path: Sequence[str], seq_length: int) -> tuple[int, 
     """Lengths of documents as tokens see them, in a few samples cut from documents that are drawn from the corpora.
 
     Args:
-        data_path: as ``--data-path``; a corpus of a blend has its weight, or without weights its tokens.
+        data_path: the words of ``--data-path``; a corpus of a blend has its weight, or without weights its tokens.
         seq_length: S.
 
     Raises:

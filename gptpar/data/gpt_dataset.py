@@ -21,11 +21,14 @@ from gptpar.data.splits import SequenceRange
 from gptpar.errors import DataError
 
 PAD = -1
+"""The token id of padding behind the corpus's end."""
 BLOCK = 256  # documents per stored token count
 SCAN_BLOCKS = 4096  # blocks summed together, which bounds the memory of that pass
 MIN_CACHED_ENTRIES = 4_000_000  # smaller indices are built faster than a file is found
 ARRAYS = ("documents", "block_starts", "shuffle")
+"""Names of the arrays of :func:`build_index`."""
 CACHE_FORMAT = 2
+"""Version of the cached arrays; another one is not read."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class IndexPlan:
     """How often a split is repeated, and how many samples that gives.
 
     Attributes:
-        num_sequences: of the split.
-        tokens_per_epoch: of the split.
+        num_sequences: number of the split's sequences.
+        tokens_per_epoch: number of the split's tokens.
         seq_length: S.
         extra: 1 if a sample's last label is the following token, 0 if samples do not overlap.
         num_epochs: number of repetitions.
@@ -104,7 +107,7 @@ def build_index(plan: IndexPlan, lengths: np.ndarray, seed: int, store: Store) -
 
     Args:
         lengths: int32[num_sequences], tokens of each sequence.
-        seed: of both shuffles.
+        seed: seed of both shuffles.
         store: takes each array's name and values, and returns what to use instead (a mapped file).
 
     Returns:
@@ -144,9 +147,9 @@ class GPTDataset:
         seq_length: S, tokens the model sees.
         seed: the run's seed, the same for every split and every corpus.
         add_extra_token: 1 if a sample's last label is the following token, 0 if samples do not overlap.
-        split_name: for messages.
+        split_name: the split's name in messages.
         drop_last: False keeps a last, padded sample (Megatron offers this for validation).
-        cache_dir: folder of the index cache, used from about 4 million entries on; None: `cache` beside the
+        cache_dir: folder of the index cache, used from about 4 million entries on; None: ``cache`` beside the
             corpus.
 
     Raises:
@@ -219,7 +222,7 @@ class GPTDataset:
         return tokens
 
     def boundary(self, sample: int) -> tuple[int, int]:
-        """Row `sample` of Megatron's sample index: (place among the shuffled documents, offset in that document).
+        """Row ``sample`` of Megatron's sample index: (place among the shuffled documents, offset in that document).
 
         A boundary lies in the document that holds the previous sample's last token.
         """
@@ -234,7 +237,7 @@ class GPTDataset:
         return block * BLOCK + place, token - int(ends[place] - lengths[place])
 
     def describe(self, index: int) -> str:
-        """Where a sample comes from, for messages."""
+        """The origin of a sample, for messages."""
         return f"sample {index} of {self._name()}"
 
     def _name(self) -> str:

@@ -15,13 +15,14 @@ from gptpar.data.indexed import DTYPES, HEADER, MAGIC
 from gptpar.system.files import open_regular
 
 FINGERPRINT_BYTES = 1 << 16
+"""Bytes at a file's start, and at its end, that are hashed."""
 
 
 def blend_of(data_path: Sequence[str]) -> list[dict[str, Any]]:
-    """`prefix` and normalised `weight` of each corpus of a ``--data-path`` list; ``None`` in one without weights.
+    """``prefix`` and normalised ``weight`` of each corpus of a ``--data-path`` list; ``None`` in one without weights.
 
     Raises:
-        DataError: as `parse_data_path`.
+        DataError: see ``parse_data_path``.
     """
     prefixes, weights = parse_data_path(data_path)
     fractions = [None] * len(prefixes) if weights is None else normalize(weights).tolist()
@@ -29,17 +30,17 @@ def blend_of(data_path: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def blend_identity(data_path: Sequence[str]) -> list[dict[str, Any]]:
-    """`blend_of` with each corpus's identity; its prefix is for messages alone, because folders move.
+    """``blend_of`` with each corpus's identity; its prefix is for messages alone, because folders move.
 
     Raises:
-        DataError: as `blend_of`.
+        DataError: see ``blend_of``.
         OSError: a file cannot be read.
     """
     return [{**corpus, **corpus_identity(corpus["prefix"])} for corpus in blend_of(data_path)]
 
 
 def corpus_identity(prefix: str) -> dict[str, Any]:
-    """`sequences`, `tokens` and `sha256`, a hash of the first and last 64 KiB of both files; without times of change.
+    """``sequences``, ``tokens``, and ``sha256``: a hash of both files' first and last 64 KiB, without times of change.
 
     The tokens count, too, because corpora whose documents are equally long have equal indices. Damaged files are
     reported when they are opened for reading; here a file that is no index counts as empty.

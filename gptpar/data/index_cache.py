@@ -1,8 +1,8 @@
 """Caches large index arrays on disk: built once, published atomically, mapped read-only by every rank of a node.
 
-Each array is a file `<key>-<name>.npy`; `<key>.json`, written last, has the CRC-32 of each. Every process that opens
-the arrays reads them once to compare (100 million entries of 4 bytes: about 0.25 s). So damage, such as zeros after a
-power loss, is found and the arrays are built again; otherwise nobody would notice a wrong order of samples.
+Each array is a file ``<key>-<name>.npy``; ``<key>.json``, written last, has the CRC-32 of each. Every process that
+opens the arrays reads them once to compare (100 million entries of 4 bytes: about 0.25 s). So damage, such as zeros
+after a power loss, is found, and the arrays are built again; otherwise nobody would notice a wrong order of samples.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Arrays = dict[str, np.ndarray]
 Store = Callable[[str, np.ndarray], np.ndarray]
 Shapes = dict[str, tuple[int, np.dtype]]
 FINGERPRINT_BYTES = 1 << 16
+"""Bytes at a file's start, and at its end, that are hashed."""
 LOCK_SECONDS = 600.0  # building a billion entries takes about a minute
 LOCK_MESSAGE_SECONDS = 10.0
 LOCK_POLL_SECONDS = 0.1
@@ -47,7 +48,7 @@ def file_identity(path: Path) -> dict[str, Any]:
 
 
 class IndexCache:
-    """A folder of `<key>-<name>.npy` files and a `<key>.json` for each key.
+    """A folder of ``<key>-<name>.npy`` files and a ``<key>.json`` for each key.
 
     Any number of processes may ask for the same key at once. If the file system has locks, one process builds, and the
     others wait and map its files. If it has none, each builds equal files, and the last rename wins.
@@ -57,7 +58,7 @@ class IndexCache:
         self.folder = folder
 
     def get(self, identity: dict[str, Any], build: Callable[[Store], Arrays], shapes: Shapes) -> Arrays:
-        """The arrays of `identity`, from disk or from `build`.
+        """The arrays of ``identity``, from disk or from ``build``.
 
         If the folder cannot be written, or the disk is full, this warns, and the arrays stay in memory. If a file is
         damaged, this warns and builds it again.
@@ -66,10 +67,10 @@ class IndexCache:
             identity: all values on which the arrays depend, for JSON.
             build: makes the arrays. It passes each to its argument as soon as the array is complete, and goes on with
                 what that returns, so that at most one array is in memory.
-            shapes: name -> (length, dtype) of each array that `build` returns.
+            shapes: name -> (length, dtype) of each array that ``build`` returns.
         """
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-        with contextlib.suppress(DamagedIndex):  # told by the process that builds it again
+        with contextlib.suppress(DamagedIndex):  # reported by the process that builds it again
             if found := self._load(key, shapes):
                 return found
         with self._lock(key):
@@ -151,7 +152,7 @@ class IndexCache:
 
 
 def _write_array(file: IO[bytes], values: np.ndarray) -> None:
-    """As np.save, whose error on a full disk does not say that the disk is full."""
+    """Save an array as np.save does, whose error on a full disk does not say that the disk is full."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
     file.write(values.data)
 
@@ -163,7 +164,7 @@ def _wait_for_lock(file: IO[bytes]) -> None:
         OSError: the file system has no locks.
     """
     start = time.monotonic()
-    told = False
+    reported = False
     while True:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,8 +175,8 @@ def _wait_for_lock(file: IO[bytes]) -> None:
                 stacklevel=2,
             )
             return None
-        if waited > LOCK_MESSAGE_SECONDS and not told:
-            told = True
+        if waited > LOCK_MESSAGE_SECONDS and not reported:
+            reported = True
             warnings.warn(
                 f"waiting up to {LOCK_SECONDS:g} s for the process that builds the index cache and holds {file.name}",
                 stacklevel=2,

@@ -1,4 +1,4 @@
-"""Reads and writes Megatron's tokenized corpus: `<prefix>.bin` has the tokens, `<prefix>.idx` each sequence's place.
+"""Reads and writes Megatron's token corpus: ``<prefix>.bin`` has the tokens, ``<prefix>.idx`` each sequence's place.
 
 The .idx file is little-endian and without padding: magic, u64 version, u8 dtype code, u64 S sequences, u64 D document
 entries, int32[S] lengths in tokens, int64[S] byte offsets into .bin, int64[D] document index (document k holds the
@@ -60,7 +60,7 @@ class TokenFile:
 
     Args:
         path: a file of whole numbers.
-        dtype: of the numbers.
+        dtype: the numbers' dtype.
 
     Raises:
         DataError: from reading, if the file has become shorter.
@@ -98,7 +98,7 @@ class IndexedDataset:
         lengths: int32[S], tokens per sequence.
         offsets: int64[S], byte offset of each sequence in the .bin file.
         document_index: int64[D], first sequence of each document, ending with S.
-        tokens: all tokens of the corpus, one after the other, in `dtype`.
+        tokens: all tokens of the corpus, one after the other, in ``dtype``.
 
     Raises:
         DataError: a file is missing, is no corpus, or is too short or too long, or its arrays contradict each other.
@@ -207,13 +207,16 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a corpus to temporary files beside `<prefix>`, and publishes both files when the corpus is complete.
+    """Writes a corpus to temporary files beside ``<prefix>``, and publishes both files when the corpus is complete.
 
     Use it as a context manager (an exception removes the temporary files) or call finalize(). Memory use does not
     depend on the number of documents: the index is kept in files without a name, which vanish with the process.
 
     Attributes:
         removed: temporary files of this prefix that a killed process had left; they are removed.
+
+    State: ``_lengths`` and ``_documents`` have ``_num_sequences`` and ``_num_documents`` entries. ``_bin`` has the
+    tokens of these sequences, and behind them ``_part`` tokens of a document that has not ended.
 
     Raises:
         DataError: a token does not fit the dtype, a sequence is too long, or an appended corpus has another
@@ -287,7 +290,7 @@ class IndexedDatasetWriter:
             shutil.copyfileobj(source, self._bin, 1 << 24)
 
     def finalize(self) -> None:
-        """Publish `<prefix>.bin`, then `<prefix>.idx`.
+        """Publish ``<prefix>.bin``, then ``<prefix>.idx``.
 
         An index already there is removed first, so that it is never seen beside the new tokens.
 

@@ -25,7 +25,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def shuffle_in_place(values: np.ndarray, random: np.random.RandomState) -> None:
-    """`random.shuffle(values)` for a contiguous vector, bit for bit and leaving `random` in the same state.
+    """``random.shuffle(values)`` for a contiguous vector, bit for bit and leaving ``random`` in the same state.
 
     Measured on 100 million uint32: 1.4 s, against 14.3 s in numpy.
     """
@@ -63,7 +63,7 @@ def blend(
         choices, indices: int16[size] and int64[size], filled with the data set and the index inside it; or both None.
 
     Returns:
-        Number of samples that were assigned, fewer than `size` if all sets are exhausted.
+        Number of samples that were assigned, fewer than ``size`` if all sets are exhausted.
     """
     library = _library()
     if library is None:

@@ -18,8 +18,9 @@ from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
 
 NUM_START_UP_CHECKS = 8
+"""Number of samples that are checked at the start."""
 TOKENS_LOOKED_AT = 1 << 22
-"""At most so many tokens are read to know the documents, if samples are long."""
+"""Number of tokens that are read at most to estimate the documents, if samples are long."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,10 @@ class BatchLoader:
         eod, rules: see make_micro_batch; the rules are reset_position_ids, reset_attention_mask and eod_mask_loss.
 
     Attributes:
-        documents: of a few samples, if tokens see their own document only.
+        documents: the documents of a few samples, if tokens see their own document only.
+
+    State: ``_ahead`` is the batch that is read in advance, (its start, its size) and a future for each micro-batch. All
+    other fields stay as they are.
 
     Raises:
         DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the
@@ -169,7 +173,7 @@ class BatchLoader:
         return [(start, min(global_batch_size, total - start)) for start in range(0, total, global_batch_size)]
 
     def fetch(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the global batch that starts at `consumed_samples`.
+        """This rank's micro-batches of the global batch that starts at ``consumed_samples``.
 
         The result depends on the arguments alone. Consecutive batches of one size are quick, because the following
         batch is read in advance.
@@ -211,16 +215,14 @@ class BatchLoader:
         batch = self._assemble(self._read(indices))
         return batch.pin_memory() if self._pin_memory else batch
 
-    def _sample(self, index: int) -> np.ndarray:
-        return self._padding if index == NO_SAMPLE else self._dataset[index]
-
     def _read(self, indices: np.ndarray) -> np.ndarray:
-        samples_BT = np.stack([self._sample(index) for index in indices.tolist()])
+        dataset = self._dataset
+        samples_BT = np.stack([self._padding if i == NO_SAMPLE else dataset[i] for i in indices.tolist()])
         limit = self._vocab_size
         if limit is not None and (samples_BT.max() >= limit or samples_BT.min() < PAD):
             row, place = np.argwhere((samples_BT >= limit) | (samples_BT < PAD))[0]
             raise DataError(
-                f"{self._dataset.describe(int(indices[row]))} holds token id {samples_BT[row, place]} at place "
+                f"{dataset.describe(int(indices[row]))} holds token id {samples_BT[row, place]} at place "
                 f"{place}, outside the vocabulary of {limit:,}; the corpus was made with another tokenizer, or "
                 "--vocab-size is wrong"
             )

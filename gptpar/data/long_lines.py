@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gptpar.errors import DataError
 
 PART_BYTES = 1 << 20
+"""Bytes of a line that are read at a time."""
 MAX_OUTSIDE = 1 << 28  # bytes of a line outside its long strings, which are kept in memory
 
 Cut = Callable[[bytes], int]  # UTF-8 -> the position where it may be divided, 0: nowhere; see Tokenizer.cutter
@@ -20,7 +21,7 @@ _LONGEST_ESCAPE = 12  # bytes: two \uXXXX that are one character
 
 
 class Divider:
-    """Divides bytes that arrive bit by bit into parts of at least PART_BYTES, at positions that `cut` gives."""
+    """Divides bytes that arrive bit by bit into parts of at least PART_BYTES, at positions that ``cut`` gives."""
 
     def __init__(self, cut: Cut):
         self._cut = cut
@@ -54,6 +55,10 @@ class LongLine:
         keys: the keys whose texts are read.
         cut: where a text may be divided.
         values: parses a line to the text of each key, or raises DataError.
+
+    State: the line is what has been taken (``_consumed`` bytes), ``_buffer``, and the chunks that are not read yet.
+    ``_outside`` holds the bytes taken so far but the insides of long strings; ``_long`` has a divider for each key
+    whose text was a long string.
     """
 
     def __init__(self, chunks: Iterator[bytes], keys: Sequence[str], cut: Cut, values: Values):
@@ -130,7 +135,7 @@ class LongLine:
         return pairs[-1][0] if pairs[-1][0] in self._keys else None
 
     def _decode(self, end: int, ended: bool) -> str:
-        """Take the inside of a string up to `end`, or slightly less, so that no character is divided."""
+        """Take the inside of a string up to ``end``, or slightly less, so that no character is divided."""
         problem: ValueError | None = None
         half: tuple[int, str] | None = None
         for size in [end] if ended else range(end, max(end - _LONGEST_ESCAPE - 1, -1), -1):

@@ -46,7 +46,7 @@ def _named_twice(prefixes: Sequence[str]) -> Iterator[str]:
 
 
 def merge(inputs: Sequence[str], output_prefix: str) -> str:
-    """Write the inputs' documents, in order, to `<output_prefix>.{bin,idx}`; returns a summary for the user.
+    """Write the inputs' documents, in order, to ``<output_prefix>.{bin,idx}``; returns a summary for the user.
 
     Raises:
         DataError: an input is missing or damaged, the token types differ, or the output is one of the inputs.

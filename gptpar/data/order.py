@@ -1,6 +1,6 @@
 """Decides which samples each data-parallel rank reads: a pure function of the samples consumed so far.
 
-A global batch at `consumed` is cut into micro-batches: micro-batch j of rank r holds the places
+A global batch at ``consumed`` is cut into micro-batches: micro-batch j of rank r holds the places
 [consumed + j mbs dp + r mbs, + mbs) of the run. An order maps these places to samples.
 """
 
@@ -23,7 +23,7 @@ NO_SAMPLE = -1  # in place of a sample's index: a row of padding
 
 class SampleOrder(Protocol):
     def indices(self, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-        """int64[micro_batch_size]: a rank's samples of the micro-batch that starts at `consumed`.
+        """int64[micro_batch_size]: a rank's samples of the micro-batch that starts at ``consumed``.
 
         Raises:
             DataError: the data set ends before this micro-batch does.
@@ -59,7 +59,7 @@ class SingleOrder:
 
 
 class ShardedCyclicOrder:
-    """Megatron's `cyclic` order with data sharding: each rank permutes its own part of the samples in every epoch.
+    """Megatron's ``cyclic`` order with data sharding: each rank permutes its own part of the samples in every epoch.
 
     The global batch therefore depends on dp_size and micro_batch_size, as in Megatron; CyclicOrder does not.
     """
@@ -128,10 +128,10 @@ class WholeOrder:
 
 
 def make_order(name: OrderName, num_samples: int, seed: int = 0, *, data_sharding: bool = False) -> SampleOrder:
-    """The order of a `--dataloader-type`.
+    """The order of a ``--dataloader-type``.
 
     Args:
-        seed: of the cyclic order; Megatron's sharded one knows only the epoch.
+        seed: seed of the cyclic order; Megatron's sharded order depends on the epoch alone.
         data_sharding: whether the cyclic order is Megatron's, which depends on dp_size and micro_batch_size.
 
     Raises:
@@ -147,7 +147,7 @@ def make_order(name: OrderName, num_samples: int, seed: int = 0, *, data_shardin
 
 
 def _places(consumed: int, micro_batch_size: int, dp_rank: int) -> np.ndarray:
-    """int64[micro_batch_size]: a rank's places of the micro-batch that starts at `consumed`."""
+    """int64[micro_batch_size]: a rank's places of the micro-batch that starts at ``consumed``."""
     start = consumed + dp_rank * micro_batch_size
     return np.arange(start, start + micro_batch_size)
 

@@ -40,7 +40,7 @@ def pack(prefix: str, output_prefix: str, spec: PackSpec, padding: int) -> str:
     that a split into training and validation parts has packs of all kinds in each. Memory: about 100 bytes a document.
 
     Args:
-        prefix: of the corpus.
+        prefix: prefix of the corpus's files.
         padding: the token that fills a pack's end: that of a document's end, which ``--eod-mask-loss`` does not learn.
 
     Raises:

@@ -25,11 +25,12 @@ from gptpar.data.workers import ordered_map, terminate_cleanly
 from gptpar.errors import DataError, TokenizerError
 
 BAD_LINES_SHOWN = CHARACTERS_SHOWN = 5
+"""Number of examples that the summary names."""
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """The arguments of `build_tokenizer`: what a worker needs to build its own."""
+    """The arguments of ``build_tokenizer``: what a worker needs to build its own."""
 
     tokenizer_type: str
     vocab_file: str | None = None
@@ -163,7 +164,7 @@ def preprocess(
     workers: int = 1,
     log_interval: int | None = None,
 ) -> str:
-    """Write `<output_prefix>_<key>_document.{bin,idx}` for each key; returns a summary for the user.
+    """Write ``<output_prefix>_<key>_document.{bin,idx}`` for each key; returns a summary for the user.
 
     Memory use does not grow with the inputs. Files of an earlier run are replaced when the new ones are complete; after
     an error or an interrupt they are unchanged.
@@ -222,7 +223,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 
 
 class Output:
-    """Where the encoded documents go, in order."""
+    """Receives the encoded documents, in order."""
 
     def __init__(self, writers: list[IndexedDatasetWriter], progress: CorpusProgress, bad: BadLines):
         self._writers, self._progress, self._bad = writers, progress, bad
@@ -280,6 +281,7 @@ class BadLines:
 
 TERMINAL_SECONDS = 0.2
 LOG_SECONDS = 5.0
+"""Seconds between two messages of progress, on a terminal and in a log."""
 
 
 class CorpusProgress:
@@ -302,7 +304,7 @@ class CorpusProgress:
         self._shown_documents = 0
 
     def update(self, consumed: int, documents: int, tokens: int, text_bytes: int) -> None:
-        """Add to the counts; `consumed` is the position in the inputs, in bytes on disk."""
+        """Add to the counts; ``consumed`` is the position in the inputs, in bytes on disk."""
         self._consumed = consumed
         self.documents += documents
         self.tokens += tokens

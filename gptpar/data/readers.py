@@ -27,6 +27,7 @@ TEXT_SUFFIXES = (".txt",)
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, each also with {' or '.join(COMPRESSIONS)}"
 BLOCK_BYTES = 1 << 20
+"""Bytes of text, about, that a worker gets at a time."""
 LONG_LINE_BYTES = 1 << 22  # a longer line is read in parts
 
 
@@ -105,7 +106,7 @@ def _files_of(name: str) -> list[str]:
 
 
 def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterator[TextBlock]:
-    """The files' bytes in order, in blocks of about `block_bytes`; a line or a text file is never divided.
+    """The files' bytes in order, in blocks of about ``block_bytes``; a line or a text file is never divided.
 
     Raises:
         DataError: a file cannot be read or decompressed.
@@ -118,7 +119,7 @@ def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterato
 def read_parts(
     files: Sequence[str], keys: Sequence[str], cut: Cut | None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[TextBlock | Part]:
-    """As `read_blocks`, but a line or a text file that is too long for memory is read in parts.
+    """Read blocks as ``read_blocks`` does, but a line or a text file that is too long for memory in parts.
 
     Args:
         keys: the keys of a JSON line whose texts are read.
@@ -204,10 +205,10 @@ def parse_block(
     """(line number, the text of each key) of each document of a block; blank lines hold no document.
 
     A text file is one document, whatever the keys. Documents that cannot be parsed are described in
-    `bad_lines`.
+    ``bad_lines``.
 
     Raises:
-        DataError: a document cannot be parsed and `bad_lines` is None; names file and line.
+        DataError: a document cannot be parsed and ``bad_lines`` is None; names file and line.
     """
     text_file = _is_text(block.path)
     lines = [block.data] if text_file else block.data.split(b"\n")
@@ -227,7 +228,7 @@ def parse_block(
 
 
 def read_documents(inputs: Sequence[str], key: str = "text") -> Iterator[str]:
-    """The text of each document of the inputs (see `find_inputs`), in order."""
+    """The text of each document of the inputs (see ``find_inputs``), in order."""
     for block in read_blocks(find_inputs(inputs)):
         for _, (text,) in parse_block(block, [key]):
             yield text

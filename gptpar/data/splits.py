@@ -35,7 +35,7 @@ def normalized_split(text: str) -> tuple[float, ...]:
     """The fractions of training, validation and test in a split such as "969,30,1", rounded to nine digits.
 
     Raises:
-        DataError: as for `parse_split`.
+        DataError: see ``parse_split``.
     """
     return tuple(round(fraction, 9) for fraction in _fractions(text))
 

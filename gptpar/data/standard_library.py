@@ -19,12 +19,14 @@ SUFFIXES = (".py", ".rst", ".txt")
 # Installed packages differ between machines, and some distributions strip the tests.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 TOPICS = "pydoc_data/topics.py"
+"""A file whose text is a dictionary of the language's documentation."""
 MIN_BYTES = 1_000_000
+"""Bytes that a library must have to be a corpus."""
 SHUFFLE_SEED = 1234
 
 
 def standard_library_documents(root: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of each source file, text file and documentation topic under `root`, sorted by name.
+    """(name, text) of each source file, text file and documentation topic under ``root``, sorted by name.
 
     Files that are not UTF-8 are skipped.
     """
@@ -41,7 +43,7 @@ def standard_library_documents(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _topics(source: str) -> Iterator[tuple[str, str]]:
-    """The pages of `help()`: the one dict literal of pydoc's topics module."""
+    """The pages of ``help()``: the one dict literal of pydoc's topics module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):
             yield from sorted(ast.literal_eval(node).items())

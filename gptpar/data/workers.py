@@ -27,7 +27,7 @@ PENDING_PER_WORKER = 3  # enough that no worker waits while the oldest result is
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int, *, threads: bool = False
 ) -> Iterator[Iterator[Result]]:
-    """`map(function, items)` over `workers` processes (1: this one), with the results in order.
+    """``map(function, items)`` over ``workers`` processes (1: this one), with the results in order.
 
     At most PENDING_PER_WORKER items per worker are read in advance. The end of the block ends the workers, whatever its
     reason; if this process is killed, they notice that and end.

@@ -30,7 +30,7 @@ _CHECKPOINT_NAME = re.compile(
 
 
 class ForeignReader(Enum):
-    """What ``gptpar convert`` reads other programs' checkpoints with."""
+    """The readers of other programs' checkpoints in ``gptpar convert``."""
 
     HUGGING_FACE = "huggingface"
     MEGATRON = "megatron"
@@ -38,7 +38,7 @@ class ForeignReader(Enum):
 
 @dataclass(frozen=True)
 class Foreign:
-    """What another program saved; as a text it is named for a sentence: ``a DeepSpeed checkpoint (global_step100)``.
+    """Something that another program saved; its text names it: ``a DeepSpeed checkpoint (global_step100)``.
 
     Attributes:
         what: that text.
@@ -127,7 +127,7 @@ _FORMATS = (
 
 
 def foreign_checkpoint(path: str | Path) -> Foreign | None:
-    """What another program saved at a path.
+    """Recognise what another program saved at a path.
 
     Args:
         path: a folder of checkpoints, one checkpoint, or a file.
@@ -253,8 +253,8 @@ def _pointer(path: Path, names: list[str]) -> Foreign | None:
             return Foreign(f"a DeepSpeed checkpoint's file {pointer!r}, which names {tag!r}, without that folder")
     if HINT_NAME in names:
         named = _first_line(path / HINT_NAME)
-        told = f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
-        return Foreign(told, is_our_hint=True)
+        hint = f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
+        return Foreign(hint, is_our_hint=True)
     return None
 
 

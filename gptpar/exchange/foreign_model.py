@@ -26,7 +26,7 @@ class ForeignModel:
     """A model whose files have been opened; each tensor is there and has the right shape.
 
     Attributes:
-        meta: of the checkpoint to be made; with ``progress`` a run can go on from it.
+        meta: the meta data of the checkpoint to be made; with ``progress`` a run can go on from it.
         write: writes all tensors of the checkpoint.
         tokenizer: name -> contents of the tokenizer's files.
         keep: copies what a later export gives back into the new folder of checkpoints.
@@ -43,8 +43,8 @@ def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str, 
 
     Args:
         source: the program that it comes from.
-        identity: of the tokenizer, as far as it is known: ``vocab_size``, the number of its token ids, and ``sha256``
-            of its files, as ``digests_of`` gives them.
+        identity: the tokenizer's identity, as far as it is known: ``vocab_size``, the number of its token ids, and
+            ``sha256`` of its files, as ``digests_of`` gives them.
     """
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
@@ -54,7 +54,7 @@ def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str, 
 
 
 class Finite:
-    """What is not finite in the tensors of a conversion; threads may look at the same time."""
+    """Counts numbers that are not finite in the tensors of a conversion; threads may do so at the same time."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], tuple[int, int]] = {}
@@ -63,7 +63,7 @@ class Finite:
         """Note what is wrong with elements of a tensor; a piece that is read again counts once.
 
         Args:
-            name: of the tensor in its file.
+            name: the tensor's name in its file.
             start: number of the first element.
         """
         if values.numel() and not all(torch.isfinite(end) for end in torch.aminmax(values)):  # which pass on NaN
@@ -81,12 +81,12 @@ class Finite:
             tensors[name] = before[0] + nans, before[1] + infinite
         if not tensors:
             return
-        told = [
+        lines = [
             f"tensor {name!r} has {nans:,} NaN and {infinite:,} infinite values"
             for name, (nans, infinite) in tensors.items()
         ]
-        more = [f"and {len(told) - MAX_LISTED} more tensors"] * (len(told) > MAX_LISTED)
+        more = [f"and {len(lines) - MAX_LISTED} more tensors"] * (len(lines) > MAX_LISTED)
         remedy = "take weights from before the training failed, or copy or download the files again"
         raise CheckpointError(
-            "\n".join([f"{source} has weights that no model can compute with:", *told[:MAX_LISTED], *more, remedy])
+            "\n".join([f"{source} has weights that no model can compute with:", *lines[:MAX_LISTED], *more, remedy])
         )

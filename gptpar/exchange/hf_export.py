@@ -39,11 +39,11 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written.
+    """The form in which a model is written.
 
     Attributes:
-        dtype: of the weights; ``None``: that of the import from Hugging Face, else the run's number format.
-        max_shard_bytes: of a weight file; ``None``: the files of the import, else 5 GB.
+        dtype: the weights' dtype; ``None``: that of the import from Hugging Face, else the run's number format.
+        max_shard_bytes: largest size of a weight file; ``None``: the files of the import, else 5 GB.
         given_tokenizer: fields of :class:`TokenizerConfig` that replace the checkpoint's.
         with_tokenizer: whether the tokenizer's files are written.
     """
@@ -59,8 +59,8 @@ class Export:
     """A model that is ready to be written; everything about it has been checked.
 
     Attributes:
-        path: of the checkpoint.
-        tensors: by their names as the weight files spell them.
+        path: the checkpoint's folder.
+        tensors: name, as the weight files spell it -> tensor.
         headers: file name -> header of a weight file.
         texts: file name -> contents of every other file.
     """
@@ -130,7 +130,7 @@ def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOpti
     """Check everything about an export of one checkpoint.
 
     Args:
-        path: of the checkpoint, ``.../iter_0000010``.
+        path: the checkpoint's folder, ``.../iter_0000010``.
 
     Raises:
         CheckpointError: with everything that is wrong.
@@ -165,7 +165,7 @@ class _Exported:
     """A checkpoint's model as transformers describes it.
 
     Attributes:
-        fields: of its ``config.json``.
+        fields: the fields of its ``config.json``.
         kept: files of the folder from which the model was imported.
         same: whether the model is still the one that was imported.
     """
@@ -298,7 +298,7 @@ def _ends_of_text(exported: _Exported, options: ExportOptions) -> dict[str, int 
     if type(eod) is not int:
         return {"bos_token_id": None, "eos_token_id": None}
     begin = eod
-    with suppress(ConfigError, TokenizerError, ImportError):  # told where its files are to be written
+    with suppress(ConfigError, TokenizerError, ImportError):  # reported where its files are to be written
         config = tokenizer_of_checkpoint(exported.stored, options.given_tokenizer)
         if config.tokenizer_type is not None:
             begin = build_tokenizer(config.tokenizer_type, **config.options).encode_document("")[0]
@@ -310,7 +310,7 @@ def shards_of(
 ) -> dict[str, list[str]]:
     """Names of tensors by weight file, which has transformers' name.
 
-    A file has one tensor, and further ones while it stays within `max_bytes`.
+    A file has one tensor, and further ones while it stays within ``max_bytes``.
 
     Args:
         sizes: a tensor's name -> its bytes.

@@ -88,7 +88,7 @@ class HfModel:
 
     Attributes:
         kind: its ``model_type``.
-        fields: of its ``config.json``.
+        fields: the fields of its ``config.json``.
         parameters: our global name -> transformers' tensors that make up the parameter, each with its source; all of
             the model's but those that keep their initial values.
     """
@@ -154,7 +154,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
         layers = fields.get(name)
         if layers is not None and (type(layers) is not int or not 1 <= layers <= MAX_LAYERS):
             problems.append(f"{CONFIG} says {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}.")
-            fields = {**fields, name: 1}  # so that all other problems are told, too
+            fields = {**fields, name: 1}  # so that all other problems are reported, too
     try:
         flags = Flags(model=flags_of(fields))
         problems += [f"{CONFIG}: {problem}" for problem in (*range_problems(flags), *check_model(flags))]
@@ -209,9 +209,9 @@ def open_hf(folder: Path) -> HfModel:
     kind = fields["model_type"]
     found = _matched(kind, model, files, packed=is_packed(fields))
     if problems := list(_mismatches(kind, model, found, files)) or list(_untied_head(kind, model, files)):
-        told = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
-        told.append(_remedy(kind, found))
-        raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(told))
+        lines = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
+        lines.append(_remedy(kind, found))
+        raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(lines))
     parameters: dict[str, list[tuple[HfTensor, Source]]] = {}
     for tensor, source in found:
         assert source is not None
@@ -220,9 +220,9 @@ def open_hf(folder: Path) -> HfModel:
 
 
 def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
-    """What to do where weights and configuration differ."""
+    """The remedy where weights and configuration differ."""
     lacking = {tensor.name for tensor, source in found if source is None}
-    if lacking == {f"{FAMILIES[kind].names.ends['output']}.weight"}:
+    if lacking == {f"{FAMILIES[kind].names.outer['output']}.weight"}:
         return (
             "without an LM head of its own a model has tied embeddings: if it was trained so, set tie_word_embeddings "
             f"to true in a copy of its {CONFIG}"
@@ -232,7 +232,7 @@ def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
 
 def _untied_head(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> Iterator[str]:
     """A sentence if embeddings are said to be tied, and the files have an LM head with other values."""
-    head, rows = (f"{FAMILIES[kind].names.ends[end]}.weight" for end in ("output", "embedding"))
+    head, rows = (f"{FAMILIES[kind].names.outer[end]}.weight" for end in ("output", "embedding"))
     rows = rows if rows in files else rows.removeprefix(FAMILIES[kind].names.base)
     if not model.tied or head not in files or rows not in files:
         return
@@ -313,7 +313,7 @@ def _mismatches(
             yield f"tensor {tensor.name!r} is {list(stored.shape)}, and {list(tensor.shape)} follows from {CONFIG}"
         if stored.dtype not in DTYPES:
             yield f"tensor {tensor.name!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
-    head = f"{FAMILIES[kind].names.ends['output']}.weight"
+    head = f"{FAMILIES[kind].names.outer['output']}.weight"
     used = {source.name for _, source in found if source is not None} | ({head} if model.tied else set())
     for name in sorted(files.keys() - used):
         if not NO_WEIGHT.fullmatch(name):

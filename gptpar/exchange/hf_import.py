@@ -79,7 +79,7 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     Of a mixture that is the experts of this process. Memory holds a piece of 8 MiB for each thread that reads.
 
     Args:
-        weights: by our global name.
+        weights: our global name -> weight.
 
     Raises:
         CheckpointError: the Hugging Face model lacks a parameter, has it in another shape, or has values that are not

@@ -33,7 +33,7 @@ class Kept:
     """The kept files.
 
     Attributes:
-        fields: of ``config.json``.
+        fields: the fields of ``config.json``.
         headers: file name -> the header of a weight file.
         tensors: name -> what the headers say of it.
     """
@@ -44,7 +44,7 @@ class Kept:
     tensors: dict[str, StoredTensor]
 
     def damaged(self, reason: str) -> CheckpointError:
-        """What is told of headers that cannot be used."""
+        """A sentence for each header that cannot be used."""
         return CheckpointError(
             f"{self.folder / HEADERS} is damaged ({reason}): delete it, and weight files are laid out anew"
         )

@@ -22,7 +22,7 @@ UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4
 _KINDS = {UNIGRAM: "unigram", BPE: "BPE", WORD: "word", CHAR: "character"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 UNREACHABLE = 1000.0
-"""By how much control pieces and bytes score below all others: no text, however it is written, prefers one of them."""
+"""Difference of the scores of control pieces and bytes from all others: no text prefers one of them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class VocabularyPiece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What encoding depends on in a ``tokenizer.model``.
+    """The parts of a ``tokenizer.model`` on which encoding depends.
 
     Attributes:
         charsmap: the normalisation of characters, in SentencePiece's form; empty: none.

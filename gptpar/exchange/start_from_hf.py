@@ -103,7 +103,7 @@ def _take_shape(parsed: ParsedFlags, kind: str, theirs: ModelFlags, folder: str)
     too_long = list(_too_long(parsed, theirs))
     parsed.problems += too_long
     typed = {name for name in OF_TRAINING | STRETCHING if f"model.{name}" in parsed.given}
-    typed -= {"seq_length"} if too_long else set()  # the same is not told again with another remedy
+    typed -= {"seq_length"} if too_long else set()  # the same is not reported again with another remedy
     names = (spec.name for spec in dataclasses.fields(ModelFlags) if spec.name not in typed)
     given = parsed.flags.model
     parsed.flags = parsed.flags.update("model", **{name: getattr(theirs, name) for name in names})
@@ -158,7 +158,7 @@ def start_from_hf(
     """Give a new run a Hugging Face model's weights; every process calls it and reads the parameters that it holds.
 
     Args:
-        weights: by our global name.
+        weights: our global name -> weight.
         kept_with: the folder of checkpoints beside which this process keeps the model's other files.
         mixture: the model of the run, if the folder's is dense and its MLPs become experts.
 

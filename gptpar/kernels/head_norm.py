@@ -22,7 +22,7 @@ from gptpar.kernels.bias_gradient import heads, heads_and_gate
 
 
 class HeadShape(NamedTuple):
-    """How the projection's output is split into heads.
+    """The division of the projection's output into heads.
 
     Attributes:
         seq_length: S.
@@ -42,7 +42,7 @@ class HeadNorm(NamedTuple):
 
     Attributes:
         factor_K: what normalised numbers are multiplied by.
-        bias_K: of LayerNorm; ``None``: RMSNorm.
+        bias_K: LayerNorm's bias; ``None``: RMSNorm.
     """
 
     factor_K: torch.Tensor

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 
 class LossTerms(NamedTuple):
-    """What a loss is beside the cross entropy.
+    """Terms of a loss beside the cross entropy.
 
     Attributes:
         softcap: c of the module's docstring; 0: logits are not capped.

@@ -56,7 +56,7 @@ def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float
     """One half of an MLP's first product, multiplied by a function of the other half (Shazeer 2020).
 
     Args:
-        limit: of the gate's input from above, and of the other half in size.
+        limit: bound of the gate's input from above, and of the other half's absolute value.
         offset: is added to the other half.
     """
     gate_NF, value_NF = up.chunk(2, dim=-1)

@@ -35,14 +35,14 @@ from gptpar.topology.placement import ParameterSpec
 DISTANCE_CHANNELS = 8
 """Channels that ALiBi adds to a head: kernels take multiples of eight."""
 _DIGITS, _BASE = 3, 256
-"""Of a token's position in ALiBi's channels; positions up to 16 million."""
+"""Number and base of the digits of a token's position in ALiBi's channels: positions up to 16 million."""
 
 VARLEN_SPEED = 0.55
-"""Of flash attention of variable length, as a fraction of the speed of the kernel for whole samples (cuDNN, H200)."""
+"""Speed of flash attention of variable length, as a fraction of that of cuDNN's kernel for whole samples (H200)."""
 
 
 def document_kernel(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
-    """How :func:`~gptpar.model.core_attention.core_attention` keeps documents apart, in words."""
+    """The way in which :func:`~gptpar.model.core_attention.core_attention` keeps documents apart, in words."""
     width = model.kv_channels + DISTANCE_CHANNELS * (model.position_embedding_type == "alibi")
     if has_varlen_kernel(device_type, dtype, width):
         return "flash attention of variable length"
@@ -50,7 +50,7 @@ def document_kernel(model: ModelConfig, device_type: str, dtype: torch.dtype) ->
 
 
 def window_of(model: ModelConfig, layer: int) -> int | None:
-    """How many tokens a layer's token sees, itself among them; ``None``: all earlier ones."""
+    """Number of tokens that a layer's token sees, itself among them; ``None``: all earlier ones."""
     pattern = model.window_pattern or "S"
     if model.window_size is None or pattern[layer % len(pattern)] == "F":
         return None
@@ -91,8 +91,8 @@ def with_distances(
     values' channels are zero; the caller drops them from the output.
 
     Args:
-        positions_BS: of each token; ``None``: 0, 1, 2, ...
-        slopes_H: of this rank's query heads.
+        positions_BS: each token's position; ``None``: 0, 1, 2, ...
+        slopes_H: the slopes of this rank's query heads.
         scale: the factor of the scores, by which slopes are divided.
     """
     (batch, heads, length, _), dtype = q_BHSK.shape, q_BHSK.dtype
@@ -203,7 +203,8 @@ class Attention(nn.Module):
         scale = self.scale
         if self.has_distances:
             scale = scale or self.head_width**-0.5  # of the head without the channels for distances
-            slopes_H = self._slopes(q_BHSK)
+            first, num_heads = (count * self.queries_per_group for count in (self.first_group, self.num_groups))
+            slopes_H = head_slopes(first, q_BHSK.shape[1], num_heads, q_BHSK.device)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
         y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale, self.sinks)
         if self.has_distances:
@@ -217,14 +218,14 @@ class Attention(nn.Module):
         return qkv.view(self.num_groups, -1, self.head_width, *qkv.shape[1:])
 
     def cost(self, batch: BatchShape) -> Cost:
-        """Both projections and what is between them."""
+        """The cost of both projections and of what is between them."""
         qkv, out, core = self.qkv.cost(batch), self.out.cost(batch), self._core_cost(batch)
         if self.recompute_core:
             core = core.computed_again(core.workspace)
         return qkv + core + out
 
     def _core_cost(self, batch: BatchShape) -> Cost:
-        """It keeps what its kernels read and write; the output projection counts what it reads itself."""
+        """The cost between the projections: kernels keep what they read and write, but for the projection's input."""
         groups = self.num_groups // self.axis.size
         heads, has_norms = groups * self.queries_per_group, self.query_norm is not None
         queries, keys = heads * self.head_width, groups * self.head_width
@@ -253,7 +254,7 @@ class Attention(nn.Module):
         )
 
     def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
-        """For a token: mean numbers of tokens that it sees, and of those that it would in the lost time; mask's bytes.
+        """Mean numbers of tokens that a token sees, and that it could see in the time that is lost; bytes of its mask.
 
         Time is lost where a mask alone hides tokens, and in flash attention of variable length.
         """
@@ -274,7 +275,7 @@ class Attention(nn.Module):
         return seen, length - seen, rows * length * size
 
     def _added_channels(self, batch: BatchShape) -> int:
-        """Of each head: for distances, and for a sink that is a key."""
+        """Number of channels added to each head: for distances, and for a sink that is a key."""
         is_key = self.sinks is not None and not self._has_kernel(batch)
         return DISTANCE_CHANNELS * self.has_distances + SINK_CHANNELS * is_key
 
@@ -286,11 +287,6 @@ class Attention(nn.Module):
     def _calls_by_document(self, batch: BatchShape) -> bool:
         """Whether attention is a call for each document (:func:`gptpar.model.core_attention.one_call_a_document`)."""
         return batch.document_lengths is not None and batch.device_type == "cpu" and self.dropout == 0
-
-    def _slopes(self, q_BHSK: torch.Tensor) -> torch.Tensor:
-        """slopes_H of this rank's query heads."""
-        first = self.first_group * self.queries_per_group
-        return head_slopes(first, q_BHSK.shape[1], self.num_groups * self.queries_per_group, q_BHSK.device)
 
     def _heads(self, qkv: torch.Tensor, seq_length: int) -> tuple[torch.Tensor, ...]:
         """(q_BHSK, k_BGSK, v_BGSK), and gate_BHSK if there are gates; normalised if the model normalises them."""

@@ -45,7 +45,7 @@ def attention_with_dropout(
     Args:
         mask_B1SS: which tokens a token sees; ``None``: itself and all earlier ones.
         p: probability that a token is not seen.
-        seeds: the layer's.
+        seeds: the layer's seeds.
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
         scale: factor of the scores; ``None``: 1 / sqrt(K).

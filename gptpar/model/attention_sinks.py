@@ -33,7 +33,7 @@ def attention_to_seen(
         seen_B1ST: boolean, [B or 1, 1, S, T]; ``None``, without sinks alone: each token sees itself and all earlier
             ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
-        sinks_H: of this rank's heads; ``None``: there are none.
+        sinks_H: the sinks of this rank's heads; ``None``: there are none.
     """
     width = q_BHSK.shape[-1]
     if sinks_H is not None:
@@ -88,7 +88,7 @@ def varlen_attention_with_sinks(
     """Causal flash attention inside documents, with sinks; returns (y_NHK, logsumexp_HN with the sink).
 
     Args:
-        cu_queries, cu_keys, max_queries, max_keys: as :func:`torch.nn.attention.varlen.varlen_attn` has them.
+        cu_queries, cu_keys, max_queries, max_keys: see :func:`torch.nn.attention.varlen.varlen_attn`.
         left: how many earlier tokens a token sees; -1: all.
     """
     y_NHK, lse_HN = _flash(q_NHK, k_NGK, v_NGK, cu_queries, cu_keys, max_queries, max_keys, left, scale)

@@ -102,7 +102,7 @@ class MLP(nn.Module):
         return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
     def cost(self, batch: BatchShape) -> Cost:
-        """Both products and the activation function, which keeps its input; a compiler computes a gate again."""
+        """The cost of both products and of the activation function, which keeps its input (a gate recomputes it)."""
         up, down = self.up.cost(batch), self.down.cost(batch)
         width = up.products[0].columns
         kept = width * batch.dtype.itemsize
@@ -116,7 +116,7 @@ class MLP(nn.Module):
         return cost
 
     def _tile_bytes(self, batch: BatchShape) -> float:
-        """For a token of all: a tile's largest tensors in the backward pass, and the sums of the weights' gradients."""
+        """Bytes, for each token of all tiles, of a tile's largest tensors in the backward pass and of gradient sums."""
         weights = self.up.weight.numel() + self.down.weight.numel()
         tile = (2 * self.up.weight.flatten(0, -2).shape[0] + self.down.weight.shape[1]) * batch.dtype.itemsize
         return tile / self.tiles + weights * batch.statistic_size / batch.tokens
@@ -204,10 +204,10 @@ class Block(nn.Module):
         """Returns y_ND, or (y_ND, losses of experts); under sequence parallelism x and y hold this rank's tokens.
 
         Args:
-            positions_BS: of each token; ``None``: 0, 1, 2, ...
+            positions_BS: each token's position; ``None``: 0, 1, 2, ...
             cu_seqlens: tokens see their own document only; ``None``: a sample is one document.
             seq_length: S.
-            seeds: of dropout's masks; needed in training if the model has dropout.
+            seeds: seeds of dropout's masks; needed in training if the model has dropout.
             choice_NK: keeps the experts that are chosen (:mod:`gptpar.model.experts.routing`).
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
@@ -230,7 +230,7 @@ class Block(nn.Module):
         return (y_ND, losses) if self.returns_losses else y_ND
 
     def cost(self, batch: BatchShape) -> Cost:
-        """Attention, MLP, and the norms and sums of the residual stream, which are those of this rank's tokens."""
+        """The cost of attention, MLP, and this rank's norms and sums of the residual stream."""
         mlp = self.mlp.cost(batch)
         if "mlp" in self.recompute_modules:
             last = isinstance(self.mlp, Experts) and self.mlp.reads_last_product

@@ -24,7 +24,7 @@ class AttentionDropout(NamedTuple):
 
     Attributes:
         p: probability that a token is not seen.
-        seeds: the layer's.
+        seeds: the layer's seeds.
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
     """
@@ -98,7 +98,7 @@ def core_attention(
     Args:
         cu_seqlens: where documents start among all samples' tokens, see :class:`gptpar.data.loader.MicroBatch`; tokens
             see their own document only. ``None``: a sample is one document.
-        dropout: of the attention probabilities; ``None``: without dropout.
+        dropout: dropout of the attention probabilities; ``None``: there is none.
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
         sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`); without

@@ -27,6 +27,7 @@ from gptpar.topology.initial_values import seed_of
 
 EMBEDDINGS, PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT = range(4)
 KINDS = ("embeddings", "attention probabilities", "attention output", "MLP output")
+"""What dropout is applied to in a layer; the constants above are positions in this list."""
 NO_SEEDS = "dropout needs its layer's seeds: see gptpar.model.dropout.seed_fields"
 
 
@@ -68,9 +69,9 @@ def seed_fields(
 
     Args:
         layers: names of layers.
-        seed: the run's.
+        seed: the run's seed.
         place: the micro-batch's position in the global batch.
-        device: the model's.
+        device: the model's device.
         rows: see :class:`LayerSeeds`.
     """
     seeds = [[seed_of(seed, "dropout", iteration, place, layer, kind) for kind in KINDS] for layer in layers]

@@ -11,7 +11,7 @@ from gptpar.config.roles import Role, layer_roles
 from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
-from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
+from gptpar.model.embedding_and_head import Logits, OutputLayer, PositionEmbedding, output_and_loss, output_cost
 from gptpar.model.experts.balance import choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.experts.routing import losses_of
@@ -21,10 +21,13 @@ from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
 LOSS_FIELDS = ("labels", "loss_mask", "scale", "each_token", "loss_divisor")
+"""Fields of a micro-batch that the LM head takes, see :func:`~gptpar.model.embedding_and_head.output_and_loss`."""
 BLOCK_FIELDS = ("position_ids", "cu_seqlens", "seq_length")
+"""Fields of a micro-batch that a block takes."""
 NO_SEEDS = "no dropout seeds"
 """A field that no micro-batch has, for the place of seeds among a block's arguments."""
 POSITION_FIELDS = ("position_ids", "seq_length")
+"""Fields of a micro-batch that the position embedding takes."""
 
 
 def gpt_model(

@@ -23,11 +23,11 @@ from gptpar.model.core_attention import AttentionDropout, core_attention
 
 @dataclass
 class CachePlace:
-    """Where the tokens of the coming forward pass belong; all layers share it.
+    """The place in the cache of the next forward pass's tokens; all layers share it.
 
     Attributes:
         rows: the cache's rows that are read and written; ``None``: the cache is not used.
-        positions_BS: int64, of each token in its text; ``None``: these tokens are the first of their texts.
+        positions_BS: int64, each token's position in its text; ``None``: these tokens are the first of their texts.
         length: number of places that are read, more than any of ``positions_BS``.
     """
 
@@ -42,7 +42,7 @@ class KeyValueCache:
     Args:
         rows: number of texts.
         length: positions of each text.
-        place: where the coming tokens belong.
+        place: the place of the next forward pass's tokens.
     """
 
     def __init__(self, rows: int, length: int, place: CachePlace):

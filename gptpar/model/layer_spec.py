@@ -62,7 +62,7 @@ class LayerSpec:
         return ours == theirs
 
     def cost(self, layer: nn.Module, batch: BatchShape) -> Cost:
-        """What the built layer costs, as its method ``cost`` says."""
+        """The cost of the built layer, from its method ``cost``."""
         return (self.cost_fn or type(layer).cost)(layer, batch)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:

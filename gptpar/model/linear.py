@@ -23,7 +23,7 @@ from gptpar.topology.matrices import WHOLE, Matrices
 
 
 class Reader(Enum):
-    """What reads a linear layer's output."""
+    """The reader of a linear layer's output."""
 
     HEADS = "split into queries, keys and values"
     ACTIVATION = "the MLP's activation function"

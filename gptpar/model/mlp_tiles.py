@@ -59,8 +59,8 @@ def tiled_mlp(
     """y_nD, without the second bias.
 
     Args:
-        up_UD, bias_U: of the first product.
-        down_DF: of the second one.
+        up_UD, bias_U: weight and bias of the first product.
+        down_DF: weight of the second product.
         activation, gated: the function between them; whether it multiplies one half of its input by the other.
         tiles: number of tiles.
         group: name of the tensor axis's group; empty: this process is alone.

@@ -32,7 +32,7 @@ class Norm(nn.Module):
 
     Args:
         length: elements of the weight on this rank.
-        placement: of the weight.
+        placement: the weight's placement.
         eps: added to the variance.
         from_one: whether the parameter is the factor less one.
 
@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
     @property
     def factor(self) -> torch.Tensor:
-        """What normalised numbers are multiplied by."""
+        """The factor of normalised numbers."""
         return self.weight + 1 if self.from_one else self.weight
 
     @property
@@ -59,7 +59,7 @@ class Norm(nn.Module):
         return HeadNorm(self.factor, None)
 
     def cost(self, batch: BatchShape) -> Cost:
-        """What it keeps of a vector; a layer that has the norm counts the elements that it moves."""
+        """The cost of what it keeps of a vector; a layer that has the norm counts the elements that it moves."""
         kept = self.weight.numel() * batch.dtype.itemsize + self.num_statistics * batch.statistic_size
         return Cost(kept=kept)
 
@@ -76,7 +76,7 @@ class LayerNorm(Norm):
 
     @property
     def of_head(self) -> HeadNorm:
-        """As in :class:`Norm`."""
+        """Same shape as ``x``; see :class:`Norm`."""
         return HeadNorm(self.factor, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,11 +162,11 @@ NORMS: dict[str, type[Norm]] = {
     "LayerNorm": LayerNorm,
     "RMSNorm": RMSNorm,
 }
-"""By the names of ``--normalization``."""
+"""Value of ``--normalization`` -> class."""
 
 
 def norm_arguments(config: ModelConfig) -> dict[str, Any]:
-    """What all norms of a model have in common."""
+    """The arguments that all norms of a model have in common."""
     return {"eps": config.norm_epsilon, "from_one": config.apply_layernorm_1p}
 
 
@@ -174,8 +174,8 @@ def make_norm(config: ModelConfig, width: int, placement: Placement, *, fused: t
     """The norm of a model.
 
     Args:
-        width: of what it normalises.
-        placement: of its parameters.
+        width: width of the vectors that it normalises.
+        placement: its parameters' placement.
         fused: takes LayerNorm's place; ``None``: nothing does.
     """
     kind = NORMS[config.normalization]

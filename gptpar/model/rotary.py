@@ -15,7 +15,7 @@ from gptpar.config import ModelConfig
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the positions of one model turn its heads.
+    """A model's rotary frequencies: how positions turn its heads.
 
     A model that was trained on short samples reads longer ones if its frequencies are scaled. With ``factor`` f,
     ``context`` C and the plain frequency of a pair of channels:
@@ -34,8 +34,8 @@ class Rotary:
         base: the plain frequencies are ``base ** (-2i / rotated)`` radians a token.
         scaling: a kind above, or ``None``.
         factor, context, turns, length: see above.
-        rounds: with ``yarn``: whether the first and last pair of the ramp are whole numbers.
-        amplitude: of cosine and sine.
+        rounds: (``yarn``) whether the first and last pair of the ramp are whole numbers.
+        amplitude: factor of cosine and sine.
     """
 
     rotated: int
@@ -50,7 +50,7 @@ class Rotary:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Rotary | None:
-        """Those of a model; ``None`` if it has other positions."""
+        """The frequencies of a model; ``None`` if it has other positions."""
         if config.position_embedding_type != "rope":
             return None
         kind, factor = config.rope_scaling_type, config.rope_scaling_factor
@@ -120,7 +120,7 @@ def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotary: Rota
     position x frequency; angles are computed in fp32, or in fp64 where ``x`` has it.
 
     Args:
-        positions_BS: of each token; ``None``: 0, 1, 2, ...
+        positions_BS: each token's position; ``None``: 0, 1, 2, ...
     """
     device, length, rotated = x_BHSK.device, x_BHSK.shape[2], rotary.rotated
     exact = torch.promote_types(x_BHSK.dtype, torch.float32)

@@ -30,7 +30,7 @@ class ModelSpec:
     """A model, described for one tensor rank; nothing is built.
 
     Attributes:
-        layers: in the order of the forward pass.
+        layers: all layers, in the order of the forward pass.
         seq_length: tokens of a sample.
     """
 
@@ -44,7 +44,7 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """For every layer, the number of the first layer that is equal to it but for the name."""
+        """Number, for every layer, of the first layer that equals it but for the name."""
         firsts: list[int] = []
         kinds = []
         for number, spec in enumerate(self.specs):
@@ -100,7 +100,7 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """As many of these as a token is computed with; experts that it does not go to are left out."""
+        """Number of the parameters that a token is computed with: without experts that it does not go to."""
         idle = {
             kind: sum(getattr(m, "idle_parameters", 0) for m in layer.modules()) for kind, layer in self.built.items()
         }

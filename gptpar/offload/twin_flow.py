@@ -39,32 +39,34 @@ from gptpar.optim.update import Hyperparameters
 class TwinFlowAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with exactly ``offload_ratio`` of the elements updated by the CPU.
 
-    The device updates the first elements, in the order of the parameters. Masters and moments of the others are in host
-    memory. Where an element is updated changes no bit of it (:mod:`gptpar.optim.adam_update`). 16-bit parameters get
-    fp32 master weights on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
-    parallelism), each process updates its own elements.
+    The device updates the first elements, in the order of the parameters. Master weights and moments of the others are
+    in host memory. An element gets the same bits in both places (:mod:`gptpar.optim.adam_update`). 16-bit parameters
+    get fp32 master weights on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or
+    pipeline parallelism), each process updates its own elements.
 
     :meth:`step` returns when everything is done, unless the module was :meth:`attached <attach>`. A step in which the
-    gradient is not finite changes nothing. Parameters without gradient are passed over, as torch does. ``.grad`` stays
+    gradient is not finite changes nothing. Parameters without gradient are skipped, as in torch. ``.grad`` stays
     as it is: clipping and a loss scale do not divide it. Learning rate, weight decay, betas and epsilon are those of
     the groups at each step, and ``torch.amp.GradScaler`` may call it. Parameters may be changed from outside by torch's
     in-place operations (not through ``.data``); that is noticed before the next step.
 
     Args:
-        params: as of ``torch.optim.AdamW``, all on one device; contiguous fp32, bf16 or fp16, or all fp64.
-        lr, betas, eps, weight_decay: of groups that do not say theirs.
-        offload_ratio: the twin-flow ratio, 0 to 1: which fraction of the elements the CPU updates.
-        max_norm: all gradients are clipped to this global norm (0: never).
-        speculation: whether an attached optimizer updates before the norm is known, into a double buffer of masters
-            and moments: ``on``, ``off``, or ``auto``, as far as host memory allows. It changes no number.
-        threads: of the CPU optimizer; default: the cores of this process but two.
+        params: parameters or groups, as ``torch.optim.AdamW`` takes them, all on one device; contiguous fp32, bf16 or
+            fp16, or all fp64.
+        lr, betas, eps, weight_decay: hyperparameters of groups that do not have their own.
+        offload_ratio: the twin-flow ratio, 0 to 1: the fraction of the elements that the CPU updates.
+        max_norm: the global norm to which gradients are clipped (0: never).
+        speculation: whether an attached optimizer updates before the norm is known, into a double buffer of master
+            weights and moments: ``on``, ``off``, or ``auto``, as far as host memory allows. It changes no number.
+        threads: number of the CPU optimizer's threads; default: the cores of this process but two.
         norm_fn: turns this process's sum of squares of the gradient (fp64 scalar, on the device) into that of all
-            processes. To be given where parameters are spread over processes; DTensors that are all placed alike
-            bring it along. Without it, processes would clip and skip differently.
+            processes. It is needed where parameters are spread over processes, because these would clip and skip
+            differently. DTensors that are all placed alike do without it.
 
     Attributes:
-        elements, offloaded: how many this process updates, and how many of them on the CPU.
-        attached: whether to a module, see :meth:`attach`.
+        elements: number of elements that this process updates.
+        offloaded: number of them that the CPU updates.
+        attached: whether a module is attached, see :meth:`attach`.
         skipped: 1.0 if the last step changed nothing because the gradient was not finite, else 0.0, on the device.
 
     Raises:

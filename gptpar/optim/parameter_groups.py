@@ -65,8 +65,8 @@ class ParameterGroups:
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
-        ends = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
-        self._decoupled = frozenset(ends if optimizer.decoupled_lr is not None else ())
+        tables = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
+        self._decoupled = frozenset(tables if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
         if any((self._lr_overrides, self._decay_overrides, config.mup, self._decoupled, self._of_matrices)):
             names = dict(_parameters(model.specs))
@@ -118,12 +118,12 @@ class ParameterGroups:
         in_block = any(name.startswith(f"{block}.") for block in self._blocks) if asks else False
         lr = _last_match(self._lr_overrides, name, 1.0)
         decay = _last_match(self._decay_overrides, name, 1.0 if decays else 0.0)
-        is_end = any(name.startswith(f"{layer}.") for layer in self._decoupled)
+        is_decoupled = any(name.startswith(f"{layer}.") for layer in self._decoupled)
         by_matrix = self._of_matrices if in_block and decays else None
         lr *= mup.learning_rate_multiplier(self._model, in_block, decays, by_matrix.growth if by_matrix else 1.0)
         if by_matrix and self._optimizer.muon_lr is not None and self._optimizer.lr:
             lr *= self._optimizer.muon_lr / self._optimizer.lr
-        return GroupFactors(lr, decay, is_end, by_matrix is not None)
+        return GroupFactors(lr, decay, is_decoupled, by_matrix is not None)
 
     def _require_matches(self, names: Sequence[str]) -> None:
         flags = {"--lr-override": self._lr_overrides, "--weight-decay-override": self._decay_overrides}

@@ -1,4 +1,4 @@
-"""``Update``: what every optimizer tells of itself, elementwise or over matrices: states, hyperparameters, flags."""
+"""``Update``: what every optimizer declares, elementwise or over matrices: states, hyperparameters, flags."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Update:
     """The update of a parameter group: a description.
 
     Attributes:
-        name: of ``--optimizer``, and the prefix of its own flags: ``--NAME-FIELD`` for each hyperparameter besides
-            the learning rate and the weight decay.
+        name: its value of ``--optimizer``, and the prefix of its own flags: ``--NAME-FIELD`` for each hyperparameter
+            besides the learning rate and the weight decay.
         states: names of its state vectors, which checkpoints keep beside the master weights.
         hyperparameters: a ``NamedTuple`` class, see :class:`Hyperparameters`.
         numbers: (hyperparameters, number of the step, from 1) -> the numbers that all elements of a step share. It uses

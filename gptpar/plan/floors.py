@@ -57,7 +57,7 @@ def _products(job: Job, cluster: Cluster, part: StagePart) -> float:
 
 
 def _bus(job: Job, part: StagePart) -> float:
-    """Seconds of a process's transfers in a step: each way alone, or both together, whichever takes longer."""
+    """Seconds of a process's transfers in a step: of one direction, or of both together, whichever takes longer."""
     table = job.table(part)
     up = float(table.length(Home.HOST))
     down = up + (job.num_micro_batches - 1) * summed_on_host(job, part)

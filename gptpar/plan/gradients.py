@@ -20,7 +20,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class GradientChoice:
-    """What ``auto`` becomes.
+    """The decision that ``--offload-gradients auto`` becomes.
 
     Attributes:
         leave_at_once: whether gradients are copied to host memory as soon as they are final.
@@ -36,7 +36,7 @@ class GradientChoice:
 
     @property
     def reason(self) -> str:
-        """Both numbers, as a part of a sentence."""
+        """The needed and the free bytes, as a part of a sentence."""
         needed, free = format_bytes(round(self.needed)), format_bytes(round(self.free))
         return f"{needed} are expected to be needed with all gradients on the GPU, and {free} are available"
 

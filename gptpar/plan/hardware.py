@@ -114,7 +114,7 @@ class Cluster:
     """The machines for which a run is planned.
 
     Attributes:
-        name: of the GPU, as it is shown.
+        name: the GPU's name, as it is shown.
         peak: dense FLOP/s of a GPU in the run's number format.
         memory: bytes of a GPU that a process can use.
         memory_bandwidth: bytes/s.
@@ -197,9 +197,9 @@ def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak: float | None)
 
 
 _COLUMN = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3}
-
-# A MIG slice, a laptop chip or a sister card shares the name but not the speed.
+"""Number format -> its position in a row of ``peak_tflops`` in gpus.toml."""
 _OTHER_VARIANTS = {"mig", "laptop", "max", "mobile", "d", "ti"}
+"""Words of devices that share a GPU's name but not its speed: MIG slices, laptop chips, sister cards."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -28,7 +28,7 @@ master weight and the states."""
 
 
 ADDING_SHARE = 0.9
-"""Of the host's rate, what additions reach: 0.59 s for the 6.65 billion elements of a 6.7B model beside an H100."""
+"""Fraction of the host's rate that additions of gradients reach: 0.59 s for a 6.7B model beside an H100."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Layer:
     Attributes:
         forward, backward: seconds for a micro-batch.
         elements: number of elements that the CPU updates.
-        late: number of these whose gradient is complete only after the backward pass, while that of the others is final
-            at its beginning; ``None``: the gradients of all elements are final together.
+        late: number of elements in the looked-up rows of a tied embedding: their gradient is final after the backward
+            pass, that of the other elements at its beginning. ``None``: the gradients of all are final together.
     """
 
     forward: float
@@ -59,7 +59,7 @@ class HostSpeed:
 
     Attributes:
         update: seconds for an element, in place.
-        speculate: the same into double buffers.
+        speculate: seconds for an element, into a double buffer.
         pause: seconds between two buckets.
         fetch: seconds for copying an element of the gradient to the host.
         send: seconds for copying a parameter to the device.
@@ -167,18 +167,18 @@ def waiting(
     """Seconds by which the CPU's updates prolong a step.
 
     Args:
-        layers: of a stage, in forward order.
+        layers: a stage's layers, in forward order.
         speculated: number of elements that have double buffers; these are the last ones.
         update: seconds from the end of the backward pass to the next forward pass, in which the device updates its own
             elements. The CPU knows the gradient's norm when they begin.
         lead: see :func:`max_lead`.
     """
-    early, came, end = _arrivals(layers, speed, lead)
+    early, copied, end = _copy_times(layers, speed, lead)
     left = [layer.buckets for layer in layers]
     free = _speculate(layers, early, left, speculated, end, speed)
     now, cpu = end + update, max(end, free)
     waited = end - sum(layer.backward for layer in reversed(layers))  # for copies of gradients
-    for layer, when, buckets in zip(layers, came, left, strict=True):
+    for layer, when, buckets in zip(layers, copied, left, strict=True):
         work = (layer.buckets - buckets) * speed.rest(layer)
         work += buckets * speed.bucket(layer, speed.update) if buckets else 0.0
         if work:
@@ -190,15 +190,19 @@ def waiting(
     return waited
 
 
-def _arrivals(layers: Sequence[Layer], speed: HostSpeed, lead: float) -> tuple[list[float], list[float], float]:
-    """(when the first bucket of each layer's partial gradient is on the host, the same of the complete gradient, when
-    the backward pass ends); a layer without a partial gradient has the same time twice.
+def _copy_times(layers: Sequence[Layer], speed: HostSpeed, lead: float) -> tuple[list[float], list[float], float]:
+    """Seconds from the beginning of the backward pass until gradients are on the host.
+
+    Returns:
+        early: until the first bucket of each layer's partial gradient is there, if it has one; else as ``copied``.
+        copied: until the first bucket of each layer's complete gradient is there.
+        end: until the backward pass ends.
     """
     now = link = 0.0
-    came = [0.0] * len(layers)
+    copied = [0.0] * len(layers)
     early: dict[int, float] = {}
 
-    def travel(i: int) -> float:
+    def copy(i: int) -> float:
         nonlocal link
         began = max(link, now)
         link = began + layers[i].elements * speed.fetch
@@ -206,19 +210,29 @@ def _arrivals(layers: Sequence[Layer], speed: HostSpeed, lead: float) -> tuple[l
 
     for i, layer in enumerate(layers):
         if layer.late is not None:
-            early[i] = travel(i)
+            early[i] = copy(i)
     for i in reversed(range(len(layers))):
         now += layers[i].backward
         if layers[i].elements:
-            came[i] = travel(i)
+            copied[i] = copy(i)
             now = max(now, link - lead * speed.fetch)
-    return [early.get(i, when) for i, when in enumerate(came)], came, now
+    return [early.get(i, when) for i, when in enumerate(copied)], copied, now
 
 
 def _speculate(
-    layers: Sequence[Layer], came: Sequence[float], left: list[int], room: float, until: float, speed: HostSpeed
+    layers: Sequence[Layer], copied: Sequence[float], left: list[int], room: float, until: float, speed: HostSpeed
 ) -> float:
-    """Take the buckets that are updated before the norm is known from ``left``; returns when the last one is done."""
+    """Simulate the updates before the norm is known, and take their buckets from ``left``.
+
+    Args:
+        copied: for each layer, seconds until its first bucket is on the host.
+        left: for each layer, the number of buckets that are to be updated.
+        room: number of elements that have double buffers.
+        until: seconds until the norm is known.
+
+    Returns:
+        Seconds until the last of these updates is done.
+    """
     allowed = [0] * len(layers)
     for i in reversed(range(len(layers))):
         if layers[i].elements:
@@ -226,21 +240,21 @@ def _speculate(
             room -= layers[i].elements
         if room <= 0:
             break
-    coming = sorted((i for i in range(len(layers)) if allowed[i]), key=lambda i: -came[i])  # the next one last
-    here: set[int] = set()
+    missing = sorted((i for i in range(len(layers)) if allowed[i]), key=lambda i: -copied[i])  # the next one last
+    present: set[int] = set()
     free = 0.0
-    while coming or here:
-        while coming and came[coming[-1]] <= free:
-            here.add(coming.pop())
-        begins = free if here else came[coming[-1]]
+    while missing or present:
+        while missing and copied[missing[-1]] <= free:
+            present.add(missing.pop())
+        begins = free if present else copied[missing[-1]]
         if begins >= until:
             break
         free = begins
-        if here:
-            shallowest = min(here)
+        if present:
+            shallowest = min(present)
             free += speed.ahead(layers[shallowest])
             left[shallowest] -= 1
             allowed[shallowest] -= 1
             if not allowed[shallowest]:
-                here.remove(shallowest)
+                present.remove(shallowest)
     return free

@@ -33,9 +33,9 @@ from gptpar.topology.mesh import COPIES, EXPERT, Mesh, copies_over
 Ties = tuple[tuple[str, tuple[int, ...]], ...]
 """(layer, the stages that have a copy of it), for layers of several stages."""
 Groups = Sequence[Sequence[tuple[int, ...]]]
-"""For each virtual stage of a stage: the groups of blocks, by number, that are recomputed together."""
+"""Groups of blocks, by number, that are recomputed together, for each virtual stage of a stage."""
 BUFFERS_OF_GATHERED = 4
-"""In backward attention holds the gathered keys and values, their gradients, the sum of these, and its copy to send."""
+"""Buffers in attention's backward pass: gathered keys and values, their gradients, the sum, its copy to send."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,18 @@ class StagePart:
     """The layers that a process of one stage runs; two are equal if their layers are, but for the names.
 
     Attributes:
-        kinds: of each virtual stage's layers (:class:`~gptpar.plan.layers.Layers`); ``~kind``: it saves in host memory.
-        chunks: numbers of these layers in the model.
+        kinds: for each virtual stage, the kinds of its layers (:class:`~gptpar.plan.layers.Layers`); ``~kind`` for a
+            layer that saves its activations in host memory.
+        virtual_stages: for each virtual stage, the numbers of its layers in the model.
     """
 
     kinds: tuple[tuple[int, ...], ...]
-    chunks: tuple[tuple[int, ...], ...] = field(compare=False)
+    virtual_stages: tuple[tuple[int, ...], ...] = field(compare=False)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Numbers of all its layers, in the order of the forward pass."""
-        return tuple(chain(*self.chunks))
+        return tuple(chain(*self.virtual_stages))
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Job:
 
     Args:
         config: resolved, with the padded vocabulary filled.
-        mesh: of its processes.
+        mesh: layout of its processes.
         device_type: ``cuda`` or ``cpu``.
-        document_lengths: of documents whose tokens see their own only, see
-            :class:`~gptpar.tensor_parallel.cost.BatchShape`; ``None``: not known, and counted as whole samples.
+        document_lengths: lengths of typical documents, whose tokens do not see other documents (see
+            :class:`~gptpar.tensor_parallel.cost.BatchShape`); ``None``: they are not known, and samples count as whole.
     """
 
     config: Config
@@ -105,7 +106,7 @@ class Job:
 
     @property
     def num_copies(self) -> int:
-        """Of the weights: processes that hold the same ones and read different tokens."""
+        """Number of processes that hold the same weights and read different tokens."""
         return self.mesh.size(*COPIES)
 
     @property
@@ -133,7 +134,7 @@ class Job:
         return self.config.batch.adds_gradients(self.mesh.world_size) * self.config.offload.summed_ratio
 
     def gradient_lengths(self, part: StagePart) -> list[int]:
-        """For each of a stage's layers: the most elements whose gradients can go to the CPU."""
+        """Number of elements, for each of a stage's layers, whose gradients can go to the CPU at most."""
         return [self.unit(number).shard_length for number in part.layers]
 
     def num_offloaded_units(self, part: StagePart) -> int:
@@ -152,11 +153,6 @@ class Job:
         table = self.table(self.stages[0])
         (length,) = (unit.length for unit in table.units if unit.name == shared)
         return float(length - table.on_device[shared])
-
-    @property
-    def brings_parameters(self) -> bool:
-        """Whether a layer's weights are on the device only while it needs them."""
-        return self.zero_stage == 3 or self.config.offload.cpu_parameters
 
     @property
     def token_splits(self) -> int:
@@ -187,8 +183,8 @@ class Job:
         return self.wide_size if is_sum else self.element_size
 
     @property
-    def masters_are_live(self) -> bool:
-        """Whether forward and backward passes use the master weights themselves."""
+    def masters_are_parameters(self) -> bool:
+        """Whether the model parameters are the master weights themselves."""
         everything_here = not self.ratio and not self.config.offload.cpu_parameters
         return self.element_size == self.wide_size and self.shards == 1 and everything_here
 
@@ -243,7 +239,7 @@ class Job:
         return [self._over_context(cost) if cost.attention else cost for cost in costs_of(self.layers, shape)]
 
     def _over_context(self, cost: Cost) -> Cost:
-        """An attention layer's, with what it computes, keeps and moves of others' tokens."""
+        """An attention layer's cost, with what it computes, keeps and moves of other context ranks' tokens."""
         size, parallel = self.mesh.context, self.config.parallel
         if size == 1:
             return cost
@@ -288,12 +284,12 @@ class Job:
         return offloaded_blocks(sorted(self.layers.blocks), count) if count else frozenset()
 
     def bytes_to_host(self, part: StagePart) -> list[float]:
-        """For each of a stage's virtual stages: bytes of a micro-batch's activations that the host keeps."""
+        """Bytes of a micro-batch's activations that the host keeps, for each of a stage's virtual stages."""
         if not self.offloaded and not self.config.recompute.checkpoint_in_cpu:
-            return [0.0] * len(part.chunks)
+            return [0.0] * len(part.virtual_stages)
         if not self.offloaded:
             return [self.recomputed_input_bytes * len(groups) for groups in self.recomputed(part)]
-        return [sum(self.kept(number) for number in chunk if number in self.offloaded) for chunk in part.chunks]
+        return [sum(self.kept(number) for number in one if number in self.offloaded) for one in part.virtual_stages]
 
     def blocks(self, part: StagePart) -> list[int]:
         """A stage's blocks, by number."""
@@ -306,7 +302,7 @@ class Job:
 
     def recomputed(self, part: StagePart) -> Groups:
         """The groups of a stage's blocks that are recomputed together."""
-        return _recomputed(self.layers, part.chunks, self.config.recompute)
+        return _recomputed(self.layers, part.virtual_stages, self.config.recompute)
 
     def table(self, part: StagePart) -> ParameterTable:
         """The parameters of the first process of the first such stage, as the run itself lays them out."""
@@ -336,8 +332,8 @@ class Job:
 
 
 @lru_cache(maxsize=4096)
-def _recomputed(layers: Layers, chunks: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
-    blocks = ({layers.name(number): number for number in chunk if number in layers.blocks} for chunk in chunks)
+def _recomputed(layers: Layers, virtual_stages: tuple[tuple[int, ...], ...], recompute: RecomputeConfig) -> Groups:
+    blocks = ({layers.name(number): number for number in one if number in layers.blocks} for one in virtual_stages)
     return [
         [tuple(named[name] for name in group) for group in recompute_groups(recompute, list(named))] for named in blocks
     ]
@@ -350,7 +346,7 @@ def _device_state_bytes(table: ParameterTable, updates: tuple[Update, ...], size
 
 @lru_cache(maxsize=512)
 def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """As :func:`~gptpar.pipeline.layer_split.split_model`.
+    """The assignment of a model's layers to stages, as :func:`~gptpar.pipeline.layer_split.split_model` makes it.
 
     Raises:
         ConfigError: the model cannot be divided like that.
@@ -374,8 +370,8 @@ def parts_of(
     parts: dict[StagePart, StagePart] = {}
     stages = []
     for stage in range(num_stages):
-        chunks = tuple(pieces[stage::num_stages])
-        part = StagePart(tuple(tuple(kinds[number] for number in chunk) for chunk in chunks), chunks)
+        virtual_stages = tuple(pieces[stage::num_stages])
+        part = StagePart(tuple(tuple(kinds[number] for number in one) for one in virtual_stages), virtual_stages)
         stages.append(parts.setdefault(part, part))
     return tuple(stages), tuple(split.tied_stages(layers.spec.specs).items())
 

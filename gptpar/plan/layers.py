@@ -15,6 +15,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.gpt import gpt_model
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.model.spec import ModelSpec
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.stage import Stage
@@ -32,7 +33,7 @@ class Layers:
         groups: the parameters' groups.
 
     Attributes:
-        groups: as given.
+        groups: the parameters' groups, as given.
         kinds: for every layer, the number of the first one that is equal but for its name: its cost is the same, and so
             are the groups of its parameters.
         blocks: numbers of the blocks, which can be recomputed.
@@ -40,10 +41,7 @@ class Layers:
 
     def __init__(self, spec: ModelSpec, groups: ParameterGroups):
         self.spec, self.groups = spec, groups
-        self._infos = {
-            kind: {name: _with_own_experts(info) for name, info in Stage([spec.specs[kind]]).infos().items()}
-            for kind in dict.fromkeys(spec.kinds)
-        }
+        self._infos = {kind: _infos_of(spec.specs[kind]) for kind in dict.fromkeys(spec.kinds)}
         self.blocks = frozenset(n for n, layer in enumerate(spec.layers) if layer.role is Role.BLOCK)
         self._units: dict[tuple[int, int], Unit] = {}
         firsts: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -65,10 +63,13 @@ class Layers:
         return self._units[number, shards]
 
 
-def _with_own_experts(info: ParameterInfo) -> ParameterInfo:
-    """A parameter as if a rank's experts were all: a plan counts their elements in its layer's one unit."""
-    value = {axis: split for axis, split in info.placement.value.items() if axis != EXPERT}
-    return replace(info, placement=Placement(value, info.placement.gradient_sum))
+def _infos_of(layer: LayerSpec) -> dict[str, ParameterInfo]:
+    """A layer's parameters, as if a rank's experts were all: a plan counts their elements in the layer's one unit."""
+    infos = Stage([layer]).infos()
+    for name, info in infos.items():
+        value = {axis: split for axis, split in info.placement.value.items() if axis != EXPERT}
+        infos[name] = replace(info, placement=Placement(value, info.placement.gradient_sum))
+    return infos
 
 
 @lru_cache(maxsize=64)

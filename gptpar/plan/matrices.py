@@ -1,4 +1,4 @@
-"""What an optimizer over matrices costs a step (:mod:`gptpar.optim.matrix_update`): products and messages. Pure."""
+"""The time of an optimizer over matrices (:mod:`gptpar.optim.matrix_update`): products and messages. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _seconds_of(update: MatrixUpdate, rows: int, columns: int, product: Product)
 
 
 def longest_first(costs: Iterable[float], processes: int) -> float:
-    """When the last of some processes is done, if each takes the longest remaining work once it is free."""
+    """The time at which the last process is done, if each takes the longest remaining work once it is free."""
     ends = [0.0] * processes
     for cost in sorted(costs, reverse=True):
         heapq.heapreplace(ends, ends[0] + cost)

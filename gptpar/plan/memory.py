@@ -34,13 +34,14 @@ class RankMemory:
     """Bytes of one process, by purpose.
 
     Attributes:
-        parameters: live weights, in the number format of the products.
-        gradients: their fp32 sums (those that are no sums, as they come), and those that the host has not used yet.
+        parameters: model parameters, in the number format of the products.
+        gradients: fp32 sums over micro-batches, gradients that are no sums in their own format, and those that the
+            host has not used yet.
         optimizer: fp32 master weights and the optimizer's state.
         activations: kept for the backward pass, of all micro-batches in flight.
         buffers: what exists for a moment only, at the worst moment: logits, gradients in flight, gathered weights.
         outside: what the device holds beside the tensors: context, communication, the allocator's gaps.
-        host: of the machine's memory.
+        host: the process's part of the machine's memory.
     """
 
     parameters: float
@@ -58,7 +59,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """What the GPU must have."""
+        """Bytes that the GPU must have."""
         return self.allocated + self.outside
 
     def as_gib(self) -> dict[str, float]:
@@ -79,13 +80,13 @@ def memory_of_stages(job: Job, sustained: Sustained = SUSTAINED) -> list[RankMem
 
 @dataclass(frozen=True)
 class _Part:
-    """What all stages with the same layers have alike, in bytes.
+    """Bytes that are the same in all stages with the same layers.
 
     Attributes:
         parameters, gradients, optimizer: see :class:`RankMemory`.
-        host: of the optimizer and the parameters, in the machine's memory.
-        kept: what each chunk keeps of a micro-batch on the device.
-        moments: when the sum may be largest.
+        host: the optimizer and the parameters in the machine's memory.
+        kept: for each virtual stage, what it keeps of a micro-batch on the device.
+        peaks: the instants of a step at which the sum may be largest.
     """
 
     parameters: float
@@ -93,15 +94,15 @@ class _Part:
     optimizer: float
     host: float
     kept: tuple[float, ...]
-    moments: tuple[_Moment, ...]
+    peaks: tuple[_Peak, ...]
 
     @staticmethod
     def of(job: Job, part: StagePart) -> _Part:
         groups = job.recomputed(part)
         kept = _kept(job, part, groups)
-        here = tuple(sum(kept[number] for number in chunk if number in kept) for chunk in part.chunks)
-        moments = tuple(_moments(job, part, groups, kept))
-        return _Part(*_states(job, part), here, moments)
+        here = tuple(sum(kept[number] for number in layers if number in kept) for layers in part.virtual_stages)
+        peaks = tuple(_peaks(job, part, groups, kept))
+        return _Part(*_states(job, part), here, peaks)
 
 
 def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
@@ -115,12 +116,12 @@ def _kept(job: Job, part: StagePart, groups: Groups) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """Bytes that exist together at one moment of a step.
+class _Peak:
+    """Bytes that exist together at one instant of a step.
 
     Attributes:
         leaving: gradients that go to the host.
-        activations: those that are still kept; ``None``: all.
+        activations: saved activations that are still kept; ``None``: all.
         buffers: see :class:`RankMemory`.
     """
 
@@ -132,8 +133,8 @@ class _Moment:
 def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemory:
     counts = alive(stage, job.mesh.pipeline, job.num_micro_batches, job.num_virtual_stages)
     most = max(sum(map(mul, count, part.kept)) for count in counts)
-    moments = ((one.leaving, most if one.activations is None else one.activations, one.buffers) for one in part.moments)
-    leaving, activations, buffers = max(moments, key=sum)
+    peaks = ((one.leaving, most if one.activations is None else one.activations, one.buffers) for one in part.peaks)
+    leaving, activations, buffers = max(peaks, key=sum)
     gradients = part.gradients + leaving
     on_gpu = job.device_type == "cuda"
     buffers += _boundary_buffers(job, stage) + on_gpu * (PRODUCT_WORKSPACE + _moving(job, stage))
@@ -166,7 +167,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     """Bytes of parameters, gradients and optimizer state on the device, and of all that is on the host."""
     whole, shard = _elements(job, part)
     size, offload = job.element_size, job.config.offload
-    parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
+    parameters = 0 if job.masters_are_parameters else size * (shard if job.zero_stage == 3 else whole)
     there, state = job.table(part).length(Home.HOST), job.host_state(part)
     gradients = gradient_bytes(
         job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches, host_sums=job.host_sums
@@ -201,16 +202,16 @@ def host_sums_bytes(job: Job, part: StagePart) -> int:
     return sums_bytes(summed_on_host(job, part), job.wide_size, copied_size(job))
 
 
-def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Moment]:
-    """The moments when gradients on their way to the host, activations and buffers may be most.
+def _peaks(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Peak]:
+    """The instants at which gradients on their way to the host, activations and buffers may take most memory.
 
     Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
     copied; a sum over micro-batches does so where it was summed. The device keeps the first layers: when all of the
-    host's gradients are there, the activations of those layers are there still. What is sent early is there together
-    with all activations.
+    host's gradients are there, the activations of those layers are there still. A tied embedding's partial gradient is
+    there together with all activations.
 
     Args:
-        groups: of blocks that are recomputed together.
+        groups: the groups of blocks that are recomputed together.
         kept: block -> bytes of a micro-batch's activations.
     """
     size = job.offloaded_gradient_size
@@ -220,19 +221,19 @@ def _moments(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float
     most = max(loss, backward, end)
     if job.gradients_leave_at_once:
         lengths = job.gradient_lengths(part)
-        yield _Moment(0.0, None, loss)
-        yield _Moment(min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), None, backward)
+        yield _Peak(0.0, None, loss)
+        yield _Peak(min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), None, backward)
     elif not job.graph:
-        yield _Moment(job.early_elements * size, None, most)
+        yield _Peak(job.early_elements * size, None, most)
         table = job.table(part)
         shares = {n: table.on_device[job.layers.name(n)] / max(1, job.unit(n).shard_length) for n in kept}
-        yield _Moment(leaving, sum(size * shares[n] for n, size in kept.items()), max(backward, end))
+        yield _Peak(leaving, sum(size * shares[n] for n, size in kept.items()), max(backward, end))
     else:
-        yield _Moment(leaving, None, most)  # a recorded step has their memory all the time
+        yield _Peak(leaving, None, most)  # a recorded step has their memory all the time
 
 
 def _loss_buffers(job: Job, part: StagePart) -> float:
-    """In the output layer's forward: its inputs, and logits with their gradients a piece of the tokens at a time."""
+    """The output layer's buffers in its forward pass: inputs, and a chunk of tokens' logits with their gradients."""
     head = job.head(part)
     if head is None:
         return 0.0
@@ -249,7 +250,7 @@ def _loss_buffers(job: Job, part: StagePart) -> float:
 
 
 def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
-    """In a block's backward: gradients on their way through it, its weights' gradients, what is recomputed."""
+    """A block's buffers in its backward pass: gradients of activations and weights, and what it recomputes."""
     size, blocks, head = job.element_size, job.blocks(part), job.head(part)
     hidden = job.tokens * job.shape.hidden_size * size
     stream = 2 * hidden / job.token_splits + (hidden if job.token_splits > 1 else 0)
@@ -271,12 +272,14 @@ def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
 
 
 def _gathered(job: Job, layers: Iterable[int]) -> float:
-    """Weights that ZeRO-3 has brought together, or that came from the host."""
-    return float(job.brings_parameters * sum(job.unit(number).length for number in layers) * job.element_size)
+    """Weights that ZeRO-3 has gathered, or that came from the host."""
+    if job.zero_stage < 3 and not job.config.offload.cpu_parameters:
+        return 0.0
+    return float(sum(job.unit(number).length for number in layers) * job.element_size)
 
 
 def _end_buffers(job: Job, part: StagePart) -> float:
-    """At the end of the step: reduced shards that have not been copied yet, sums in a narrower format."""
+    """Buffers at the end of the step: reduced shards that have not been copied yet, sums in a narrower format."""
     whole, shard = _elements(job, part)
     travelling = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
     arriving = travelling * shard if job.zero_stage == 1 else 0
@@ -290,15 +293,15 @@ def _boundary_buffers(job: Job, stage: int) -> float:
         return 0.0
     count = float(BOUNDARIES_IN_FLIGHT)
     if job.graph:
-        last, chunks = stage == job.mesh.pipeline - 1, job.num_virtual_stages
-        received = (chunks - (stage == 0)) + (chunks - last)  # by all chunks, of a micro-batch
-        still = max(map(sum, alive(stage, job.mesh.pipeline, job.num_micro_batches, chunks))) / chunks
+        last, virtual = stage == job.mesh.pipeline - 1, job.num_virtual_stages
+        received = (virtual - (stage == 0)) + (virtual - last)  # by all virtual stages, for a micro-batch
+        still = max(map(sum, alive(stage, job.mesh.pipeline, job.num_micro_batches, virtual))) / virtual
         count += max(0.0, job.num_micro_batches - still) * received
     return count * job.boundary_bytes
 
 
 def _moving(job: Job, stage: int) -> float:
-    """What blocks have saved and is on its way to the host or back, and what the block that runs has saved.
+    """Saved activations that are on their way to the host or back, and those of the block that runs.
 
     Without a pipeline, nothing leaves while something else returns. The input of a block that is recomputed is counted
     with the rest of the recomputation.
@@ -311,7 +314,7 @@ def _moving(job: Job, stage: int) -> float:
 
 
 def _symmetric_memory(job: Job) -> float:
-    """The workspace of fused transfers, once the activations are large enough for them; not of torch's allocator."""
+    """The workspace of fused transfers, where activations are large enough for them; torch does not allocate it."""
     gathered = job.tokens * job.shape.hidden_size * job.element_size
     fused = job.token_splits > 1 and job.config.parallel.tp_comm_overlap and gathered >= FUSED_BYTES
     return 2.0 * gathered if fused else 0.0

@@ -1,4 +1,4 @@
-"""What the memory mirror (``--mirror-interval``) takes of a machine's memory, and what it costs a step. Pure."""
+"""The cost of the memory mirror (``--mirror-interval``): host memory, and time of a step. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gptpar.topology.mesh import PIPELINE
 
 @dataclass(frozen=True)
 class MirrorCost:
-    """Of the process and of the machine with the most bytes.
+    """The cost of copies in memory: bytes of the largest process and of the largest machine, seconds of a step.
 
     Attributes:
-        interval: steps between copies.
+        interval: number of steps between copies.
         process: bytes that a process writes for one copy: its part of the weights and of the optimizer's state.
         machine: bytes of host memory of all copies that a machine keeps, its neighbour's among them.
         step_s: seconds a step in which the state on the GPU is copied to the host, and training waits.

@@ -33,18 +33,18 @@ class ModuleMemory:
     """Bytes of one process, without activations.
 
     Attributes:
-        num_parameters: of the whole model.
-        world: data-parallel processes.
-        parameters: on the device: whole, or this process's shards if they are gathered before use.
-        buffers: of the module.
-        gradients: kept until the step.
+        num_parameters: number of parameters of the whole model.
+        world: number of data-parallel processes.
+        parameters: model parameters on the device: whole, or this process's shards if they are gathered before use.
+        buffers: the module's buffers.
+        gradients: gradients that are kept until the step.
         optimizer: master weights and moments of the elements that the device updates.
         passing: the most that exists for a short time only: units that are gathered, and gradients on their way.
         host_parameters: shards in host memory.
         host_optimizer: master weights and moments of the elements that the CPU updates.
         host_transfers: pinned memory for copies between device and host.
-        double_buffers: for updates before the gradient's norm is known. With ``"speculation": "auto"`` a run makes as
-            many as free host memory allows, and they do not count in :attr:`host`.
+        double_buffers: buffers for updates before the gradient's norm is known. With ``"speculation": "auto"`` a run
+            makes as many as free host memory allows, and they do not count in :attr:`host`.
         double_buffers_count: whether they count in :attr:`host`.
         on_disk: optimizer state in files.
     """
@@ -168,7 +168,7 @@ def _masters_are_parameters(
 
 def _held(units: Sequence[Unit], stays: bool) -> int:
     """Bytes of the units' parameters: whole if they stay, else this process's shards."""
-    return sum(map(_bytes if stays else _shard_bytes, units))
+    return sum(_bytes(unit) // (1 if stays else unit.shards) for unit in units)
 
 
 def _gathered(units: Sequence[Unit], stays: bool) -> int:
@@ -198,10 +198,6 @@ def _ring(table: ParameterTable, size: int) -> int:
 def _bytes(unit: Unit) -> int:
     assert unit.dtype is not None
     return unit.length * unit.dtype.itemsize
-
-
-def _shard_bytes(unit: Unit) -> int:
-    return _bytes(unit) // unit.shards
 
 
 def _size(count: int) -> str:

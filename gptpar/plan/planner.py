@@ -110,7 +110,7 @@ class Plan:
         return utilisation(self.job, self.cluster, self.time.total)
 
     @property
-    def told(self) -> Changes:
+    def named_changes(self) -> Changes:
         """The changes with what ``auto`` has changed; default values are left out."""
         changes = {name: value for name, value in self.changes.items() if value != _usual(name)}
         if self.gradients is not None and self.gradients.leave_at_once:
@@ -118,8 +118,8 @@ class Plan:
         return changes
 
     def flags(self) -> str:
-        """:attr:`told` as flags."""
-        return " ".join(flags_of(self.told))
+        """The named changes as flags."""
+        return " ".join(flags_of(self.named_changes))
 
     def shortage(self) -> str:
         """Why it does not fit: a sentence with the numbers; empty if it does."""
@@ -147,7 +147,8 @@ class Planner:
         world_size: number of GPUs.
         cluster: the machines.
         document_lengths: see :class:`~gptpar.plan.job.Job`.
-        chosen: what ``typed`` has beside the command line's values because the plan chose it; all plans name it.
+        chosen: values in ``typed`` that are not from the command line, because the plan chose them; all plans name
+            them.
     """
 
     def __init__(

@@ -54,12 +54,12 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
 
 
 def _recomputed(plan: Plan) -> Changes:
-    """Whole blocks are recomputed, which then save nothing else."""
+    """The changes for full recomputation, which leaves nothing to selective recomputation."""
     return {**d.RECOMPUTED, **({d.OFFLOADED_LAYERS: 0} if plan.job.offloaded else {})}
 
 
 def _offloads(plan: Plan) -> Iterator[Changes]:
-    """Moves to host memory: of the optimizer, of its gradients once they are final, of the parameters."""
+    """Changes that move to host memory: the optimizer, its gradients as soon as they are final, the parameters."""
     offload = plan.job.config.offload
     if plan.fits_gpu:
         return
@@ -72,7 +72,7 @@ def _offloads(plan: Plan) -> Iterator[Changes]:
 
 
 def _last_resorts(plan: Plan) -> Iterator[Changes]:
-    """Everything that can be in host memory is there; and the same with full recomputation."""
+    """Changes that move everything to host memory; then the same with full recomputation."""
     if plan.fits_gpu:
         return
     moved = {**plan.changes, **(d.ON_CPU if plan.job.ratio < 1 else {}), **d.PARAMETERS_ON_CPU}

@@ -19,11 +19,15 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
+"""Fields of :class:`~gptpar.plan.memory.RankMemory` that are in a GPU's memory, as columns of the table."""
 TIMES = ("compute", "fill", "transfers", "data", "optimizer", "matrices", "cpu_optimizer", "bus", "host")
+"""Fields of :class:`~gptpar.plan.timing.StepTime` whose sum is a step's time, as columns of the table."""
 MAX_ROWS = 16
 """Longer pipelines show the first, the last and the fullest stages only."""
 MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
+"""Limits of the drawn schedule."""
 RUNNERS_UP = 5
+"""Number of layouts that a search lists behind the best one."""
 PREDICTION_ERROR = 0.06
 """The most by which a measurement has exceeded the predicted memory, as a fraction of the prediction."""
 
@@ -32,7 +36,7 @@ def plan_text(plan: Plan, remedies: Sequence[Plan]) -> str:
     """Everything about one plan.
 
     Args:
-        remedies: of a plan that does not fit (:func:`gptpar.plan.remedies.remedies`).
+        remedies: what would make a plan fit that does not (:func:`gptpar.plan.remedies.remedies`).
     """
     return "\n".join(
         [
@@ -91,7 +95,7 @@ def _facts(plan: Plan) -> list[Row]:
 
 
 def _documents(plan: Plan) -> list[Row]:
-    """What attention inside documents is counted as."""
+    """Rows about documents: the lengths with which their attention is counted."""
     lengths = plan.job.document_lengths
     if not plan.job.config.data.reset_attention_mask:
         return []
@@ -103,7 +107,7 @@ def _documents(plan: Plan) -> list[Row]:
 
 
 def _muon(plan: Plan) -> list[Row]:
-    """What an optimizer over matrices computes and keeps."""
+    """Rows about an optimizer over matrices: what it computes and keeps."""
     job, flops = plan.job, matrices.flops_of_step(plan.job)
     if not flops:
         return []
@@ -122,7 +126,7 @@ def _muon(plan: Plan) -> list[Row]:
 
 
 def _offload(plan: Plan) -> list[Row]:
-    """What is in host memory."""
+    """Rows about host memory: what is kept there."""
     job = plan.job
     moved = [f"{100 * job.ratio:g} % of the optimizer"] * (job.ratio > 0)
     moved += ["the parameters"] * job.config.offload.cpu_parameters
@@ -136,7 +140,7 @@ def _offload(plan: Plan) -> list[Row]:
 
 
 def _mirror(plan: Plan) -> list[Row]:
-    """What copies in memory take and cost."""
+    """Rows about the memory mirror: what its copies take and cost."""
     cost = plan.mirror
     if cost is None:
         return []

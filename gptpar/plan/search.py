@@ -17,7 +17,7 @@ from gptpar.plan.space.spaces import rounds, to_predict
 
 @dataclass
 class Search:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         on_host: what all layouts have in host memory, in words.
@@ -78,7 +78,7 @@ def _judged(planner: Planner, common: Sequence[Option]) -> Search:
 
 
 def _on_host(typed: Flags, offload: Option) -> tuple[str, ...]:
-    """What is in host memory with these changes to the command line, in words."""
+    """Words for what these changes to the command line put into host memory."""
     wanted = with_changes(typed, offload.changes).offload
     moved = {"the optimizer": wanted.cpu_optimizer, "the parameters": wanted.cpu_parameters}
     return tuple(words for words, is_moved in moved.items() if is_moved)

@@ -23,7 +23,7 @@ def gradient_bytes(
         table: the process's parameters.
         size: bytes of an element of a gradient that the device's optimizer reads; sums have the same size.
         zero_stage: 0 to 3.
-        micro_batches: of a step.
+        micro_batches: number of micro-batches of a step.
         host_sums: the share of units whose sums over micro-batches are on the host.
     """
     whole = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
@@ -41,8 +41,8 @@ def state_bytes(group_ranges: Sequence[GroupRange], updates: Sequence[Update], l
     """Bytes of a flat vector's master weights and optimizer states.
 
     Args:
-        updates: by group.
-        length: of the vector.
+        updates: each optimizer group's update.
+        length: number of the vector's elements.
         size: bytes of a number that is not rounded.
     """
     return size * length + StateLayout(group_ranges, updates, length).num_bytes(size)

@@ -36,7 +36,7 @@ class StageTime:
 
     @property
     def both(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
 
@@ -107,7 +107,7 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
-    """How long a stage waits in a step, as a multiple of its forward and backward of one micro-batch.
+    """A stage's waiting time in a step, as a multiple of its forward and backward of one micro-batch.
 
     Where the formula of :func:`~gptpar.pipeline.schedules.bubble` is not exact, the schedule is simulated.
     """
@@ -311,8 +311,8 @@ class _Costs:
         model's parameters.
         """
         job = self._job
-        live = 0 if job.masters_are_live else job.element_size
-        moved = (2 * job.gradient_size + live) * job.table(part).length(Home.DEVICE) + 2 * job.device_state_bytes(part)
+        model = 0 if job.masters_are_parameters else job.element_size
+        moved = (2 * job.gradient_size + model) * job.table(part).length(Home.DEVICE) + 2 * job.device_state_bytes(part)
         return moved / self.memory_rate
 
     def matrices(self, part: StagePart) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = 100
+"""Columns of the banner."""
 _INDENT = 2
 
 

@@ -51,7 +51,7 @@ def open_curve(folder: Path, name: str, resume_samples: int = 0) -> RecordFile:
     """Open the file of a curve, or make it.
 
     Args:
-        resume_samples: samples consumed by the state that a run goes on from; rows of later samples are dropped.
+        resume_samples: number of samples consumed by the state that a run goes on from; later rows are dropped.
     """
     path = folder / f"{name.replace('/', '_')}.csv"
     prepare = partial(_cut_after, path, resume_samples) if resume_samples else None

@@ -21,6 +21,7 @@ from gptpar.system.files import atomic_output, open_regular
 
 _LENGTH = struct.Struct("<Q")
 _HEADER, _FOOTER = 12, 4
+"""Bytes before and behind an event: its length with a checksum, and the event's checksum."""
 _OVER_SAMPLES = SAMPLES_SUFFIX.encode()
 
 
@@ -33,7 +34,7 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
     """Drop the events after ``iteration``, each file atomically; a file that holds no others is deleted.
 
     Args:
-        samples: consumed by then, where the curves over samples end.
+        samples: number of samples consumed by then, where the curves over samples end.
     """
     for path in event_files(folder):
         end = _end(path, iteration, samples)

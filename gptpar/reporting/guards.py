@@ -16,7 +16,7 @@ from gptpar.reporting.sinks import Sink
 
 
 def print_warning(sentence: str) -> None:
-    """The default `warn`: one line on stderr."""
+    """The default ``warn``: one line on stderr."""
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -95,7 +95,7 @@ class GuardedStream:
 
     Args:
         stream: stdout or stderr.
-        name: of the stream, for messages.
+        name: the stream's name in messages.
         warn: takes a sentence, once.
     """
 

@@ -27,10 +27,11 @@ from gptpar.system.files import atomic_output, open_regular, read_regular
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
-"""More than the length of a line."""
+"""Bytes that are read at a file's end: more than a line has."""
 MAX_LINE_BYTES = 1 << 20
-"""A file with a hole may claim a line of a terabyte."""
+"""Bytes that a line may have: a file with a hole may claim a line of a terabyte."""
 _SUMMED = re.compile(r'(.*), "crc32": "([^"]*)"\}\s*', re.DOTALL)
+"""A line with its checksum."""
 
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:
@@ -96,10 +97,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise GptparError(
             f"{path} does not exist: name the folder of a run (its --save folder) or a {FILE_NAME} file"
         ) from None
-    return [_parse_or_tell(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+    return [_parse_line(path, number, line) for number, line in enumerate(lines[:-1], 1)]
 
 
-def _parse_or_tell(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         return _parse(line)
     except ValueError as error:

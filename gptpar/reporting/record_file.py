@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_WAITING_BYTES = 64 << 20
+"""Bytes of records that wait at most for a file that cannot be written; further ones are dropped."""
 
 
 class RecordDropped(OSError):
@@ -21,11 +22,15 @@ class RecordFile:
     """A file that grows by whole records. Records that cannot be written wait in memory until a :meth:`flush` succeeds.
 
     Args:
-        path: of the file; it is made at the first flush if missing, with its folder.
+        path: the file's path; if missing, it is made at the first flush, with its folder.
         prepare: prepares an existing file before it is first opened; if this fails, the next flush calls it again.
         header: the beginning of a new file.
         queue_size: number of records that are kept in memory before they are written.
         flush_seconds: the longest time that they are kept, if further records arrive.
+
+    State: ``_waiting`` holds the records that are not in the file, in order, and ``_num_waiting_bytes`` is their size.
+    ``_fails`` says whether the last write failed; then only :meth:`flush` writes. The file behind ``_fd`` (``None``:
+    not open) has ``_end`` bytes, all of them whole records. ``_flushed`` is the time of the last attempt to write.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class RecordFile:
         """Write the waiting records and close the file.
 
         Raises:
-            OSError: as :meth:`flush`; also if the file was removed, even if a new one now holds what waited.
+            OSError: see :meth:`flush`; also if the file was removed, even if a new one now holds what waited.
         """
         try:
             self.flush()

@@ -51,10 +51,10 @@ class IterationRecord:
     Attributes:
         iteration: number of the iteration that has ended, from 1.
         elapsed_ms: wall time of one iteration.
-        lm_loss: None when every iteration was skipped.
-        grad_norm: before clipping; None when it is not computed.
+        lm_loss: mean loss; None when every iteration was skipped.
+        grad_norm: norm of the gradient before clipping; None when it is not computed.
         num_skipped, num_nan: iterations since the last record that took no step, or had a NaN loss.
-        tflops_per_gpu: by Megatron-LM's formula.
+        tflops_per_gpu: TFLOP/s of a GPU by Megatron-LM's formula.
         mfu, mfu_causal: fractions of the peak, counting full and causal attention; None without a known peak.
         progress: finished fraction of the run, from 0 to 1.
         eta_s: seconds to the end of the run.
@@ -104,11 +104,11 @@ class TaskScores:
     """The scores of an evaluation on a task, and its cost.
 
     Attributes:
-        task: its name.
-        scores: by name: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``; or ``bits_per_byte`` and
-            ``byte_perplexity``.
+        task: the task's name.
+        scores: name -> score: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``; or ``bits_per_byte``
+            and ``byte_perplexity``.
         num_tokens: tokens that the model read, without padding.
-        seconds: that the evaluation took.
+        seconds: seconds that the evaluation took.
     """
 
     task: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from gptpar.reporting.records import IterationRecord, MemoryStats, TaskRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 
 SAMPLES_SUFFIX = " vs samples"
 """The end of the name of a curve over samples."""
@@ -34,7 +34,7 @@ class ScalarOptions:
 
     Attributes:
         interval: iterations from one written record to the next.
-        log_timers: also time, TFLOP/s, tokens/s and MFU of an iteration.
+        log_timers: whether time, TFLOP/s, tokens/s and MFU of an iteration are logged, too.
     """
 
     interval: int = 1
@@ -65,7 +65,9 @@ def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_siz
         **record.layer_norms,
     }
     if options.log_memory:
-        values |= _memory_scalars(record.memory) | {"mem-host-bytes": record.host_bytes}
+        memory = asdict(record.memory) if record.memory else {}
+        values |= {f"mem-{name.replace('_', '-')}": value for name, value in memory.items()}
+        values["mem-host-bytes"] = record.host_bytes
     if options.log_timers:
         values |= _time_scalars(record)
     return {name: value for name, value in values.items() if value is not None}
@@ -83,10 +85,6 @@ def _time_scalars(record: IterationRecord) -> dict[str, float | None]:
         "mfu": record.mfu,
         "mfu-causal": record.mfu_causal,
     }
-
-
-def _memory_scalars(memory: MemoryStats | None) -> dict[str, float | None]:
-    return {} if memory is None else {f"mem-{name.replace('_', '-')}": value for name, value in asdict(memory).items()}
 
 
 def validation_scalars(record: ValidationRecord, options: ScalarOptions) -> dict[str, float]:

@@ -31,14 +31,14 @@ _TENSORBOARD = ("--tensorboard-dir", "tensorboard")
 _WANDB = ("--wandb-project", "gptpar[wandb]")
 
 TENSORBOARD_FLUSH_SECONDS = 120.0
-"""As TensorBoard's own writer does."""
+"""Seconds between writes of the event file, as in TensorBoard's own writer."""
 
 
 class Sink:
     """Receives a run's iterations, and its evaluations on data and on tasks, in order; this one keeps nothing.
 
     Attributes:
-        name: for messages.
+        name: the sink's name in messages.
         keeps_records: whether records that could not be written are kept, and written when ``flush`` succeeds; one
             that raised :class:`RecordDropped` is not kept.
     """
@@ -46,16 +46,20 @@ class Sink:
     name: str
     keeps_records: bool
 
-    def iteration(self, record: IterationRecord) -> None: ...
+    def iteration(self, record: IterationRecord) -> None:
+        """Log an iteration."""
 
-    def validation(self, record: ValidationRecord) -> None: ...
+    def validation(self, record: ValidationRecord) -> None:
+        """Log an evaluation on data."""
 
-    def task(self, record: TaskRecord) -> None: ...
+    def task(self, record: TaskRecord) -> None:
+        """Log an evaluation on a task."""
 
     def flush(self) -> None:
         """Write the waiting records; raises while the latest record cannot be written."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write the waiting records and release files and connections."""
 
 
 class JsonlSink(Sink):
@@ -120,7 +124,7 @@ class TensorBoardSink(_ScalarSink):
     TensorBoard's own writer is not used: it writes in a thread, which a full disk ends for good.
 
     Args:
-        folder: of the event files.
+        folder: folder of the event files.
         options: which scalars are written, and how often.
         world_size: number of processes.
         queue_size: number of events that are kept in memory before they are written to disk.
@@ -171,7 +175,7 @@ class CsvSink(Sink):
     """Writes DeepSpeed's curves as its CSV monitor does: a file each, a row a step, over the samples consumed.
 
     Args:
-        resume_samples: consumed where the run goes on; rows beyond it are dropped, as the run writes them again.
+        resume_samples: number of samples consumed where the run goes on; later rows are dropped and written again.
         with_loss_scale: whether there is a curve of it, as with fp16.
     """
 
@@ -196,7 +200,7 @@ class CsvSink(Sink):
         self._each(lambda name, file: file.close())
 
     def _each(self, action: Callable[[str, RecordFile], None]) -> None:
-        """Do it to all files, whatever befalls one; then raise the first failure."""
+        """Call ``action`` for every file, even if one fails; then raise the first failure."""
         problems = []
         for name, file in self._files.items():
             try:
@@ -211,7 +215,7 @@ class WandbSink(_ScalarSink):
     """Logs to Weights & Biases under the same names; with WANDB_MODE=offline it needs no network.
 
     Args:
-        folder: of its local files.
+        folder: folder of its local files.
         options: which scalars are logged, and how often.
         world_size: number of processes.
         place: the project and, where given, the run's name, entity and group, under wandb's own names.
@@ -305,7 +309,7 @@ def make_sinks(
     Args:
         csv_loss_scale: whether the CSV files have a curve of the loss scale.
         wandb: see :class:`WandbSink`.
-        wandb_folder: for its own files; by default the run's folder.
+        wandb_folder: folder of its own files; by default the run's folder.
 
     Raises:
         ConfigError: a sink's package is not installed.

@@ -89,7 +89,7 @@ def bytes_saved_without_host(trainer: Trainer) -> int:
     topology = trainer.topology
     nothing = Job(trainer.config.update("offload", cpu_optimizer_ratio=0.0), topology.mesh)
     alone = topology.mesh.world_size == 1
-    return trainer.engine.parameters.everything.nbytes if alone and nothing.masters_are_live else 0
+    return trainer.engine.parameters.everything.nbytes if alone and nothing.masters_are_parameters else 0
 
 
 def _bytes_waiting(trainer: Trainer) -> int:

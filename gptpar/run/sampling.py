@@ -23,9 +23,9 @@ class Sampling:
         temperature: 0 takes the likeliest token.
         top_k: choose among the k likeliest only; 0 among all.
         top_p: choose among the fewest likeliest whose probabilities add up to p (Holtzman et al. 2019), after top_k.
-        stop_at: end after this id.
-        seed: of each prompt, so that its continuation does not depend on the other prompts.
-        use_cache: keep keys and values. Without it each token is computed from the whole context anew.
+        stop_at: the id after which a text is complete.
+        seed: seed of each prompt, so that its continuation does not depend on the other prompts.
+        use_cache: whether keys and values are kept; otherwise each token is computed from the whole context anew.
     """
 
     num_tokens: int
@@ -58,8 +58,8 @@ class Continuation:
     """A prompt and what has been added to it.
 
     Attributes:
-        tokens: of both; must not be empty.
-        is_complete: nothing more is added. Whoever reads the tokens may set it, too.
+        tokens: number of tokens of both; must not be 0.
+        is_complete: whether nothing more is added. Whoever reads the tokens may set it, too.
     """
 
     tokens: list[int]
@@ -77,7 +77,7 @@ class Continuation:
 
 
 def make_texts(prompts: Sequence[Sequence[int]], how: Sampling) -> list[Continuation]:
-    """What :func:`continue_texts` takes."""
+    """The texts that :func:`continue_texts` takes, each with a generator of its own."""
     return [Continuation(list(prompt), torch.Generator().manual_seed(how.seed)) for prompt in prompts]
 
 
@@ -113,7 +113,7 @@ class _Decoder:
     use_cache: bool
 
     def logits(self, texts: Sequence[Continuation], alive: Sequence[int], *, first: bool) -> list[torch.Tensor]:
-        """[V] for each text that is alive."""
+        """Logits [V] of the next token of each text that is not complete."""
         fits = {number for number in alive if self.use_cache and len(texts[number].tokens) <= self.context}
         if first or not fits:
             return [self._whole(texts[number].tokens, number if number in fits else None) for number in alive]
@@ -121,13 +121,13 @@ class _Decoder:
         return [together[number] if number in fits else self._whole(texts[number].tokens, None) for number in alive]
 
     def _whole(self, tokens: Sequence[int], row: int | None) -> torch.Tensor:
-        """From all tokens of a context; they begin a row of the cache, if there is one for them."""
+        """The logits after all tokens of a context; they begin a row of the cache, if there is one for them."""
         self.place.rows = None if row is None else slice(row, row + 1)
         self.place.positions_BS = None
         return self._forward(torch.tensor([tokens[-self.context :]]))[-1]
 
     def _next(self, texts: Sequence[Continuation]) -> torch.Tensor:
-        """[R, V] from the last token of each text; those of texts that have left the cache have no meaning."""
+        """Logits [R, V] after the last token of each text; rows of texts that have left the cache have no meaning."""
         room = min(max(len(text.tokens) for text in texts), self.context)
         positions_R = torch.tensor([min(len(text.tokens), room) - 1 for text in texts])
         self.place.rows, self.place.length = slice(None), room

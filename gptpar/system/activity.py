@@ -22,9 +22,11 @@ More than ``command_line.OTHERS_FIRST_SECONDS``, for which a failing worker may 
 """
 
 SLOT_BYTES = 255
+"""Bytes of one of the two texts in a process's record."""
 START = "start-up"
+"""The activity of a worker that has noted none."""
 COUNTED_BYTES = 2**20
-"""Fewer bytes are no sign of life: a thread that polls a small file reads them, too."""
+"""Bytes that count as a sign of life: a thread that polls a small file reads fewer."""
 _PREFIX = "rank"
 # Messages of gloo, NCCL and the store when the process at the other end of a connection is gone or does not answer.
 _LOST = re.compile(
@@ -47,8 +49,8 @@ class Activity:
     slot is valid. Each note is written to the other slot, so that a death never leaves half a note.
 
     Args:
-        rank: of this process, for the record's name and for messages.
-        folder: of the record; ``None``: the note stays in this process.
+        rank: this process's rank, for the record's name and for messages.
+        folder: the record's folder; ``None``: the note stays in this process.
 
     Attributes:
         doing: the last note.

@@ -17,6 +17,7 @@ import torch
 from gptpar.system.pinned import PinnedMemory
 
 TRIES = 3
+"""Number of measurements, of which the fastest counts."""
 
 
 def memory_copy(num_bytes: int) -> float:

@@ -72,8 +72,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         problems: a list that receives argparse's complaints, such as a missing value; :class:`Unread` is raised then.
-            Without it, a complaint ends the program. Values that cannot be read (:class:`BadValue`) are told in it,
-            too, and reading goes on.
+            Without it, a complaint ends the program. Values that cannot be read (:class:`BadValue`) are listed, too,
+            and reading goes on.
     """
 
     def __init__(self, *, problems: list[str] | None = None, **options: Any):
@@ -121,17 +121,19 @@ class Parser(argparse.ArgumentParser):
         return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)), None)
 
     def dest_of(self, flag: str | None) -> str:
-        """Where this parser puts the value of one of its flags; empty for any other."""
+        """Name under which this parser stores the value of one of its flags; empty for any other."""
         action = self._option_string_actions.get(flag or "")
         return "" if action is None else action.dest
 
     def _refuse(self, unknown: list[str]) -> None:
+        meant = [self.nearest(argument.split("=", 1)[0]) for argument in unknown]
         if unknown:
-            self.error("; ".join(self._explain(argument) for argument in unknown))
-
-    def _explain(self, argument: str) -> str:
-        near = self.nearest(argument.split("=", 1)[0])
-        return f"unrecognized argument {argument}" + (f" (did you mean {near}?)" if near else "")
+            self.error(
+                "; ".join(
+                    f"unrecognized argument {argument}" + (f" (did you mean {near}?)" if near else "")
+                    for argument, near in zip(unknown, meant, strict=True)
+                )
+            )
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -145,7 +147,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Call a verb's `main` and return its exit status.
+    """Call a verb's ``main`` and return its exit status.
 
     An error that the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr
     and status 1, or the error's own status. After a signal that asks to stop, the status is 128 plus its number.
@@ -208,7 +210,7 @@ def _failed(error: Exception) -> int:
 
 
 def _stop(message: str, status: int) -> int:
-    """Print the message in one worker only, since all were told to stop; under a launcher, the launcher prints it."""
+    """Print the message in one worker only, since all were asked to stop; under a launcher, the launcher prints it."""
     return status if _local_rank() != 0 or FOLDER_VARIABLE in os.environ else _fail(message, status)
 
 
@@ -220,8 +222,8 @@ def _fail(message: str, status: int) -> int:
         message = f"local rank {rank}: {message}"
     with contextlib.suppress(OSError):  # the terminal may be gone
         # A message may quote what a stranger wrote; its own line ends are ours.
-        told = "\n".join(map(printable, message.split("\n")))
-        print(f"error: {told}", file=sys.stderr, flush=True)
+        escaped = "\n".join(map(printable, message.split("\n")))
+        print(f"error: {escaped}", file=sys.stderr, flush=True)
     return status
 
 
@@ -274,7 +276,7 @@ OPEN_FILES = 4096
 
 
 def prepare_process() -> None:
-    """Mend the surroundings where that is possible.
+    """Prepare the process's surroundings: standard streams, working folder, number of open files.
 
     Raises:
         GptparError: the working folder was removed, or too few files may be open at once.

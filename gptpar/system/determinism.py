@@ -24,7 +24,7 @@ _ABSENT_IN_TORCH = "does not have a deterministic implementation"
 
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Only deterministic kernels, for the time of a ``with`` block; begin it before the processes meet.
+    """A context in which only deterministic kernels run; enter it before the processes meet.
 
     Raises:
         GptparError: the environment asks for others, or torch has no deterministic kernel for an operation.
@@ -58,7 +58,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_bf16_sums(wanted: bool) -> Iterator[None]:
-    """For the time of a ``with`` block, the parts of a bf16 product's sum are added in fp32 (cuBLAS: maybe in bf16)."""
+    """A context in which parts of a bf16 product's sum are added in fp32; by default cuBLAS may add them in bf16."""
     with contextlib.ExitStack() as stack:
         if wanted:
             _set(stack, torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
@@ -66,7 +66,7 @@ def exact_bf16_sums(wanted: bool) -> Iterator[None]:
 
 
 def _problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """Settings of the user's that are not deterministic."""
+    """A sentence for each of the user's settings that is not deterministic."""
     workspace, algorithms = environment.get("CUBLAS_WORKSPACE_CONFIG"), environment.get("NCCL_ALGO", NCCL_ALGORITHM)
     if workspace is not None and workspace not in WORKSPACES:
         yield (
@@ -81,7 +81,7 @@ def _problems(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _set_environment(stack: contextlib.ExitStack, name: str, value: str) -> None:
-    """A variable that the user has not set."""
+    """Set a variable that the user has not set, until the context ends."""
     if name not in os.environ:
         os.environ[name] = value
         stack.callback(os.environ.pop, name, None)

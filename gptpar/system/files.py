@@ -69,13 +69,13 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
-    """The name under which this process writes what will be `path`; it contains the host and the process id."""
+    """The name under which this process writes what will be ``path``; it contains the host and the process id."""
     path = Path(path)
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
 def remove_abandoned(path: str | os.PathLike[str]) -> list[str]:
-    """Remove temporary files of `path` whose processes ran on this host and have ended; returns their names."""
+    """Remove temporary files of ``path`` whose processes ran on this host and have ended; returns their names."""
     path = Path(path)
     named = re.compile(re.escape(f"{path.name}.{os.uname().nodename}.") + r"(\d+)\.tmp")
     removed = []
@@ -110,7 +110,7 @@ def full_disk_named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
-    """A binary file that takes the name `path` when the block ends, and vanishes if the block raises.
+    """A binary file that takes the name ``path`` when the block ends, and vanishes if the block raises.
 
     Args:
         temporary: its name until then, in the same folder (default: :func:`temporary_name`).

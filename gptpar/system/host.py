@@ -17,10 +17,13 @@ def available_memory(root: Path = Path("/")) -> int:
     that the group uses and cannot reclaim.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
     """
     free = of_system(root, "MemAvailable")
-    return 0 if free is None else max(0, min([free, *_free_in_groups(root)]))
+    if free is None:
+        return 0
+    groups = group_folders(root, "memory")
+    return max(0, min([free, *(left for folder, is_v2 in groups for left in (_V2 if is_v2 else _V1).free(folder))]))
 
 
 def free_swap(root: Path = Path("/")) -> int:
@@ -61,19 +64,13 @@ _V1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_in
 _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
-def _free_in_groups(root: Path) -> Iterator[int]:
-    """Bytes left in this process's memory group and in all groups around it."""
-    for folder, is_v2 in group_folders(root, "memory"):
-        yield from (_V2 if is_v2 else _V1).free(folder)
-
-
 def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders that may describe this process's control group and all groups around it, in both versions.
 
     A machine may have both versions. A folder need not exist.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
         controller: ``"memory"`` or ``"cpu"``.
 
     Yields:

@@ -13,7 +13,7 @@ def core_quota(root: Path = Path("/")) -> float | None:
     """Cores' worth of time that the control groups around this process grant it; ``None`` without such a limit.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
     """
     found = []
     for folder, is_v2 in group_folders(root, "cpu"):
@@ -40,7 +40,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """Bytes of memory that the control groups around this process grant it; ``None`` if that is the whole machine.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
     """
     found = []
     for folder, is_v2 in group_folders(root, "memory"):
@@ -55,7 +55,7 @@ def total_memory(root: Path = Path("/")) -> int:
     """Bytes of the whole machine's memory; 0 where the system does not say.
 
     Args:
-        root: of the file system that is asked.
+        root: root of the file system that is asked.
     """
     return of_system(root, "MemTotal") or 0
 

@@ -11,6 +11,7 @@ import mmap
 import torch
 
 HUGE_BYTES = 2 << 20
+"""Bytes of a huge page on x86-64 and most ARM systems."""
 LINE_BYTES = 64  # of the caches
 
 
@@ -23,7 +24,7 @@ def zeros(num_bytes: int) -> torch.Tensor:
 
 
 def untouched(num_bytes: int) -> torch.Tensor:
-    """The same without writing: the system provides each page when it is first written. The tensor owns the memory."""
+    """An empty tensor whose pages the system provides when they are first written; it owns the memory."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

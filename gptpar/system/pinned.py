@@ -73,7 +73,7 @@ def begin_copy(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.St
 
     Args:
         target, source: contiguous, of the same dtype and length.
-        stream: of the current device, which this thread has used before.
+        stream: a stream of the current device, which this thread has used before.
 
     Raises:
         GptparError: the driver refuses the copy.

@@ -26,6 +26,7 @@ PATIENCE_SECONDS = 1.0
 """A thread that still runs after this time computes something of its own, and has no part in this."""
 
 NUM_QUIET_LOOKS = 3
+"""Number of looks in a row at which no thread may run."""
 
 TASKS = Path("/proc/self/task")
 """Linux: a folder for each thread."""

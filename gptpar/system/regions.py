@@ -15,7 +15,7 @@ PIECE_BYTES = 8 << 20
 
 
 class RegionState(Enum):
-    """Where a region's bytes are."""
+    """The place of a region's bytes."""
 
     LIVE = auto()
     """The bytes are in memory that training will overwrite."""
@@ -120,7 +120,7 @@ def regions_of(pieces: Iterable[Sequence[Piece]]) -> list[MemoryRegion]:
 
 
 class GuardedRegions:
-    """Those of some regions that training uses, too, by their addresses."""
+    """The regions among some that training uses, too, by their addresses."""
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()):
         self._regions = sorted((one for one in regions if one.is_guarded), key=lambda one: one.start)
@@ -158,7 +158,7 @@ class GuardedSpans:
         return place >= 0 and self._spans[place][1] > start
 
     def outside(self, regions: Iterable[MemoryRegion]) -> list[MemoryRegion]:
-        """Those of some regions that training uses, too, and that lie outside all of the blocks."""
+        """The regions among some that training uses, too, and that lie outside all of the blocks."""
         return [one for one in regions if one.is_guarded and not self.overlap(one.start, one.stop)]
 
 

@@ -92,7 +92,7 @@ def was_stopped(folder: Path) -> bool:
     """Whether a worker has called :func:`note_stopped`.
 
     Args:
-        folder: of the workers' records of activity.
+        folder: folder of the workers' records of activity.
     """
     return (folder / _STOPPED).exists()
 
@@ -101,7 +101,7 @@ def is_final(folder: Path, rank: int) -> bool:
     """Whether a worker has called :func:`note_final`.
 
     Args:
-        folder: of the workers' records of activity.
+        folder: folder of the workers' records of activity.
     """
     return (folder / f"{_FINAL}{rank}").exists()
 

@@ -63,10 +63,17 @@ class Snapshot:
         more: whether :meth:`hold` and :meth:`add` follow.
 
     Attributes:
-        room: as given.
+        room: the memory for copies, as given.
         waited_s: seconds for which overwriting had to wait, or copied by itself, or a step waited for :meth:`hold`.
         most_kept: bytes of host memory that copies, and blocks given in exchange, took at most.
         closed: set once the save reads no longer.
+
+    State: ``_changed`` is the lock, and wakes who waits for a change. ``_pieces`` (by a tensor's id) are the pieces of
+    ``_tensors``, ``_regions`` their regions, and ``_guarded`` those among them that training may overwrite. ``_ahead``
+    are the regions still to be copied ahead. ``_room`` is what is left of ``room``, negative once the system had no
+    more memory. ``_is_held`` is set when ``_held`` has the blocks of :meth:`hold`, ``_complete`` when all tensors are
+    known; in between, ``_exchanged_early`` are the blocks given in exchange. ``_staging`` are free buffers in pinned
+    memory.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class SpareMemory:
         limit: bytes beyond which free blocks go back to the system; lent blocks stay lent.
 
     Attributes:
-        limit: as given, or as set by :meth:`limit_to`.
+        limit: the given limit, or that of :meth:`limit_to`.
         num_bytes: bytes of all blocks that may have pages, lent or free.
     """
 

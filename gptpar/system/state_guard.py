@@ -10,10 +10,10 @@ from gptpar.system.snapshot import STILL_SECONDS, Snapshot
 
 
 class StateGuard:
-    """Everything that overwrites weights or optimizer state asks it first, so that a save under way loses no byte.
+    """Guards weights and optimizer state: who overwrites them asks it first, so that a save under way loses no byte.
 
     Attributes:
-        snapshot: of the save under way; ``None``: there is none.
+        snapshot: the snapshot of the save under way; ``None``: there is none.
         exchanged: returns the blocks of memory whose owners call :meth:`exchange`.
     """
 

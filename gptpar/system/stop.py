@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""From schedulers, Ctrl-C, a closed terminal or lost connection, and Slurm's usual warnings before a time limit."""
+"""Signals of schedulers, Ctrl-C, a closed terminal or lost connection, and Slurm's warnings before a time limit."""
 
 SAME_REQUEST_SECONDS = 1.0
 """Within this time a second Ctrl-C is the same one: it may reach a worker directly and through its launcher."""
@@ -92,7 +92,7 @@ class StopRequest:
                 self._end.cancel()
 
     def hold(self) -> None:
-        """From now on there is something to save: signals are noted, and raise no exception."""
+        """Note signals from now on, instead of raising exceptions: there is something to save."""
         self._end_if_asked()  # other code has caught the exception
         self._holds = True
 

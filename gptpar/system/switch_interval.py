@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SHORT_SECONDS = 5e-5
+"""The interpreter's switch interval while a thread of ours shares the interpreter with the training loop."""
 
 
 class SwitchInterval:

@@ -19,7 +19,7 @@ class TensorAxis:
     Attributes:
         size: number of ranks that split each layer.
         rank: this process's position among them.
-        group: of these ranks; ``None`` when alone.
+        group: the process group of these ranks; ``None`` when alone.
         sequence_parallel: whether each rank holds only its own tokens between layers (Korthikanti et al. 2022).
         fused: whether transfers may be fused with matrix products through symmetric memory.
     """

@@ -16,14 +16,14 @@ class BatchShape(NamedTuple):
     """The micro-batch for which a layer's cost is asked.
 
     Attributes:
-        tokens: of all samples.
-        seq_length: tokens of a sample.
-        dtype: of weights and activations.
+        tokens: number of tokens of all samples.
+        seq_length: number of tokens of one sample.
+        dtype: number format of weights and activations.
         device_type: ``cuda`` or ``cpu``.
-        document_lengths: of documents, whose tokens see their own only, as a sample of them all; ``None``: a sample of
-            the corpus is one document.
-        rows_of_masks: of a mask of documents, for each of these tokens: with context parallelism by a2a, a process has
-            the rows of all processes' tokens.
+        document_lengths: lengths of typical documents, whose tokens do not see other documents; ``None``: each sample
+            is one document.
+        rows_of_masks: rows of the document mask for each of these tokens: with context parallelism by a2a, a process
+            has the rows of all processes' tokens.
     """
 
     tokens: int
@@ -43,9 +43,10 @@ class Product(NamedTuple):
     """A product of all tokens with a weight.
 
     Attributes:
-        inner, columns: width of input and output on this rank.
+        inner: width of the input on this rank.
+        columns: width of the output on this rank.
         moves_input: whether the tensor axis gathers the input (or holds it whole), and sums its gradient.
-        moves_output: whether it sums the output, and gathers the output's gradient (or holds it whole).
+        moves_output: whether the tensor axis sums the output, and gathers its gradient (or holds that whole).
     """
 
     inner: int
@@ -59,18 +60,22 @@ class Cost:
     """What a layer, or a part of one, costs.
 
     Attributes:
-        products: of the forward pass.
+        products: matrix products of the forward pass.
         attention: FLOPs of the forward pass in attention's kernel, for the pairs of tokens that see each other.
-        masked: further FLOPs of that kernel, for pairs that a mask in memory hides, or in the time that a slower kernel
-            takes.
-        forward, backward: elements that norms, sums and activation functions read and write.
-        forward_kernels, backward_kernels: number of kernels; the backward's with the addition to the gradient sums.
-        exchanged: elements that a token sends over the expert axis in each pass, also those for its own rank.
-        small_sums: sums of a few numbers a token over the tensor axis, in forward and backward each.
-        kept: bytes that the backward pass needs.
+        masked: further FLOPs of that kernel: for pairs that a mask in memory hides, or as many as would fill the time
+            that a slower kernel takes.
+        forward: elements that norms, sums and activation functions read and write in the forward pass.
+        backward: elements that they read and write in the backward pass.
+        forward_kernels: number of kernels of the forward pass.
+        backward_kernels: number of kernels of the backward pass, with the addition to the gradient sums.
+        exchanged: elements that a token sends over the expert axis in each pass, including those for its own rank.
+        small_sums: number of sums over the tensor axis of a few numbers a token, in the forward pass, and again in the
+            backward pass.
+        kept: bytes that are kept for the backward pass.
         workspace: bytes of the largest gradient inside the layer.
-        chunks: a layer that forms its gradients in the forward pass takes the tokens in this many chunks; 0: another.
-        again: bytes are not kept, because the backward pass computes this again.
+        chunks: number of chunks of tokens in which a layer forms its gradients during the forward pass; 0: it forms
+            them in the backward pass.
+        again: costs of what the backward pass computes again, because its bytes are not kept.
     """
 
     products: tuple[Product, ...] = ()
@@ -88,7 +93,7 @@ class Cost:
     again: tuple[Cost, ...] = ()
 
     def __add__(self, other: Cost) -> Cost:
-        """Both together."""
+        """The cost of two parts together."""
         sums = {name: mine + vars(other)[name] for name, mine in vars(self).items()}
         return Cost(**{**sums, "workspace": max(self.workspace, other.workspace)})
 
@@ -98,10 +103,10 @@ class Cost:
         return 2.0 * sum(product.inner * product.columns for product in self.products) + self.attention
 
     def computed_again(self, kept: float, *, last: bool = False) -> Cost:
-        """The same, where only the input (``kept`` bytes) is kept, and the backward pass computes the rest again.
+        """The cost under recomputation: only the input (``kept`` bytes) is kept, the backward pass computes the rest.
 
         Args:
-            last: whether the last product is computed again, too; not where nothing but the next layer reads it.
+            last: whether the last product is computed again, too. It need not be where only the next layer reads it.
         """
         products = self.products if last else self.products[:-1]
         return replace(self, kept=kept, again=(*self.again, replace(self, products=products)))

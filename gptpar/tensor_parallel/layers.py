@@ -33,7 +33,7 @@ class SplitLinear(nn.Module):
 
     Args:
         shape: of this rank's weight: output features, in one or two dimensions, x input features.
-        placement, bias_placement: of the weight and of the bias.
+        placement, bias_placement: placements of the weight and of the bias.
         bias: whether there is a bias.
         std: standard deviation of the initial weights.
         axis: this process's place on the tensor axis.

@@ -47,8 +47,8 @@ class Split:
     Attributes:
         dim: the dimension that is split.
         full: its length in the whole tensor.
-        start: where this rank's range begins.
-        longest: length of the longest range of any rank; those of the vocabulary may differ.
+        start: first index of this rank's range.
+        longest: length of the longest range of any rank; ranges of the vocabulary may differ in length.
     """
 
     dim: int

@@ -198,7 +198,7 @@ MODEL_OPTIONS = [
     ),
     Mutation(
         "z-loss-in-evaluations",
-        "gptpar/model/ends.py",
+        "gptpar/model/embedding_and_head.py",
         "logits.terms if trains else logits.terms._replace(z_weight=0.0)",
         "logits.terms",
         ("tests/unit/model/test_parts.py",),

@@ -91,11 +91,11 @@ def _first_difference(passes: Sequence[Passes]) -> str:
     for place in range(max(map(len, flat))):
         called = [names[place] if place < len(names) else None for names in flat]
         if len(set(called)) > 1:
-            told = ", ".join(
+            calls = ", ".join(
                 f"rank {rank} " + ("ended" if name is None else f"called {name or 'the model'}")
                 for rank, name in enumerate(called)
             )
-            return f"At call {place + 1}, {told}."
+            return f"At call {place + 1}, {calls}."
     return "The calls are the same, but divided differently over forward passes."
 
 

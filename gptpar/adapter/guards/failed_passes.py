@@ -81,9 +81,9 @@ class FailedPasses:
     def _compare(self, places: list[str | None]) -> None:
         if len(set(places)) == 1:
             return
-        told = ", ".join(f"rank {rank} {_met(place)}" for rank, place in enumerate(places))
+        met = ", ".join(f"rank {rank} {_met(place)}" for rank, place in enumerate(places))
         raise GptparError(
-            f"an error ended a pass, but not the same pass on all processes: {told}. The others wait in theirs, so "
+            f"an error ended a pass, but not the same pass on all processes: {met}. The others wait in theirs, so "
             "that the run cannot go on: let the error end the process, and start again from a checkpoint."
         )
 

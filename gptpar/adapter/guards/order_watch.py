@@ -246,10 +246,10 @@ def difference_of(notes: Sequence[Sequence[str]], step: int) -> GptparError | No
     """
     for place in range(min(map(len, notes))):
         if len({each[place] for each in notes}) > 1:
-            told = ", ".join(f"rank {rank} is at {each[place]}" for rank, each in enumerate(notes))
+            ranks = ", ".join(f"rank {rank} is at {each[place]}" for rank, each in enumerate(notes))
             of_units = any(each[place].startswith(UNIT) for each in notes)
             return GptparError(
                 f"processes wait for each other in step {step}, because they have made different calls: after "
-                f"{place} equal calls, {told}. The run cannot go on: end it. {REMEDY if of_units else ALL_CALL}"
+                f"{place} equal calls, {ranks}. The run cannot go on: end it. {REMEDY if of_units else ALL_CALL}"
             )
     return None

@@ -32,7 +32,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
 
     Args:
         folder: for the workers' records of activity.
-        memory: a folder in this machine's memory for the workers; ``None``: they are told of none.
+        memory: a folder in this machine's memory for the workers; ``None``: they get none.
 
     Raises:
         GptparError: the machines did not meet.
@@ -97,13 +97,13 @@ def _conf_of(words: argparse.Namespace, where: str) -> dict[str, str]:
 @contextlib.contextmanager
 def _told_to_workers(folder: Path, memory: Path | None) -> Iterator[None]:
     """They inherit the environment."""
-    told = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
-    told |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
+    variables = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
+    variables |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
     # In a store that outlives the workers the next ones would find the addresses of the dead.
-    told[SHARES_NO_STORE] = "1"
-    os.environ.update(told)
+    variables[SHARES_NO_STORE] = "1"
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in (*told, VARIABLE):
+        for name in (*variables, VARIABLE):
             os.environ.pop(name, None)

@@ -139,5 +139,5 @@ def main(argv: list[str]) -> int:
         draw(plan, options.png)
     if options.write is not None:
         with atomic_output(options.write) as file:
-            file.write(run_file_text({**options.typed, **plan.told}, WRITTEN).encode())
+            file.write(run_file_text({**options.typed, **plan.named_changes}, WRITTEN).encode())
     return 0 if plan.fits else 1

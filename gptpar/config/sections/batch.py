@@ -212,7 +212,7 @@ def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
 
 
 def check_duration(flags: Flags) -> Iterator[str]:
-    """How long to train, and when to save."""
+    """Problems of the training's length, and of the times of saves."""
     b, c = flags.batch, flags.checkpoint
     if not flags.logging.skip_train:
         yield from _length(b)
@@ -227,7 +227,7 @@ def check_duration(flags: Flags) -> Iterator[str]:
 
 
 def _exports(c: CheckpointConfig) -> Iterator[str]:
-    """What is exported to Hugging Face."""
+    """Problems of exports to Hugging Face."""
     if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
         yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
     elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:

@@ -154,7 +154,7 @@ def check_experts(flags: Flags) -> Iterator[str]:
 
 
 def _not_together(flags: Flags) -> Iterator[str]:
-    """What experts do not go with yet."""
+    """Problems of options that experts do not have."""
     again = flags.recompute
     if again.mlp_chunks_for_training > 1 or "mlp_act" in (again.recompute_modules or ()):
         yield (

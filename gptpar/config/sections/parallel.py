@@ -101,7 +101,7 @@ class ParallelConfig(Generic[Open]):
         queries. By allgather keys and values twice, to everyone, and their gradients.
 
         Args:
-            num_heads, num_groups: of query heads, and of key/value heads.
+            num_heads, num_groups: numbers of query heads and of key/value heads.
         """
         size, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         heads, groups = num_heads // tensor, num_groups // tensor
@@ -168,7 +168,7 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
     p = flags.parallel
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if tensor < 1 or pipeline < 1:
-        return  # told as out of range
+        return  # reported as out of range
     context = p.context_parallel_size
     unit = p.model_parallel_size * max(1, context)
     if world_size % unit:
@@ -200,7 +200,7 @@ def _experts(flags: Flags, num_copies: int) -> Iterator[str]:
 
 
 def _tensor(flags: Flags) -> Iterator[str]:
-    """What is split over the tensor axis must have equal shares; the vocabulary alone may be split unevenly."""
+    """Problems of sizes that the tensor axis does not divide evenly; the vocabulary need not be."""
     m, p = flags.model, flags.parallel
     size = p.tensor_model_parallel_size
     split = {
@@ -231,7 +231,7 @@ def _context(flags: Flags) -> Iterator[str]:
 
 
 def _context_heads(flags: Flags, name: str) -> Iterator[str]:
-    """By a2a each process must have equally many heads, and with dropout of attention whole groups of them."""
+    """Problems of a2a: processes need equally many heads, and with dropout of attention whole groups."""
     m, p = flags.model, flags.parallel
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))

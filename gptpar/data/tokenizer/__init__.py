@@ -27,9 +27,9 @@ def build_tokenizer(tokenizer_type: str, **given: Any) -> Tokenizer:
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
-        given: `vocab_file`, `merge_file` and `tokenizer_model` are paths, and `data_flags.TOKENIZER_FILES` says which
-            type needs which; `vocab_size` is the number of ids, of the NullTokenizer without its eod; a TikTokenizer
-            takes `tiktoken_pattern` and `tiktoken_num_special_tokens`, too. None: not given.
+        given: ``vocab_file``, ``merge_file`` and ``tokenizer_model`` are paths; ``data_flags.TOKENIZER_FILES`` says
+            which type needs which. ``vocab_size`` is the number of ids, without the eod of a NullTokenizer. A
+            TikTokenizer also takes ``tiktoken_pattern`` and ``tiktoken_num_special_tokens``. ``None``: not given.
 
     Raises:
         ConfigError: flags or files are missing; it names all of them.
@@ -44,7 +44,7 @@ def build_tokenizer(tokenizer_type: str, **given: Any) -> Tokenizer:
 
 
 def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:
-    """Argument of `build_tokenizer` -> the file that it means, of those that a tokenizer of this type reads."""
+    """Argument of ``build_tokenizer`` -> the file that it means, of those that a tokenizer of this type reads."""
     if tokenizer_type not in TOKENIZERS:
         return {}
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
@@ -52,12 +52,12 @@ def named_files(tokenizer_type: str | None, **given: Any) -> dict[str, Path]:
 
 
 def usual_names(tokenizer_type: str | None) -> Mapping[str, str]:
-    """Argument of `build_tokenizer` that is a file's path -> the file's name in a tokenizer's `files`."""
+    """Argument of ``build_tokenizer`` that is a file's path -> the file's name in a tokenizer's ``files``."""
     return _CLASSES[TOKENIZERS[tokenizer_type]].file_names if tokenizer_type in TOKENIZERS else {}
 
 
 def files_of(tokenizer_type: str | None, **given: Any) -> dict[str, bytes]:
-    """The `files` of the tokenizer that `build_tokenizer` makes of these arguments; its library is not needed.
+    """The ``files`` of the tokenizer that ``build_tokenizer`` makes of these arguments; its library is not needed.
 
     Raises:
         TokenizerError: one cannot be read.
@@ -69,7 +69,7 @@ def files_of(tokenizer_type: str | None, **given: Any) -> dict[str, bytes]:
 
 
 def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[str]:
-    """A sentence for each flag or file that `build_tokenizer` would miss; reads no file."""
+    """A sentence for each flag or file that ``build_tokenizer`` would miss; reads no file."""
     if tokenizer_type not in TOKENIZERS:
         near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TOKENIZER_TYPES)}"

@@ -18,7 +18,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Text to token ids and back. It keeps hashes of the files that it has read, so that `identity` is of their bytes.
+    """Turns text into token ids and back; hashes of the files that it has read make its ``identity``.
 
     Attributes:
         name: canonical name of the tokenizer type.
@@ -30,7 +30,7 @@ class Tokenizer:
         vocab_size: number of ids, without padding for tensor parallelism; every id is below it.
         eod: id that ends a document; no text is ever encoded to it.
         bos: id with which a document may begin, where the tokenizer's files name one.
-        begins_texts: whether `encode` puts `bos` before each text.
+        begins_texts: whether ``encode`` puts ``bos`` before each text.
         unknown: id of text that the vocabulary lacks, where there is one.
         files: name -> contents of the files that the tokenizer is made from: a folder with them is the tokenizer.
     """
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def threads(self) -> bool:
-        """Whether `encode_batch` releases Python's lock, so that several threads encode faster than one."""
+        """Whether ``encode_batch`` releases Python's lock, so that several threads encode faster than one."""
         return False
 
     @property
@@ -86,7 +86,7 @@ class Tokenizer:
         return None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens are neither added nor recognised in the text.
+        """Ids of ``text``; special tokens are neither added nor recognised in the text.
 
         Raises:
             TokenizerError: the text cannot be represented.
@@ -188,13 +188,13 @@ def joined(ids: Iterable[int], bytes_of: Sequence[bytes]) -> str:
     """The text of tokens that are bytes; an id that does not exist becomes U+FFFD.
 
     Args:
-        bytes_of: of each id.
+        bytes_of: each id's bytes.
     """
     unknown = REPLACEMENT.encode()
     return b"".join(bytes_of[i] if 0 <= i < len(bytes_of) else unknown for i in ids).decode("utf-8", "replace")
 
 
 def decode_known(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
-    """Decode consecutive existing ids with `decode`; each id that does not exist becomes one U+FFFD."""
+    """Decode consecutive existing ids with ``decode``; each id that does not exist becomes one U+FFFD."""
     runs = groupby((int(i) for i in ids), lambda i: 0 <= i < vocab_size)
     return "".join(decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)

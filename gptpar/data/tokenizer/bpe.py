@@ -57,6 +57,7 @@ _CUT = re.compile(
     )
 )
 CUT_WINDOW = 1 << 12
+"""Bytes at a part's end that are first searched for a place to cut."""
 
 
 def last_cut(data: bytes) -> int:
@@ -196,6 +197,7 @@ def _mergeable_ranks(
 
 SLACK = 8  # ids that the kernel may write beyond the last
 GAP = np.dtype([("start", "<i8"), ("end", "<i8"), ("token", "<i8"), ("text", "<i8")])
+"""A part that csrc's encoder leaves to Python: its bytes, the number of the token before which it stands, its text."""
 
 
 @functools.cache
@@ -213,7 +215,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class BPEKernel:
-    """GPT-2's BPE with a table {token: id}, which must hold every single byte; made by `build`."""
+    """GPT-2's BPE with a table {token: id}, which must hold every single byte; made by ``build``."""
 
     def __init__(self, library: ctypes.CDLL, ranks: Mapping[bytes, int], encode: Callable[[str], list[int]]):
         self._library, self._encode = library, encode

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer.json files, run by the `tokenizers` library."""
+"""Hugging Face tokenizer.json files, run by the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DECLARING = ("tokenizer_config.json", "special_tokens_map.json")
 class HFTokenizer(Tokenizer):
     """A tokenizer.json, or a local folder that holds one. Nothing is downloaded.
 
-    `eod` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only
-    well-known name (COMMON_EOD) in the vocabulary; `bos` is their bos_token, with which documents begin. Special tokens
-    written in a text are encoded as ordinary characters. None are added, except that a prompt begins with `bos` where
-    the file's own rule puts it before each text.
+    ``eod`` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only
+    well-known name (COMMON_EOD) in the vocabulary; ``bos`` is their bos_token, with which documents begin. Special
+    tokens written in a text are encoded as ordinary characters. None are added, except that a prompt begins with
+    ``bos`` where the file's own rule puts it before each text.
     """
 
     name = "HFTokenizer"
@@ -105,10 +105,10 @@ class HFTokenizer(Tokenizer):
 
 
 def load_tokenizer_json(content: bytes, name: str) -> Any:
-    """A tokenizer of the `tokenizers` library that takes no special tokens from a text.
+    """A tokenizer of the ``tokenizers`` library that takes no special tokens from a text.
 
     Args:
-        name: of the file, for messages.
+        name: the file's name in messages.
 
     Raises:
         TokenizerError: the library is not installed, or refuses the file.
@@ -137,7 +137,7 @@ def _errors_told(what: str) -> Iterator[None]:
 
 
 def _renamed(content: bytes, names: Collection[str]) -> bytes:
-    """The same tokenizer with names of tokens that no text can hold; all ids stay.
+    """The tokenizer with other names of special tokens, which no text can hold; all ids stay.
 
     A vocabulary finds a special token's name in a text where the model looks for whole words (WordLevel), or for the
     likeliest pieces (Unigram).

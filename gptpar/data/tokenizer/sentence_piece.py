@@ -9,7 +9,7 @@ from gptpar.errors import TokenizerError
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The model's ids, as of Megatron-LM's GPTSentencePieceTokenizer; `eod` is the model's eos id.
+    """The model's ids, as of Megatron-LM's GPTSentencePieceTokenizer; ``eod`` is the model's eos id.
 
     Megatron's SentencePieceTokenizer also appends special ids for BERT and T5, which a GPT does not need. SentencePiece
     writes a space as U+2581, so that a U+2581 in a text decodes to a space, with any model.

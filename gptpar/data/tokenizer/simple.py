@@ -11,7 +11,7 @@ from gptpar.errors import TokenizerError
 class NullTokenizer(Tokenizer):
     """Text is token ids separated by white space.
 
-    As in Megatron-LM, `--vocab-size N` counts the ids 0..N-1 of the data; `eod` is N and `vocab_size` is N + 1.
+    As in Megatron-LM, ``--vocab-size N`` counts the ids 0..N-1 of the data; ``eod`` is N and ``vocab_size`` is N + 1.
     """
 
     name = "NullTokenizer"

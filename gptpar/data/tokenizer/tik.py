@@ -36,7 +36,7 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """The ids of Megatron-LM's tokenizer of this name; `eod` is the id of "</s>".
+    """The ids of Megatron-LM's tokenizer of this name; ``eod`` is the id of "</s>".
 
     A special token that is written in a text is encoded as ordinary characters. Megatron-LM would give its id instead.
 

@@ -16,6 +16,7 @@ from gptpar.errors import DataError, TokenizerError
 from gptpar.system.files import atomic_output
 
 CHUNK_CHARS = 4096
+"""Characters of the longest text that the trainer gets as one."""
 THREADS = 4  # a constant, because the trainer writes it into the model
 MODEL_TYPES = ("bpe", "unigram")
 
@@ -69,7 +70,7 @@ def train(
 
 
 def sample_chunks(documents: Iterable[str], max_bytes: int, seed: int) -> tuple[list[str], int]:
-    """(chunks of the documents, about `max_bytes` in all, drawn uniformly; number of UTF-8 bytes of all documents).
+    """(chunks of the documents, about ``max_bytes`` in all, drawn uniformly; number of UTF-8 bytes of all documents).
 
     Every chunk gets a random key, and the chunks with the smallest keys are kept (reservoir sampling), so that memory
     is bounded.
@@ -121,16 +122,16 @@ def train_file(
     sample_bytes: int = 10_000_000,
     seed: int = 1234,
 ) -> str:
-    """Train on the inputs' documents and write the model to `output`; returns a summary for the user.
+    """Train on the inputs' documents and write the model to ``output``; returns a summary for the user.
 
     Args:
-        key: of the texts in JSON lines.
+        key: the key of texts in JSON lines.
         sample_bytes: UTF-8 bytes of the documents' text that are used.
-        seed: of their choice.
+        seed: seed of their choice.
 
     Raises:
         DataError: the inputs cannot be read or hold no text.
-        TokenizerError: see `train`.
+        TokenizerError: see ``train``.
     """
     start = time.monotonic()
     sample, total_bytes = sample_chunks(read_documents(inputs, key), sample_bytes, seed)

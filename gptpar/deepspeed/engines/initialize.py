@@ -76,10 +76,10 @@ def initialize(
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
         lr_scheduler: instead of the configuration's: one over ``optimizer``, or a function of the returned optimizer.
-        distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
+        distributed_port: the first process's port, if the environment has no ``MASTER_PORT``.
         mpu: an object that describes the axes of processes; refused unless there is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
-        collate_fn: of the loader.
+        collate_fn: makes a micro-batch of the loader's samples.
         config, config_params: DeepSpeed's JSON, as a path or a dictionary; the latter is the former name.
         mesh_param: sizes (data-parallel, sequence-parallel); the latter must be 1.
         recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 from gptpar.errors import CheckpointError, printable
 
 MAX_ELEMENTS = 4096
-"""Of a tuple and of the tuples in it, together: what one hash reads. A state of random numbers has 628."""
+"""Limit of the elements of a tuple and of the tuples in it, which one hash reads; a generator's state has 628."""
 
 MAX_TUPLES = 100
-"""In each other, or beside each other in one tuple."""
+"""Limit of tuples in each other, or beside each other in one tuple."""
 
 MAX_COPIES = 64
-"""How many times its own length a pickle may hand to calls."""
+"""Limit of the bytes that a pickle passes to calls, as a multiple of its own."""
 
 _PICKLES_BEFORE_CONTENT = 3
 """A number, a version and a machine, in files of ``torch.save`` from before 2020."""

@@ -34,7 +34,7 @@ _DTYPES = (
 
 
 def _size(values: Any) -> tuple[int, ...]:
-    """What ``torch.Size`` makes of numbers; of anything else it makes nothing, so that no call copies a long list.
+    """The sizes that ``torch.Size`` makes of numbers; anything else is refused, so that no call copies a long list.
 
     Raises:
         ValueError: these are no sizes.
@@ -45,7 +45,7 @@ def _size(values: Any) -> tuple[int, ...]:
 
 
 def _empty() -> dict[Any, Any]:
-    """What an ``OrderedDict`` begins as; its items follow in the pickle."""
+    """An empty ``OrderedDict``; its items follow in the pickle."""
     return {}
 
 
@@ -188,18 +188,20 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, BoxedTensor]]:
 
 
 def _tensor(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> BoxedTensor:
-    told, shape, dtype = f"tensor {printable(name[:80])!r}", _counts(entry.size), entry.properties.state[0]
+    label, shape, dtype = f"tensor {printable(name[:80])!r}", _counts(entry.size), entry.properties.state[0]
     if dtype not in _DTYPES or len(shape) > MAX_DIMS or prod(shape) * dtype.itemsize > MAX_COUNT:
-        raise ValueError(f"{told} is {printable(brief(dtype)[:40])} {list(shape)}, which no machine can hold")
-    boxes = tuple(_box(told, name, shape, dtype, chunk, places) for chunk in entry.chunks if prod(_counts(chunk.sizes)))
+        raise ValueError(f"{label} is {printable(brief(dtype)[:40])} {list(shape)}, which no machine can hold")
+    boxes = tuple(
+        _box(label, name, shape, dtype, chunk, places) for chunk in entry.chunks if prod(_counts(chunk.sizes))
+    )
     held = sum(prod(one.box[1]) for one in boxes)
     if held != prod(shape) or first_overlap(shape, [one.box for one in boxes]):
-        raise ValueError(f"the parts of {told} of shape {list(shape)} have {held:,} elements, or overlap")
+        raise ValueError(f"the parts of {label} of shape {list(shape)} have {held:,} elements, or overlap")
     return BoxedTensor(dtype, shape, boxes)
 
 
 def _box(
-    told: str,
+    label: str,
     name: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -209,16 +211,16 @@ def _box(
     offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
     inside = len(offsets) == len(sizes) == len(shape)
     if not inside or any(low + size > whole for low, size, whole in zip(offsets, sizes, shape, strict=True)):
-        raise ValueError(f"{told} of shape {list(shape)} has a part {list(sizes)} at {list(offsets)}")
+        raise ValueError(f"{label} of shape {list(shape)} has a part {list(sizes)} at {list(offsets)}")
     if (place := places.get((name, offsets))) is None:
-        raise ValueError(f"{told} has a part at {list(offsets)}, of which nothing says where it is")
+        raise ValueError(f"{label} has a part at {list(offsets)}, of which nothing says where it is")
     file, start, length = _text(place.relative_path), *_counts((place.offset, place.length))
     if not _DATA_FILE.fullmatch(file):
-        raise ValueError(f"{told} is said to be in {printable(file[:80])!r}, which is no file of the folder")
+        raise ValueError(f"{label} is said to be in {printable(file[:80])!r}, which is no file of the folder")
     if length < prod(sizes) * dtype.itemsize:
-        raise ValueError(f"{told} has a part {list(sizes)} that is said to have {length:,} bytes")
+        raise ValueError(f"{label} has a part {list(sizes)} that is said to have {length:,} bytes")
     if place.__dict__.get("transform_descriptors"):
-        raise ValueError(f"{told} is compressed or encrypted, which gptpar does not read")
+        raise ValueError(f"{label} is compressed or encrypted, which gptpar does not read")
     return StoredBox((offsets, sizes), file, start, length)
 
 

@@ -246,8 +246,8 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _refusal(path: Path, names: Iterable[str]) -> str:
     listed = sorted(names)
-    told = ", ".join(printable(name[:80]) for name in listed[:MAX_NAMED]) + ", ..." * (len(listed) > MAX_NAMED)
-    return f"{path} is refused: reading it would call {told}, which may run anything; weights need nothing of the kind"
+    calls = ", ".join(printable(name[:80]) for name in listed[:MAX_NAMED]) + ", ..." * (len(listed) > MAX_NAMED)
+    return f"{path} is refused: reading it would call {calls}, which may run anything; weights need nothing of the kind"
 
 
 def _first_line(error: Exception) -> str:

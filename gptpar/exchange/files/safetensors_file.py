@@ -27,7 +27,7 @@ from gptpar.errors import CheckpointError, printable
 from gptpar.system.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
-"""As the format's own library allows."""
+"""Limit of a header, that of the format's own library."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,10 +45,10 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of a tensor.
+    """A tensor as a file's header describes it.
 
     Attributes:
-        dtype: the format's word for it.
+        dtype: the number format, in the file format's word.
     """
 
     dtype: str
@@ -73,7 +73,7 @@ class SafetensorsFile:
 
     Attributes:
         header: the JSON text, with the blanks that fill it up.
-        tensors: by name.
+        tensors: name -> tensor.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class SafetensorsFile:
 
     @property
     def data_start(self) -> int:
-        """Where the tensors' bytes begin in the file."""
+        """The offset of the tensors' bytes in the file."""
         return 8 + len(self.header.encode())
 
     def part_starts(self, name: str) -> list[int]:
@@ -166,7 +166,7 @@ def tensors_of_header(header: str) -> dict[str, StoredTensor]:
 
 
 def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
-    """Of the tensors that a header describes."""
+    """Bytes of the tensors that a header describes, with gaps."""
     return max((stored.stop for stored in tensors.values()), default=0)
 
 
@@ -191,17 +191,17 @@ def _tensors(fields: dict[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in fields.items():
         if name == "__metadata__":
             continue
-        told = f"tensor {printable(name[:80])!r}"
+        label = f"tensor {printable(name[:80])!r}"
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{told} is not described by dtype, shape and data_offsets")
+            raise ValueError(f"{label} is not described by dtype, shape and data_offsets")
         shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
         if not _are_counts(shape) or len(shape) > MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
-            raise ValueError(f"shape or data_offsets of {told} are not whole numbers")
+            raise ValueError(f"shape or data_offsets of {label} are not whole numbers")
         width = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_SIZES.get(str(dtype))
         if width is None:
-            raise ValueError(f"{told} is in an unknown format, {printable(str(dtype)[:20])!r}")
+            raise ValueError(f"{label} is in an unknown format, {printable(str(dtype)[:20])!r}")
         if offsets[1] - offsets[0] != prod(shape) * width:
-            raise ValueError(f"{told} of shape {shape} and {dtype} claims bytes {offsets[0]:,} to {offsets[1]:,}")
+            raise ValueError(f"{label} of shape {shape} and {dtype} claims bytes {offsets[0]:,} to {offsets[1]:,}")
         yield name, StoredTensor(dtype, tuple(shape), *offsets)
 
 
@@ -263,7 +263,7 @@ class SafetensorsWriter:
         self._file.write(0, memoryview(len(start).to_bytes(8, "little") + start))
 
     def place(self, name: str) -> int:
-        """Where a tensor's bytes begin in the file."""
+        """The offset of a tensor's bytes in the file."""
         return self._data_start + self.tensors[name].start
 
     def new_tensor(self, name: str, view: ParameterView) -> NewTensor:

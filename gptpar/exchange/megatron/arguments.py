@@ -57,7 +57,7 @@ OFF = {
     "rotary_seq_len_interpolation_factor": (None, 1),
     "activation_func_clamp_value": (None,),
 }
-"""What an argument says where it is off, if that is not what Python takes for false."""
+"""Values that switch an argument off, where Python does not take them for false."""
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "seq_length")
 """Arguments without which no model can be built; Megatron always has them."""
@@ -198,7 +198,7 @@ def _patterns(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     found = {}
     for name, pattern, letters, most in LAYER_LISTS:
         if has[pattern] and _is_on(given.get(name), None):
-            with contextlib.suppress(ValueError):  # told by _layer_lists
+            with contextlib.suppress(ValueError):  # reported by _layer_lists
                 found[pattern] = layer_pattern(str(given[name]), letters, most)
     return found
 

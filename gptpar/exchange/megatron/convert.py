@@ -96,9 +96,9 @@ def megatron_model(folder: Path) -> ForeignModel:
     found = next((read for name, read in FORMATS if any(path.glob(name))), open_rank_files)(path)
     version = found.beside.get("checkpoint_version", 0.0)
     if type(version) not in (int, float) or version < 2:
-        told = version if type(version) in (int, float) else "unknown"
+        number = version if type(version) in (int, float) else "unknown"
         raise CheckpointError(
-            f"{path} is of version {told} of Megatron's checkpoints, whose QKV rows are in another order; "
+            f"{path} is of version {number} of Megatron's checkpoints, whose QKV rows are in another order; "
             "load and save it with a newer Megatron-LM once"
         )
     if not found.states[WEIGHTS].get("embedding.weight"):
@@ -110,8 +110,8 @@ def megatron_model(folder: Path) -> ForeignModel:
     _require_proportion(path, 4 * len(found.states) * sum(info.shape.numel() for info in infos.values()))
     problems = [problem for kind in found.states for problem in _mismatches(found, kind, infos, model.tied)]
     if problems:
-        told = "\n".join(problems[:MAX_LISTED])
-        raise CheckpointError(f"the weights in {path} are not those of its arguments:\n{told}")
+        listed = "\n".join(problems[:MAX_LISTED])
+        raise CheckpointError(f"the weights in {path} are not those of its arguments:\n{listed}")
     return ForeignModel(_meta(found, model), partial(_write, found, infos))
 
 
@@ -119,7 +119,7 @@ def _require_proportion(path: Path, num_bytes: int) -> None:
     """Many names may share the bytes of one tensor, and padding takes none: a small folder could fill any disk.
 
     Args:
-        num_bytes: of the checkpoint to be made.
+        num_bytes: size of the checkpoint to be made.
 
     Raises:
         CheckpointError: the folder has far fewer bytes.

@@ -83,7 +83,7 @@ def step_numbers(
     Args:
         given: [9] fp64: lr, beta1, beta2, eps, weight decay, bias correction (0 or 1), loss scale, largest norm (0:
             any), clipping's epsilon.
-        norm: of the gradient, without the loss scale (fp64 scalar); if it is not finite, the step does not count.
+        norm: the gradient's norm, without the loss scale (fp64 scalar); if it is not finite, the step does not count.
         steps: steps so far (fp64 scalar).
         out: [NUM_NUMBERS] fp32.
     """
@@ -139,7 +139,7 @@ def update(
         parameters: [n] the model parameters to write; ``None``: the weights are the model parameters.
         decays: [blocks] whether each block decays; ``None``: all do.
         block: elements of a block.
-        numbers: as :func:`step_numbers` writes them.
+        numbers: the step's numbers, see :func:`step_numbers`.
     """
     length = len(weights)
     _update[(triton.cdiv(length, ELEMENTS),)](

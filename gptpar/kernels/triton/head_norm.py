@@ -65,7 +65,7 @@ def head_norms(
 
     Args:
         qkv, seq_length, queries, gated: see :mod:`gptpar.kernels.head_norm`.
-        query_bias, key_bias: of LayerNorm; ``None``: RMSNorm.
+        query_bias, key_bias: LayerNorm's biases; ``None``: RMSNorm.
     """
     qkv, width = qkv.contiguous(), len(query_weight)
     heads = queries + 2 + (queries if gated else 0)

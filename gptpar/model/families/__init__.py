@@ -38,8 +38,9 @@ class Family:
     Attributes:
         flags: a ``config.json`` -> flags.
         fields: a model -> its ``config.json`` in this family, without ``model_type`` and ``vocab_size``.
-        names: of its weights.
-        packed_names: of its weights where ``quantization_config`` says that some are in MXFP4; ``None``: none can be.
+        names: names of its weights.
+        packed_names: names of its weights if ``quantization_config`` says that some are in MXFP4; ``None``: none can
+            be.
     """
 
     flags: Callable[[HfConfig], ModelFlags]
@@ -124,19 +125,19 @@ def config_of(model: ModelConfig, vocab_rows: int) -> dict[str, Any]:
     Raises:
         ConfigError: no family does; with the differences from the nearest family.
     """
-    told: dict[str, list[str]] = {}
+    different: dict[str, list[str]] = {}
     for kind, family in FAMILIES.items():
         fields_there = {"model_type": kind, **family.fields(model), "vocab_size": vocab_rows}
         try:
             there = complete_model(flags_of(fields_there), TokenizerConfig())
         except ConfigError:  # the family cannot even say it
             continue
-        told[kind] = differences(model, there)
-        if not told[kind]:
+        different[kind] = differences(model, there)
+        if not different[kind]:
             return fields_there
-    kind = min(told, key=lambda kind: len(told[kind]))
+    kind = min(different, key=lambda kind: len(different[kind]))
     raise ConfigError(
-        [f"no model of transformers computes what this one does; the nearest family is {kind}.", *told[kind]]
+        [f"no model of transformers computes what this one does; the nearest family is {kind}.", *different[kind]]
     )
 
 

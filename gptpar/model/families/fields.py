@@ -50,7 +50,7 @@ YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention
 """transformers' number of YaRN -> ours."""
 
 MAX_SIZE = 2**31 - 1
-"""Of a width, a count or a vocabulary: token ids have 32 bits."""
+"""Largest width, count or vocabulary: token ids have 32 bits."""
 
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int, float), "a number"),

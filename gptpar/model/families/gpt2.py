@@ -72,7 +72,7 @@ def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
 
 GPT2_NAMES = WeightNames(
     base="transformer.",
-    ends={
+    outer={
         "embedding": "transformer.wte",
         "positions": "transformer.wpe",
         "final_norm": "transformer.ln_f",

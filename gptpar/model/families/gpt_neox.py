@@ -76,7 +76,7 @@ def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
 
 GPT_NEOX_NAMES = WeightNames(
     base="gpt_neox.",
-    ends={
+    outer={
         "embedding": "gpt_neox.embed_in",
         "final_norm": "gpt_neox.final_layer_norm",
         "output": "embed_out",

@@ -20,7 +20,7 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
     """The flags that the family's models share.
 
     Args:
-        rope_theta, norm_eps: the family's defaults.
+        rope_theta, norm_eps: the family's default values.
         **options: further flags.
     """
     gate, positions = config.gate("hidden_act"), config.rotary(rope_theta)
@@ -112,7 +112,7 @@ def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
 
 LLAMA_NAMES = WeightNames(
     base="model.",
-    ends={"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"},
+    outer={"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"},
     blocks="layers",
     block=_block,
 )

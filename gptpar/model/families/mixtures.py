@@ -1,4 +1,4 @@
-"""What families with experts share: the fields of a mixture in a ``config.json``, and the names of experts' weights."""
+"""Fields of a mixture in a ``config.json``, and names of experts' weights, which families with experts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mixture(config: HfConfig, *, width: int, normalised: bool, blocks: Sequence[
     """The flags of blocks with experts that a softmax weighs.
 
     Args:
-        width: of each expert.
+        width: each expert's inner width.
         normalised: whether the weights of a token's experts are divided by their sum.
         blocks: for each block, whether its MLP is a mixture.
     """

@@ -97,7 +97,7 @@ class HfTensor:
         name: transformers' name.
         ours: global name of our parameter that holds it.
         place: its place in that parameter.
-        shape: in transformers.
+        shape: the tensor's shape in transformers.
     """
 
     name: str
@@ -118,13 +118,13 @@ class WeightNames:
 
     Attributes:
         base: prefix of all names but the LM head's; files of older versions may lack it.
-        ends: names of layers around the blocks: ours -> transformers'.
+        outer: names of the layers around the blocks: ours -> transformers'.
         blocks: prefix of a block's number.
         block: a built block -> (our name within it -> transformers' names, each with its place in our parameter).
     """
 
     base: str
-    ends: Mapping[str, str]
+    outer: Mapping[str, str]
     blocks: str
     block: Callable[[Any], Mapping[str, Mapping[str, Within]]]
 
@@ -151,7 +151,7 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
             inner, _, end = ours.rpartition(".")
             theirs: Mapping[str, Within]
             if table is None:
-                theirs = {names.ends[layer.spec.name]: rows(vocab_rows) if is_vocabulary else WHOLE}
+                theirs = {names.outer[layer.spec.name]: rows(vocab_rows) if is_vocabulary else WHOLE}
             else:
                 theirs = table[inner] if end in ("weight", "bias") else table[ours]
             for name, place in theirs.items():
@@ -163,7 +163,7 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
 
 
 def _merged(shape: tuple[int, ...], first: int, num_dims: int) -> tuple[int, ...]:
-    """A shape whose dims from `first` on are merged until `num_dims` are left."""
+    """A shape whose dims from ``first`` on are merged until ``num_dims`` are left."""
     first = first % len(shape)
     stop = first + len(shape) - num_dims + 1
     return (*shape[:first], prod(shape[first:stop]), *shape[stop:])

@@ -22,8 +22,8 @@ class Option:
     """One value in one dimension of the space.
 
     Attributes:
-        changes: to the command line.
-        name: a few words; empty if there is nothing to say.
+        changes: how the configuration differs from the command line's.
+        name: a few words for it; empty if there is no difference.
     """
 
     changes: Changes = field(default_factory=dict)
@@ -31,6 +31,7 @@ class Option:
 
 
 UNCHANGED = Option()
+"""The command line's own value."""
 
 Dimension = Callable[[Mesh], Sequence[Option]]
 """The options that a layout has, in the order in which they are tried; at least one."""

@@ -11,10 +11,12 @@ from typing import Any
 from gptpar.plan.space.candidate import UNCHANGED, Changes, Dimension, Option
 from gptpar.topology.mesh import COPIES, Mesh
 
+# Fields of a configuration in which candidates differ, as section.field.
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 EXPERT = "parallel.expert_model_parallel_size"
 CONTEXT, CONTEXT_WAY = "parallel.context_parallel_size", "parallel.cp_comm_type"
 WAYS = ("a2a", "allgather")
+"""Values of ``--cp-comm-type`` but ``auto``."""
 VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
 LAYERS_PER_VIRTUAL_STAGE = "parallel.num_layers_per_virtual_pipeline_stage"
 PARTITION = "parallel.pipeline_partition_method"
@@ -83,7 +85,7 @@ def zero_stages(mesh: Mesh) -> range:
 
 
 def virtual_stages(mesh: Mesh, counts: Sequence[int], most: int | None = None) -> list[int]:
-    """Those numbers of virtual stages that each pipeline rank can have; more than one needs a pipeline.
+    """The numbers of virtual stages that each pipeline rank can have; more than one needs a pipeline.
 
     Args:
         most: limit of the virtual stages of all ranks together.
@@ -103,7 +105,7 @@ class Choices:
     """A dimension that is one field of the configuration.
 
     Attributes:
-        field: as ``section.field``.
+        field: the field's name, as ``section.field``.
         values: layout -> the values that it can have; ``None`` leaves the field as it is.
         label: how a value is written in a candidate's name, with ``{}`` for the value; empty: not at all.
     """
@@ -124,7 +126,7 @@ def listed(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choic
     """A dimension with the values that a user lists for a field, the same in each layout.
 
     Args:
-        field: as ``section.field``.
+        field: the field's name, as ``section.field``.
         chosen: the values; ``None``: the field stays as it is.
         unset: the value that leaves the field as it is.
     """

@@ -17,6 +17,7 @@ from gptpar.topology.mesh import Mesh
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_STAGES = (1, 2, 4)
 MAX_STAGES = 64
+"""Sizes of a micro-batch, numbers of a rank's virtual stages, and most stages that a search tries."""
 MIN_CONTEXT_TOKENS = 2048
 """The fewest tokens of a sample that a search gives a context rank; fewer are left to the data axis."""
 ONE_GPU_TOKENS = 1 << 18
@@ -82,7 +83,7 @@ _ACTIVATION_AGAIN, _MLP_AGAIN = _selective("layernorm", "mlp_act"), _selective("
 
 
 def _recomputed(num_layers: int) -> tuple[Option, ...]:
-    """What a search on one GPU may recompute, the cheapest first, and of which blocks the host keeps what is left."""
+    """The ways of recomputation that a search on one GPU tries, the cheapest first; the host may keep the rest."""
     some = [count for count in dict.fromkeys(-(-num_layers * i // 4) for i in (1, 2, 3, 4)) if count]
     return (
         UNCHANGED,
@@ -109,7 +110,7 @@ def _is_open(field: str, given: Collection[str]) -> bool:
 
 
 def offloads(given: Collection[str]) -> list[Option]:
-    """What a search moves to host memory, the fastest option first; fields that were typed stay as they are.
+    """Options that move something to host memory, the fastest first; fields that were typed stay as they are.
 
     The optimizer's gradients follow it; ``--offload-gradients auto`` decides when.
     """

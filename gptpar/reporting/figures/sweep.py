@@ -14,9 +14,9 @@ class Bar:
     """The bar of a configuration.
 
     Attributes:
-        name: on the left.
-        tokens_per_s: of all processes.
-        note: at the bar's end.
+        name: text on the left.
+        tokens_per_s: tokens per second of all processes.
+        note: text at the bar's end.
         expected: tokens/s that the plan has predicted; ``None`` without a plan.
     """
 

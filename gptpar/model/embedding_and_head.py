@@ -67,7 +67,7 @@ class PositionEmbedding(nn.Module):
         return x_ND + weight[positions_N]
 
     def cost(self, batch: BatchShape) -> Cost:
-        """What the norm keeps, and the mask of dropout."""
+        """The cost of the norm and of dropout's mask."""
         kept = 0.0 if self.norm is None else self.norm.cost(batch).kept
         return Cost(kept=kept / self.axis.token_splits)
 
@@ -87,7 +87,7 @@ class Logits(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig) -> Logits:
-        """How the model with this configuration forms them."""
+        """How a model with this configuration forms its logits and its loss."""
         terms = LossTerms(config.logit_softcap, config.z_loss_weight)
         return Logits(mup.output_multiplier(config), terms, config.softmax_vocab_size)
 
@@ -151,7 +151,7 @@ def output_and_loss(
 
 
 def output_cost(vocabulary: VocabParallelEmbedding, batch: BatchShape) -> Cost:
-    """What :func:`output_and_loss` costs with labels."""
+    """The cost of :func:`output_and_loss` with labels."""
     axis, width = vocabulary.axis, vocabulary.weight.shape[1]
     rows = -(-vocabulary.num_embeddings // axis.size)
     chunks = num_chunks(batch.tokens, rows, batch.dtype.itemsize, batch.device_type)

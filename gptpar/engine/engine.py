@@ -263,7 +263,11 @@ class Engine:
         self.gradients.begin(num_micro_batches)
 
     def copy_of_gradient(self, factor: float = 1.0) -> dict[str, list[tuple[int, torch.Tensor]]]:
-        """Unit -> (first element in its shard, values times ``factor``) of the final gradient, where each range lives."""
+        """Copies of the final gradient's ranges, each where its range lives.
+
+        Returns:
+            Unit -> (first element in the unit's shard, values times ``factor``, fp32 or wider).
+        """
         found: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for one, values in self.optimizer.ranges_of("grad"):
             found.setdefault(one.unit, []).append((one.start, values.to(self.settings.wide, copy=True).mul_(factor)))

@@ -87,8 +87,7 @@ def initialize(
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
             the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
             (the last one's output, the labels) -> a scalar; default: the output is the loss.
-        former: the engine that has the whole model now. It is closed once everything is checked, and the new one goes
-            on with its weights; after an error it is as before. By default a model that an engine has is refused.
+        former: the engine that has the whole model now, closed once everything is checked; default: it is refused.
 
     Returns:
         (engine, optimizer, loader, scheduler); all but the engine may be ``None``. No optimizer: it takes no step.
@@ -109,14 +108,11 @@ def initialize(
         kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.mesh.data
         take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
         options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
-        if kind is ModelKind.MODULE:
-            check_graph(options, world)
     require_same_start({**options.facts(), "whether an engine has the model already": str(former is not None)})
     engine: ModuleEngine | PipelineEngine
     if kind is ModelKind.MODULE:
         topology = make_topology(Mesh(data=world), rank, device)
-        module = cast(nn.Module, model)
-        engine = _engine_of(module, optimizer, model_parameters, options, topology, recording, loss_fn, former)
+        engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn, former)
     else:
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
         engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options, former)
@@ -148,7 +144,7 @@ def _loader_of(
 
 
 def _engine_of(
-    model: nn.Module,
+    model: Any,
     optimizer: ClientOptimizer,
     model_parameters: Iterable[Any] | None,
     options: EngineOptions,
@@ -158,6 +154,7 @@ def _engine_of(
     former: TrainingEngine | None,
 ) -> ModuleEngine:
     with all_or_none(topology.mesh.world_size):
+        check_graph(options, topology.mesh.world_size)
         if recording is not None:
             recording.check(model)
         else:

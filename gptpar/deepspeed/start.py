@@ -63,11 +63,10 @@ def initialize(
 
     A model that was built under ``zero.Init`` gets its values here. With ZeRO-3 its parameters have DeepSpeed's
     attributes ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``. A model that an engine trains goes over to the
-    new one: the former engine is closed, with a warning.
+    new one: once the configuration is checked, the former engine is closed, with a warning.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if isinstance(model, nn.Module):
-        _close_former(model)
+    former = _former_engine(model) if isinstance(model, nn.Module) else None
     recording = take_recording(model) if isinstance(model, nn.Module) else None
     found = initialize_engine(
         args,
@@ -82,6 +81,7 @@ def initialize(
         mesh_param=mesh_param,
         config_params=config_params,
         recording=recording,
+        former=former,
     )
     engine = found[0]
     mark_trained(engine)
@@ -92,16 +92,17 @@ def initialize(
     return found
 
 
-def _close_former(model: nn.Module) -> None:
-    """Close the engine that has trained this whole model so far."""
+def _former_engine(model: nn.Module) -> Any:
+    """The engine that has trained this whole model so far; ``None``: there is none."""
     former = next((owner_of(parameter).engine for parameter in model.parameters()), None)
-    if former is not None and former.module is model:
-        warnings.warn(
-            "this model has an engine already, and two cannot train it: the former one is closed, and the new one goes "
-            "on with its weights, without its moments.",
-            stacklevel=3,
-        )
-        former.close()
+    if former is None or former.module is not model:
+        return None
+    warnings.warn(
+        "this model has an engine already, and two cannot train it: the former one is closed, and the new one goes on "
+        "with its weights, without its moments.",
+        stacklevel=3,
+    )
+    return former
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

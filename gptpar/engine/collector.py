@@ -77,7 +77,7 @@ class GradientCollector:
         self._factor = 1.0
         self.late: set[str] = set()
         self._arrived: set[str] = set()
-        self._arrived_before: set[str] = set()  # in earlier passes, under ZeRO-2 and 3
+        self._arrived_before: set[str] = set()  # in earlier passes, whose sums have been handed on
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: dict[str, tuple[Unit, bool]] = {}
@@ -118,6 +118,11 @@ class GradientCollector:
         arrived = self._arrived, self._arrived_before, self.late
         for forgotten in (*arrived, self._fresh, self._missing, self._waiting, self._handed_on):
             forgotten.clear()
+
+    def reopen(self) -> None:
+        """The sums begin anew within the step; parameters that have had a gradient keep counting as arrived."""
+        self._arrived_before |= self._arrived
+        self._arrived.clear()
 
     def expect(self, unit: str, count: int) -> None:
         """Expect gradients of this many of a unit's parameters in the coming passes."""

@@ -262,6 +262,17 @@ class Engine:
         assert num_micro_batches == 1 or self.gradients.shard.dtype == self.optimizer.master.dtype  # sums are wide
         self.gradients.begin(num_micro_batches)
 
+    def copy_of_gradient(self, factor: float = 1.0) -> dict[str, list[tuple[int, torch.Tensor]]]:
+        """Copies of the final gradient's ranges, each where its range lives.
+
+        Returns:
+            Unit -> (first element in the unit's shard, values times ``factor``, fp32 or wider).
+        """
+        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for one, values in self.optimizer.ranges_of("grad"):
+            found.setdefault(one.unit, []).append((one.start, values.to(self.settings.wide, copy=True).mul_(factor)))
+        return found
+
     def square_of_grad(self) -> torch.Tensor:
         """This process's contribution to the sum of squares of the model's gradient (fp64)."""
         return self.gradients.square()

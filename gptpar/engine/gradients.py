@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from gptpar.engine.collector import GradientCollector
@@ -36,6 +38,16 @@ class Gradients:
         self.collector.begin()
         # A unit that two virtual stages share gets a second gradient even in a step of one micro-batch.
         self.memory.begin(num_micro_batches + self.collector.shares_units)
+
+    def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
+        """More backward passes of the step begin, after its gradient was final.
+
+        Args:
+            final: see :meth:`GradientReducer.reopen <gptpar.engine.reducer.GradientReducer.reopen>`.
+        """
+        self.memory.single = False
+        self.collector.reopen()
+        self.reducer.reopen(final)
 
     def begin_forward(self, *, last: bool) -> None:
         """A forward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +84,7 @@ class GradientReducer:
         self._pending: deque[_Reduction] = deque()
         self._summed: set[str] = set()
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
+        self._final_before: dict[str, Sequence[tuple[int, torch.Tensor]]] = {}
         self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
         self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
         self.zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
@@ -99,7 +100,17 @@ class GradientReducer:
             dropped = self._pending.popleft()  # holds the tensors until they are usable
             dropped.wait()
         self._summed.clear()
+        self._final_before.clear()
         self.has_begun = False
+
+    def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
+        """Sums begin anew within a step; to each that is final again, its unit's former final gradient is added.
+
+        Args:
+            final: unit -> (first element in its shard, values in fp32 or wider), on device or host.
+        """
+        self._summed.clear()
+        self._final_before = dict(final)
 
     def reduce(self, unit: Unit, total: torch.Tensor, *, last: bool) -> None:
         """Begin to sum a unit's gradient over the processes that hold copies of it; under ``torch.no_grad()``.
@@ -151,7 +162,8 @@ class GradientReducer:
             shard = total.add_(shard) if unit.name in self._summed else total.copy_(shard)
             self._summed.add(unit.name)
         if last:
-            self._complete(unit, shard)
+            before = self._final_before.get(unit.name)
+            self._complete(unit, shard if before is None else sum_with(before, shard))
 
     def _add_on_host(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """The same where the subscriber has the sum of its elements."""
@@ -187,6 +199,7 @@ class GradientReducer:
         """All passes are over: wait for the reductions, and complete the units that wait for the end of the step."""
         while self._pending:
             self._finish_oldest()
+        self._final_before.clear()
         shards = self._undivided
         sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
         for name, group in self._tied.items():
@@ -252,6 +265,14 @@ class GradientReducer:
         for one in self._table.ranges(unit=unit.name, home=Home.HOST):
             if one.counted:
                 self.zeros += (shard[one.start : one.stop] == 0).sum()
+
+
+def sum_with(parts: Sequence[tuple[int, torch.Tensor]], shard: torch.Tensor) -> torch.Tensor:
+    """A shard, in new memory, with each of the parts, (first element, values), added to its elements."""
+    total = shard.to(parts[0][1].dtype, copy=True) if parts else shard
+    for start, values in parts:
+        total[start : start + values.numel()] += values.to(total.device)
+    return total
 
 
 def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -118,6 +118,7 @@ class Bucket:
         speculated_with: the hyperparameters of the state in the double buffer.
         steps: updates made so far.
         momenta: the device's memory for the Nesterov momentum, and the end of earlier work with this memory.
+        matrix_kernel: the kernel, if the update is one of matrices.
         sent: makes later work on the device wait for the new parameters; called with ``True``, it returns when they are
             on the device. ``None``: there is nothing to wait for.
     """
@@ -142,11 +143,10 @@ class Bucket:
     steps: int = 0
     momenta: tuple[torch.Tensor, DeviceEvent] | None = None
     sent: Callable[[bool], None] | None = None
+    matrix_kernel: MatrixHostKernel | None = field(init=False)
 
-    @property
-    def matrix_kernel(self) -> MatrixHostKernel | None:
-        """The kernel, if the update is one of matrices."""
-        return self.kernel if isinstance(self.kernel, MatrixHostKernel) else None
+    def __post_init__(self) -> None:
+        self.matrix_kernel = self.kernel if isinstance(self.kernel, MatrixHostKernel) else None
 
     def updated(self, buffers: Buffers) -> tuple[torch.Tensor, ...]:
         """The vectors that an update changes; that of matrices has changed the momentum before."""

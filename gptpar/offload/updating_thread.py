@@ -43,6 +43,7 @@ class UpdatingThread(threading.Thread):
     def __init__(self, shared: SharedState, queue: KernelQueue, *, clip_grad: float, cores: Sequence[int] | None):
         super().__init__(name="gptpar-cpu-adam", daemon=True)
         self._shared, self._queue, self._clip_grad, self._cores = shared, queue, clip_grad, cores
+        self._with_partial = [bucket for bucket in shared.buckets if bucket.own_copy is not None]
 
     def start(self) -> None:
         SWITCH_INTERVAL.shorten(SWITCH_SECONDS)
@@ -79,10 +80,11 @@ class UpdatingThread(threading.Thread):
         """Wait for the next action, and do it; returns whether to go on."""
         with self._shared.changed:
             action, bucket = self._wait_for_action()
-            request, expected = self._shared.request, self._expected_now()
+            request, expected = self._shared.request, None
             if bucket is not None:  # under the lock: the loop may submit another gradient at any time
                 self._shared.advance(bucket, What.SPECULATION_BEGUN)
-                bucket.speculated_with, partial = expected, bucket.partial
+                expected, partial = self._expected_now(), bucket.partial
+                bucket.speculated_with = expected
         if action is Action.SPECULATE:
             assert bucket is not None and expected is not None
             # With a partial gradient, update the closed ranges alone, and keep the new parameters in host memory: the
@@ -104,7 +106,8 @@ class UpdatingThread(threading.Thread):
             request = self._shared.request
             candidates: list[Bucket] = []
             if self._expected_now() is not None:
-                self._drop_late_partials()
+                if self._with_partial:
+                    self._drop_late_partials()
                 candidates = [] if self._shared.forbids_speculation else speculable(self._shared.buckets)
             step_known = request is not None and (not candidates or request.norm.known())
             ending = self._shared.closing and request is None
@@ -150,7 +153,7 @@ class UpdatingThread(threading.Thread):
 
     def _drop_late_partials(self) -> None:
         """Use the final gradients that came before their partial ones were used."""
-        for bucket in late_partials(self._shared.buckets):
+        for bucket in late_partials(self._with_partial):
             bucket.use_newer()
             bucket.partial = None
             self._shared.advance(bucket, What.PARTIAL_DROPPED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,8 +35,9 @@ class AdamStep:
     step: int
     divisor: float = 1.0
 
+    @cached_property
     def numbers(self) -> UpdateNumbers:
-        """The numbers of the update of each element."""
+        """The numbers of the update of each element; those of a step serve all buckets."""
         how = AdamHyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.bias_correction)
         return step_numbers(how, self.step, self.divisor)
 
@@ -43,6 +45,22 @@ class AdamStep:
     def key(self) -> int:
         """The key of the step's random numbers."""
         return key_of(self.step)
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """Sentences that say why no update can have these hyperparameters."""
+        problems = []
+        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= value <= 1:
+                problems.append(f"{name} is {value}, not in [0, 1]")
+        if self.step < 1:
+            problems.append(f"step is {self.step} and not at least 1")
+        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not 0 <= value < math.inf:
+                problems.append(f"{name} is {value}, not finite and at least 0")
+        if not self.divisor >= 1e-37:
+            problems.append(f"divisor is {self.divisor}, not at least 1e-37, as fp32 needs it")
+        return problems
 
 
 def check_arguments(
@@ -70,9 +88,7 @@ def check_arguments(
     given.append(("grad", grad, grads))
     if low is not None:
         given.append(("low", low, lows))
-    problems = []
-    for name, tensor, dtypes in given:
-        problems += problems_of_tensor(name, tensor, length, dtypes)
+    problems = problems_of_tensors(given, length)
     if not problems:
         problems += _overlaps({name: tensor for name, tensor, _ in given})
     end = 0
@@ -80,7 +96,7 @@ def check_arguments(
         if not end <= start <= stop <= length:
             problems.append(f"elements {start} to {stop} do not lie between {end} and {length}")
         end = stop
-        problems += _problems_of_numbers(how)
+        problems += how.problems
     if only is not None:
         problems += _problems_of_ranges(only, length)
     if problems:
@@ -96,33 +112,24 @@ def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
     return []
 
 
-def _problems_of_numbers(how: AdamStep) -> list[str]:
-    problems = []
-    for name, value in (("beta1", how.beta1), ("beta2", how.beta2)):
-        if not 0 <= value <= 1:
-            problems.append(f"{name} is {value}, not in [0, 1]")
-    if how.step < 1:
-        problems.append(f"step is {how.step} and not at least 1")
-    for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay)):
-        if not 0 <= value < math.inf:
-            problems.append(f"{name} is {value}, not finite and at least 0")
-    if not how.divisor >= 1e-37:
-        problems.append(f"divisor is {how.divisor}, not at least 1e-37, as fp32 needs it")
-    return problems
+def problems_of_tensors(given: Sequence[tuple[str, Tensor, tuple[torch.dtype, ...]]], length: int) -> list[str]:
+    """Sentences that say why vectors cannot be arguments.
 
-
-def problems_of_tensor(name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """Sentences that say why a vector cannot be an argument."""
+    Args:
+        given: (name, vector, the dtypes that it may have).
+        length: that each has to have.
+    """
     problems = []
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
-        problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
-    if tensor.dim() != 1 or tensor.numel() != length:
-        problems.append(f"{name} has the shape {tuple(tensor.shape)}, not ({length},)")
-    if not tensor.is_cpu:
-        problems.append(f"{name} is on {tensor.device}, not on the CPU")
-    elif not tensor.is_contiguous():
-        problems.append(f"{name} is not contiguous: its strides are {tensor.stride()}")
+    for name, tensor, dtypes in given:
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
+            problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
+        if tensor.dim() != 1 or tensor.numel() != length:
+            problems.append(f"{name} has the shape {tuple(tensor.shape)}, not ({length},)")
+        if not tensor.is_cpu:
+            problems.append(f"{name} is on {tensor.device}, not on the CPU")
+        elif not tensor.is_contiguous():
+            problems.append(f"{name} is not contiguous: its strides are {tensor.stride()}")
     return problems
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
+from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensors
 from gptpar.optim.adam_update import STATES, AdamHyperparameters, change
 from gptpar.optim.elementwise import Done, update
 from gptpar.optim.matrix_update import MatrixUpdate
@@ -202,7 +202,7 @@ class CpuAdam:
         Raises:
             ValueError: says what is wrong with ``grad``.
         """
-        problems = problems_of_tensor("grad", grad, grad.numel(), (*GRAD_TYPES, torch.float64))
+        problems = problems_of_tensors([("grad", grad, (*GRAD_TYPES, torch.float64))], grad.numel())
         if problems:
             raise ValueError("; ".join(problems))
         if self._kernels is None or grad.dtype == torch.float64:
@@ -347,8 +347,9 @@ def _call(
     _, m, v, *_, grad = tensors
     types = _TYPES[grad.dtype], 0 if low is None else _TYPES[low.dtype], _TYPES[m.dtype], _TYPES[v.dtype]
     rounds = KEPT_IN in (m.dtype, v.dtype)
-    steps = b"".join(_STEP.pack(*addresses, *types, *how.numbers(), how.key if rounds else 0) for *_, how in ranges)
-    where = b"".join(_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges))
+    # Lists: a generator's every item would be a call of its own.
+    steps = b"".join([_STEP.pack(*addresses, *types, *how.numbers, how.key if rounds else 0) for *_, how in ranges])
+    where = b"".join([_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges)])
     kept_to, num_kept_to = (None, 0) if only is None else (only.ctypes.data, len(only))
     return steps, len(ranges), where, len(ranges), kept_to, num_kept_to
 
@@ -363,7 +364,7 @@ def _torch_steps(
     finite = True
     for start, stop, how in ranges:
         old, new = ([t[start:stop] for t in of] for of in (state, into))
-        here, narrow, n = grad[start:stop], None if low is None else low[start:stop], how.numbers()
+        here, narrow, n = grad[start:stop], None if low is None else low[start:stop], how.numbers
         finite &= bool(here.isfinite().all())
         update(change, old, here, n.scale, n.decay, n.own, into=new, low=narrow, key=how.key)
     return finite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,7 +54,7 @@ class _CpuStep:
     def update(self, this: UpdateVectors) -> None:
         if self.how is None:
             return
-        without_decay = AdamStep(**{**vars(self.how), "weight_decay": 0.0})
+        without_decay = replace(self.how, weight_decay=0.0)
         ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in this.ranges]
         *state, grad = this.vectors
         self.kernel.steps(state, grad, ranges, low=this.parameters)

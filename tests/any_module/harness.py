@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -97,8 +98,8 @@ class Training:
         self.engine.backward(loss)
 
     def backward_before_last(self, loss: torch.Tensor) -> None:
-        """Of one of a micro-batch's losses; the last one follows."""
-        with self.engine.no_sync():
+        """Of one of a micro-batch's losses, inside no_sync() or not; the last one follows."""
+        with self.engine.no_sync() if self.case.shares_graph else nullcontext():
             self.engine.backward(loss, retain_graph=self.case.shares_graph)
 
     def before_micro_batch(self, step: int, micro: int) -> None:

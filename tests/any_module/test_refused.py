@@ -329,23 +329,11 @@ class GradientsPerSample(Mlp):
         return super().forward(x) + torch.func.vmap(slope, (None, 0))(weights, x)["bias"]
 
 
-class WithoutNoSync(Training):
-    """Several backward passes in a micro-batch, of which none says that others follow."""
-
-    def backward_before_last(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss, retain_graph=self.case.shares_graph)
-
-
-SEVERAL = "backward.*(once|sum|add)"
 EITHER = {
     "reads_another_block": (Case("reads_another_block", ReadsAnotherBlock), r"blocks\.0\.up\.weight"),
     "keeps_a_view": (Case("keeps_a_view", KeepsAView), "blocks.0|view"),
     "gradients_per_sample": (Case("gradients_per_sample", GradientsPerSample), "torch.func.*ZeRO stage 2"),
     "penalty_of_all": (Case("penalty_of_all", PenaltyOfAll), r"blocks\.\d\.\w+\.(weight|bias)"),
-    **{
-        name: (replace(CASES[name], training=WithoutNoSync), SEVERAL)
-        for name in ("two_backward_calls", "two_backward_calls_of_one_graph")
-    },
 }
 
 

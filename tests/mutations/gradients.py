@@ -68,8 +68,8 @@ GRADIENTS = [
     Mutation(
         "sharded-sum-not-restarted",
         REDUCER,
-        "self._summed.clear()",
-        "pass",
+        "        self._summed.clear()\n        self._final_before.clear()\n        self.has_begun",
+        "        self._final_before.clear()\n        self.has_begun",
         (TWO_WAYS,),
     ),
     Mutation(

@@ -76,6 +76,20 @@ USER_MODULES = [
         ("tests/any_module/test_reads_in_backward.py::test_reads_by_the_graph",),
     ),
     Mutation(
+        "second-backward-pass-forgets-the-first",
+        "gptpar/engine/reducer.py",
+        "shard if before is None else sum_with(before, shard)",
+        "shard",
+        ("tests/any_module/test_several_backward_passes.py",),
+    ),
+    Mutation(
+        "second-backward-pass-adds-to-a-reduced-sum",
+        "gptpar/engine/collector.py",
+        "        self._arrived_before |= self._arrived\n        self._arrived.clear()\n",
+        "        self._arrived_before |= self._arrived\n",
+        ("tests/any_module/test_several_backward_passes.py",),
+    ),
+    Mutation(
         "reads-in-a-backward-pass-not-guarded",
         "gptpar/engine/gatherer.py",
         "            self.watch.may_change(unit)",

@@ -106,6 +106,11 @@ class ReadGuard:
         for unit in self._members.keys() - self._away:
             self.may_change(unit)
 
+    def reopen(self) -> None:
+        """Stop guarding units that are here: their gradients are no longer final."""
+        for unit in list(self._here):
+            self.arrived(unit)
+
     def step_ended(self) -> None:
         """End :meth:`until_step`, unless there are more reasons to guard units."""
         if not self._lasts:

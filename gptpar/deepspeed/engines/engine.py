@@ -99,8 +99,8 @@ class ModuleEngine(TrainingEngine):
     def no_sync(self) -> Iterator[None]:
         """A context for backward passes that are not the last of a step: gradients are added up, and are not final.
 
-        If a micro-batch has several backward passes, all but the last belong inside. Under ZeRO-2 and 3, gradients are
-        still summed over processes inside.
+        If a micro-batch has several backward passes, all but the last may be inside: then gradients are final once, and
+        not anew with each pass. Under ZeRO-2 and 3, gradients are still summed over processes inside.
         """
         before, self._no_sync = self._no_sync, True
         try:
@@ -118,9 +118,10 @@ class ModuleEngine(TrainingEngine):
     ) -> torch.Tensor:
         """Add the gradient of a micro-batch's loss to the step's.
 
-        The step's gradient is the mean over its micro-batches and the data-parallel processes. The loss is multiplied
-        by the loss scale and divided by ``gradient_accumulation_steps`` before the backward pass, so hooks and
-        ``Function.backward`` see that. The mean over processes is formed afterwards.
+        The step's gradient is the mean over its micro-batches and the data-parallel processes; several calls in one
+        micro-batch add up. The loss is multiplied by the loss scale and divided by ``gradient_accumulation_steps``
+        before the backward pass, so hooks and ``Function.backward`` see that. The mean over processes is formed
+        afterwards.
 
         Args:
             loss: a scalar computed from the output of :meth:`forward`.
@@ -133,8 +134,7 @@ class ModuleEngine(TrainingEngine):
             The loss, divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas``.
 
         Raises:
-            GptparError: the step's gradient is final already, the loss is no scalar with a gradient, or
-                ``create_graph`` is asked for.
+            GptparError: the loss is no scalar with a gradient, or ``create_graph`` is asked for.
         """
         self._require_loss(loss)
         if create_graph:
@@ -169,10 +169,21 @@ class ModuleEngine(TrainingEngine):
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
-        if self._has_begun:
+        if self._is_final:
+            self._reopen()
+        elif self._has_begun:
             self.weights.catch_up()
         else:
             self._begin()
+
+    def _reopen(self) -> None:
+        """The micro-batch has another backward pass, after the one that made the step's gradient final."""
+        self.engine.gatherer.keep_last_step()  # the CPU may have worked ahead with that gradient
+        final = self.engine.copy_of_gradient(self.dp_world_size if self._are_means else 1)
+        self._add_gradients()
+        self.engine.gradients.reopen(final)
+        self.weights.guard.reopen()
+        self._is_final = self._are_means = False
 
     def _end_pass(self, last: bool) -> None:
         self._is_final = last
@@ -182,8 +193,7 @@ class ModuleEngine(TrainingEngine):
             self.weights.guard.until_step()
 
     def _forget_step(self) -> None:
-        if self._is_final:
-            self.weights.guard.step_ended()
+        self.weights.guard.step_ended()
         super()._forget_step()
 
     # A backward pass that the user begins.
@@ -197,7 +207,6 @@ class ModuleEngine(TrainingEngine):
             self._plain.comes_back()
 
     def _take_plain(self) -> contextlib.AbstractContextManager[None]:
-        self._require_no_final()
         problem = None
         if self._needs_losses:
             problem = "does not tell the engine the loss, which monitors and skip_step_sigma need: call"
@@ -353,18 +362,9 @@ class ModuleEngine(TrainingEngine):
             self._recorded.release()  # it refers to the sums' present memory
         super()._add_gradients()
 
-    def _require_no_final(self) -> None:
-        if self._is_final:
-            raise GptparError(
-                "a backward pass after the step's gradient became final: call engine.step() first. If a "
-                'micro-batch has several backward passes, do all but the last "with engine.no_sync():", or add up the '
-                "losses and call backward once."
-            )
-
     def _require_loss(self, loss: torch.Tensor) -> None:
         self._require_usable()
         self._require_optimizer()
-        self._require_no_final()
         require_loss(loss)
         if _SPENT in _notes_of(loss):
             raise GptparError(

@@ -31,7 +31,7 @@ from gptpar.deepspeed.engines.graph import check_graph
 from gptpar.deepspeed.engines.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
 from gptpar.deepspeed.engines.schedulers import ClientScheduler, scheduler_of
-from gptpar.deepspeed.engines.training_engine import TIMEOUT_MINUTES
+from gptpar.deepspeed.engines.training_engine import TIMEOUT_MINUTES, TrainingEngine
 from gptpar.errors import GptparError, ModelError
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
@@ -61,6 +61,7 @@ def initialize(
     config_params: ConfigSource = None,
     recording: Recording | None = None,
     loss_fn: LossFunction | None = None,
+    former: ModuleEngine | PipelineEngine | None = None,
 ) -> Initialized:
     """Make an engine that trains a module with ZeRO, offload and other options of a DeepSpeed configuration.
 
@@ -86,6 +87,7 @@ def initialize(
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
             the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
             (the last one's output, the labels) -> a scalar; default: the output is the loss.
+        former: the engine that has the whole model now, closed once everything is checked; default: it is refused.
 
     Returns:
         (engine, optimizer, loader, scheduler); all but the engine may be ``None``. No optimizer: it takes no step.
@@ -99,23 +101,21 @@ def initialize(
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
     with all_or_none(world):
-        _check_model(model, recording)
+        _check_model(model, recording, former)
         require_types(model_parameters, training_data, collate_fn, recording, loss_fn, mesh_param)
         if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
             check_pipeline(pipeline, loss_fn, world)
         kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.mesh.data
         take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
         options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
-        if kind is ModelKind.MODULE:
-            check_graph(options, world)
-    require_same_start(options.facts())
+    require_same_start({**options.facts(), "whether an engine has the model already": str(former is not None)})
     engine: ModuleEngine | PipelineEngine
     if kind is ModelKind.MODULE:
         topology = make_topology(Mesh(data=world), rank, device)
-        engine = _engine_of(cast(nn.Module, model), optimizer, model_parameters, options, topology, recording, loss_fn)
+        engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn, former)
     else:
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
-        engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
+        engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options, former)
     with all_or_none(world):
         engine.lr_scheduler = _scheduler_of(lr_scheduler, engine)
         engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
@@ -144,15 +144,17 @@ def _loader_of(
 
 
 def _engine_of(
-    model: nn.Module,
+    model: Any,
     optimizer: ClientOptimizer,
     model_parameters: Iterable[Any] | None,
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None,
     loss_fn: LossFunction | None,
+    former: TrainingEngine | None,
 ) -> ModuleEngine:
     with all_or_none(topology.mesh.world_size):
+        check_graph(options, topology.mesh.world_size)
         if recording is not None:
             recording.check(model)
         else:
@@ -161,6 +163,8 @@ def _engine_of(
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
     require_same_model(model, groups)
+    if former is not None:
+        former.close()
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
     def note(place: str, alike: bool) -> None:
@@ -175,13 +179,14 @@ def _engine_of(
     return ModuleEngine(stage, parts, groups, options, loss_fn)
 
 
-def _check_model(model: object, recording: Recording | None) -> None:
-    """Check that this is a model, and that no other engine has it."""
+def _check_model(model: object, recording: Recording | None, former: TrainingEngine | None) -> None:
+    """Check that this is a model, and that no engine but the former one has it."""
     if not isinstance(model, nn.Module | list | tuple):
         raise TypeError(
             f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
         )
-    if isinstance(model, nn.Module) and are_held(model):
+    has_former = former is not None and not former.is_closed and former.module is model
+    if isinstance(model, nn.Module) and not has_former and are_held(model):
         raise GptparError(
             "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
             "one's engine.close() first, on all processes; it gives the weights back."

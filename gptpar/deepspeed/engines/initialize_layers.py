@@ -17,6 +17,7 @@ from gptpar.adapter.options import EngineOptions
 from gptpar.adapter.pipeline_module import PipelineModule, seeded
 from gptpar.deepspeed.engines.client_optimizer import ClientOptimizer, groups_of
 from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
+from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.system.activity import Activity
@@ -79,8 +80,12 @@ def engine_of_pipeline(
     optimizer: ClientOptimizer,
     model_parameters: Iterable[Any] | None,
     options: EngineOptions,
+    former: TrainingEngine | None = None,
 ) -> PipelineEngine:
     """The engine of a pipeline's layers, which keep their values; of a tied layer, the first stage's values count.
+
+    Args:
+        former: has the layers now, and is closed once everything is checked.
 
     Raises:
         ConfigError: optimizer or parameters are wrong; it names everything.
@@ -98,6 +103,8 @@ def engine_of_pipeline(
     with all_or_none(topology.mesh.world_size):  # of the processes of a stage all fail, or none
         if topology.group(DATA) is not None:
             require_same_model(pipeline, groups, topology.group(DATA))
+    if former is not None:
+        former.close()
     stages = LayerStages(pipeline, plan)
     if options.dtype is not None:
         pipeline.expect_dtype(options.dtype)

@@ -29,7 +29,7 @@ def test_every_instruction_set_computes_the_definition(
         how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, step, 3.7)
         old = [p, m.to(formats[0]), v.to(formats[1])]
         wanted, low = [t.clone() for t in old], torch.empty(len(p), dtype=BF16)
-        update(wanted, g, how.numbers(), low=low, key=how.key)
+        update(wanted, g, how.numbers, low=low, key=how.key)
         ours, narrow = [t.clone() for t in old], torch.empty_like(low)
         into = [torch.empty_like(t) for t in old] if apart else None
         with_isa(isa, 2).steps(ours, g, [(0, len(p), how)], into=into, low=narrow)

@@ -323,7 +323,7 @@ class ParameterGatherer:
         return self._memory.units[unit].shards > 1
 
     def _gather(self, unit: str, full: torch.Tensor, shard: torch.Tensor) -> Any:
-        group = self._data.group(self._memory.units[unit])
+        group = self._data.groups.get(self._memory.units[unit].copies_over)
         return all_gather_single(full, shard, group=group, async_op=True)
 
     def release(self, name: str) -> None:

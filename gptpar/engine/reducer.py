@@ -108,7 +108,7 @@ class GradientReducer:
             total: [unit.length] this process's sum.
             last: whether the reduced sum is final.
         """
-        group = self._data.group(unit)
+        group = self._data.groups.get(unit.copies_over)
         self.has_begun |= group is not None
         sent = total if group is None else total.to(self._dtype)
         if group is None:

@@ -118,7 +118,7 @@ class Unit:
         used = max(start, 1) if params else 0  # a unit of empty parameters has shards, too
         return Unit(name, params, _round_up(used, shards * ALIGNMENT), shards, common_copies(parameters), dtype)
 
-    @property
+    @cached_property
     def shard_length(self) -> int:
         """Elements of one shard."""
         return self.length // self.shards

@@ -96,6 +96,7 @@ class Trainer:
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
+        self._num_copies, self._data_position = topology.mesh.size(*COPIES), topology.position(DATA)
         health = config.health
         self.skip_step = make_skip_step(health.skip_step_sigma, health.skip_step_window, topology.device)
         self._readings = partial(Readings, timeout_s=60 * config.parallel.distributed_timeout_minutes)
@@ -141,7 +142,7 @@ class Trainer:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
         batches = self._own(batches)
-        self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.size(*COPIES)))
+        self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self._num_copies))
         self._iteration = iteration
         self._note("forward and backward")
         if self._divisor is not None:
@@ -168,14 +169,14 @@ class Trainer:
     def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
         """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
         divisor.fill_(sum(batch.num_counted for batch in batches))
-        self.topology.sum_over_copies(divisor).clamp_(min=1).div_(len(batches) * self.topology.mesh.size(*COPIES))
+        self.topology.sum_over_copies(divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
         fields = {**fields, **self.experts.fields(tokens.numel())}
         if not self._layers_with_dropout:
             return tokens, fields
-        place = number * self.topology.mesh.data + self.topology.position(DATA)
+        place = number * self.topology.mesh.data + self._data_position
         device, rows = self.topology.device, None
         if self._split.size > 1:
             rows = self._rows.get(len(tokens))
@@ -248,11 +249,11 @@ class Trainer:
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
-        return loss.double() / self.topology.mesh.size(*COPIES, TENSOR)
+        return loss.double() / (self._num_copies * self.topology.mesh.tensor)
 
     def _auxiliary_addends(self) -> list[torch.Tensor]:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
-        count = self.topology.mesh.size(*COPIES, TENSOR)
+        count = self._num_copies * self.topology.mesh.tensor
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
 
     def _expert_addends(self) -> list[torch.Tensor]:

@@ -119,7 +119,9 @@ class Saver:
         behind = behind and not is_last
         snapshot, has_room = self._snapshot(save, behind)
         behind = behind and not self._topology.any_rank(not has_room)
-        self._make_group()
+        if self._group is None and self._topology.mesh.world_size > 1:
+            self._topology.any_rank(False)  # all processes have come to the first save: making a group has no timeout
+            self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         self._begun = save
         self.under_way = SaveUnderWay(save.iteration, snapshot, partial(self._write, save, snapshot), self._guard)
         self._stood_s = time.perf_counter() - started
@@ -145,12 +147,6 @@ class Saver:
             Ranks(self._group).each(take)
         tensors = joined(save.tensors, late)
         return save.write(tensors=tensors, process_group=self._group, snapshot=snapshot, moved=moved)
-
-    def _make_group(self) -> None:
-        """Make the process group of saves, once all processes have come to the first one: making it has no timeout."""
-        if self._group is None and self._topology.mesh.world_size > 1:
-            self._topology.any_rank(False)
-            self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
         """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""

@@ -238,8 +238,9 @@ class GradientReducer:
         low = on_device.numel()
         if low:
             on_device.copy_(shard[:low])
-        if self._counts_zeros:
-            self._count_zeros(unit, shard)
+        for one in self._table.ranges(unit=unit.name, home=Home.HOST) if self._counts_zeros else ():
+            if one.counted:
+                self.zeros += (shard[one.start : one.stop] == 0).sum()
         # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.
         self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))
 
@@ -247,11 +248,6 @@ class GradientReducer:
         self._norm.take(norms)
         if self._subscriber is not None:
             self._subscriber.submit_gradient(unit, offloaded)
-
-    def _count_zeros(self, unit: Unit, shard: torch.Tensor) -> None:
-        for one in self._table.ranges(unit=unit.name, home=Home.HOST):
-            if one.counted:
-                self.zeros += (shard[one.start : one.stop] == 0).sum()
 
 
 def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -145,8 +145,9 @@ class Trainer:
         self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self._num_copies))
         self._iteration = iteration
         self._note("forward and backward")
-        if self._divisor is not None:
-            self._count_tokens(self._divisor, batches)
+        if self._divisor is not None:  # the mean of all micro-batches' losses is that of all tokens that count in them
+            self._divisor.fill_(sum(batch.num_counted for batch in batches))
+            self.topology.sum_over_copies(self._divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
         if self._measures_layers(iteration + 1):
             with torch.no_grad():
                 self._norms_of_outputs = self.layer_norms.of_outputs(lambda: self._losses(batches))
@@ -165,11 +166,6 @@ class Trainer:
 
     def _note(self, what: str) -> None:
         self.activity.note(f"iteration {self._iteration + 1}, {what}")
-
-    def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
-        """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
-        divisor.fill_(sum(batch.num_counted for batch in batches))
-        self.topology.sum_over_copies(divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)

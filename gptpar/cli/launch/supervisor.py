@@ -135,9 +135,6 @@ class Supervisor:
             except OSError:  # it was killed or stopped; without it a start takes longer
                 self._template.end()
                 self._template = None
-        return self._start_fresh(environment)
-
-    def _start_fresh(self, environment: dict[str, str]) -> int:
         process = subprocess.Popen(self._job.program.command(environment), env=environment, start_new_session=True)
         process.returncode = 0  # this class waits for it, as it does for a template's forks
         return process.pid

@@ -76,7 +76,8 @@ class BatchConfig(Generic[Open]):
         Sums are kept in fp32 or wider. A gradient that comes once is kept as it comes: it gains nothing by being
         widened.
         """
-        return world_size > 1 or not is_one_micro_batch(self)
+        grows = self.rampup_batch_size is not None or self.batch_sizes is not None
+        return world_size > 1 or grows or self.global_batch_size != self.micro_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +99,6 @@ class BatchFlags(BatchConfig[None]):
         most=10**17,
         counts=True,
     )
-
-
-def is_one_micro_batch(batch: BatchConfig[None]) -> bool:
-    """Whether every step of one process is a single micro-batch."""
-    grows = batch.rampup_batch_size is not None or batch.batch_sizes is not None
-    return not grows and batch.global_batch_size == batch.micro_batch_size
 
 
 MAX_INCREMENTS = 10_000

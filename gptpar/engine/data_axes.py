@@ -20,7 +20,7 @@ def wait_without_limit(work: Any) -> None:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """This process's place, and its groups on the axes whose ranks read different samples.
+    """A process's place, and its groups on the axes whose ranks read different samples.
 
     The processes that hold copies of a unit are the ones that read different samples for it. So one reduction both sums
     the unit's gradient and leaves each process its shard.
@@ -38,7 +38,7 @@ class DataAxes:
 
     @staticmethod
     def of(topology: Topology, zero_stage: int, wait_for: Callable[[Any], None] = wait_without_limit) -> DataAxes:
-        """Those of a topology; where one process reads all samples, nothing is sharded."""
+        """The place and groups in a topology; where one process reads all samples, nothing is sharded."""
         stage = zero_stage if topology.mesh.size(*COPIES) > 1 else 0
         return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups, wait_for)
 

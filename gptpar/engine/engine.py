@@ -122,7 +122,7 @@ class Gradients:
 
     @property
     def shards(self) -> dict[str, torch.Tensor]:
-        """The same by unit."""
+        """Unit -> its elements of :attr:`shard`."""
         return self.memory.shards
 
     @property

@@ -198,7 +198,7 @@ def _over(info: ParameterInfo, axes: Sequence[str]) -> ParameterInfo:
 
 
 def _piece(unit: Unit, param: Param, place: Place, axes: Sequence[str], member: int) -> MatrixPart:
-    """What a process has of a parameter.
+    """The part of a parameter that a process has.
 
     Args:
         place: the process's.

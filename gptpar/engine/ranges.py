@@ -15,7 +15,7 @@ Key = TypeVar("Key")
 
 
 class Home(Enum):
-    """Where an element's master weight and optimizer state live, and where the element is updated."""
+    """The place of an element's master weight, its optimizer state and its update."""
 
     DEVICE = "device"
     HOST = "host"
@@ -144,7 +144,7 @@ def device_lengths(
 
 
 def _end_of(ranges: Iterable[tuple[int, int]], count: int) -> int:
-    """Where the first ``count`` elements of some ranges end."""
+    """The position at which the first ``count`` elements of some ranges end."""
     end = 0
     for start, stop in ranges:
         if count:

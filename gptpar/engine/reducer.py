@@ -154,7 +154,7 @@ class GradientReducer:
             self._complete(unit, shard)
 
     def _add_on_host(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
-        """The same where the subscriber has the sum of its elements."""
+        """Add a micro-batch's shard where the subscriber sums its own elements."""
         on_device, first = self._memory.shards[unit.name], unit.name not in self._summed
         self._summed.add(unit.name)
         sum_together(self._addends(unit.name, shard), self._tensor_group)

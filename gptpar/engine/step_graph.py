@@ -52,7 +52,7 @@ class Recorder(Protocol):
         """A context around all parts of a recording."""
 
     def begin_part(self) -> None:
-        """From now on launches are recorded, not executed."""
+        """Record launches from now on instead of executing them."""
 
     def end_part(self) -> Action:
         """Returns a call that replays the part."""

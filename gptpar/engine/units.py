@@ -148,7 +148,7 @@ class Unit:
 
     @cached_property
     def _pieces(self) -> list[torch.Tensor]:
-        """Without memory: a tensor of each parameter's shape, and the padding after it."""
+        """Tensors without memory, two for each parameter: one of its shape, one of the padding after it."""
         params = list(self.params.values())
         starts = [param.start for param in params[1:]] + [self.length]
         shapes = [

@@ -52,7 +52,7 @@ class MatrixUpdate(Update, ABC):
 
     @abstractmethod
     def orthogonalize(self, x: Tensor) -> Tensor:
-        """What the learning rate multiplies, in the dtype of ``x``.
+        """Orthogonalize momenta into the directions that the learning rate multiplies, in the dtype of ``x``.
 
         Args:
             x: [matrices, rows, columns]; each matrix is treated by itself.
@@ -73,7 +73,7 @@ class MatrixUpdate(Update, ABC):
     @property
     @abstractmethod
     def growth(self) -> float:
-        """With this power of the model's width, the largest singular value of :meth:`orthogonalize` grows (muP)."""
+        """The power of the model's width with which the largest singular value of :meth:`orthogonalize` grows (muP)."""
 
     def matrices(self, declared: Matrices) -> Matrices:
         """The matrices that this run's settings make of a parameter with such a declaration."""

@@ -164,7 +164,7 @@ def _gram(y: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
-    """As :func:`gptpar.kernels.triton.product.polynomial`."""
+    """``a I + b x + c x @ x``, like :func:`gptpar.kernels.triton.product.polynomial`."""
     total = torch.baddbmm(x, x, x, beta=b, alpha=c)
     total.diagonal(dim1=1, dim2=2).add_(a)
     return total

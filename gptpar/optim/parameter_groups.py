@@ -39,7 +39,7 @@ class GroupFactors(NamedTuple):
 
     @property
     def launch(self) -> tuple[float, bool, bool]:
-        """What the groups that one launch updates have in common: their update and learning rate."""
+        """The key of a launch: groups of the same update and learning rate are updated together."""
         return self.lr, self.is_decoupled, self.by_matrix
 
 

@@ -25,7 +25,7 @@ from gptpar.topology.groups import all_gather_single
 
 @dataclass(frozen=True)
 class Keep:
-    """How the input of a recomputed layer is kept until the backward pass.
+    """The way in which a recomputed layer's input is kept until the backward pass.
 
     Attributes:
         partition: (group, rank, size) of processes that hold the same input, each of which keeps one part of its

@@ -235,7 +235,7 @@ def _layer_of(spec: LayerSpec, build: Callable[[LayerSpec], nn.Module], tied: di
 
 
 def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses, host: HostActivations | None) -> _Call:
-    """How a layer is called at its place in the stage; ``host`` takes what it saves."""
+    """The call of a layer at its place in the stage; ``host`` takes the tensors that it saves."""
     run: Callable[..., Any] = layer if host is None else partial(host.call, layer)
     if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
         run = partial(spec.forward_fn, layer)

@@ -79,14 +79,14 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
 
 
 def _lower_offload(config: Config) -> str:
-    """What may have filled the host beside the model: state that was moved there, with its second copy."""
+    """Advice if state that was moved to the host, with its second copy, may have filled the host's memory."""
     return (
         ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
     )
 
 
 def _offload_gradients(config: Config) -> str:
-    """Where ``auto`` may have trusted a prediction too much, or was switched off."""
+    """Advice if ``auto`` may have trusted a prediction too much, or was switched off."""
     offload, world_size = config.offload, world_from_environment()[2]
     cannot = not offload.cpu_optimizer or offload.ratio == 0 or config.precision.cuda_graph == "on"
     cannot = cannot or any(offload_gradients_obstacles(config, world_size))

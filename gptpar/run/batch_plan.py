@@ -27,7 +27,7 @@ class BatchPlan:
 
     @staticmethod
     def of(batch: BatchConfig, done: Progress | None = None) -> BatchPlan:
-        """From a resolved configuration.
+        """Plan from a resolved configuration.
 
         Args:
             done: where the run goes on; its batches so far may have had another size.
@@ -40,12 +40,12 @@ class BatchPlan:
 
     @staticmethod
     def as_told(batch: BatchConfig, done: Progress) -> BatchPlan:
-        """Without regard to ``--train-minutes``: the order of the samples depends on no machine's speed."""
+        """Plan without ``--train-minutes``: the order of the samples depends on no machine's speed."""
         total = run_samples(batch, done.iteration, done.consumed_samples)
         return BatchPlan(BatchSizes.of(batch), total, batch.train_iters, done)
 
     def ending_at(self, train_iters: int, done: Progress) -> BatchPlan:
-        """The same batches, at most ``train_iters`` steps in all; ``done`` says where the run is."""
+        """A plan of the same batches with at most ``train_iters`` steps in all; ``done`` says where the run is."""
         total = self.sizes.samples_after(train_iters - done.iteration, done.consumed_samples)
         return replace(self, train_iters=train_iters, train_samples=min(total, self.train_samples), done=done)
 

@@ -26,7 +26,7 @@ Corpora = Mapping[str, list[dict[str, Any]]]
 
 
 class Rule(Enum):
-    """What a difference in a field means to a run that goes on."""
+    """The meaning of a field's difference to a run that goes on."""
 
     MODEL = auto()  # the same weights compute something else: refused, unless --finetune
     DATA = auto()  # the samples to come are others, or count otherwise: refused, unless --override-data or --finetune
@@ -105,7 +105,7 @@ _FOLLOWS_FROM = {
     "model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of",
     "model.softmax_vocab_size": "--softmax-over-padding: token ids in the softmax",
 }
-"""What is told in place of a flag where a field has none."""
+"""Names of fields without a flag, for messages."""
 
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -149,7 +149,7 @@ def corpora_of(data: DataConfig) -> Corpora:
 
 
 def corpora_named(data: DataFlags) -> Corpora:
-    """As much of it as a configuration alone says: prefixes and weights."""
+    """The corpora as far as a configuration alone says: prefixes and weights."""
     return {name: blend_of(paths) for name in DATA_PATHS if (paths := getattr(data, name))}
 
 
@@ -168,7 +168,7 @@ def differing(rule: Rule, there: Flags | Config, here: Config, known: frozenset[
 
 
 def other_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
-    """What tells the corpora of training apart; where they lie does not matter. Neither may be mock data."""
+    """Differences of two runs' training corpora, wherever the files lie. Neither may be mock data."""
     (former_flag, former), (flag, found) = _training(there), _training(here)
     if len(former) != len(found):
         yield f"{former_flag} {len(former)} corpora there, {flag} {len(found)} here"
@@ -204,7 +204,7 @@ def reshuffled(config: Config, corpora: Corpora, samples_there: float, samples_h
 
 
 def other_evaluation(there: Flags, corpora_there: Corpora, here: Config, corpora_here: Corpora) -> Iterator[str]:
-    """What makes losses of evaluations not comparable with those before."""
+    """Differences after which losses of evaluations are not comparable with those before."""
     for name in ("valid_data_path", "test_data_path"):
         old, new = ([_identity(corpus) for corpus in found.get(name, [])] for found in (corpora_there, corpora_here))
         if old and new and old != new:

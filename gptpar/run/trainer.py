@@ -236,7 +236,7 @@ class Trainer:
         return interval is not None and iteration % interval == 0
 
     def _norms_of_layers(self, squares: Readings, scale: float, old: OldWeights) -> dict[str, Norms]:
-        """Of the step just launched, for which this waits."""
+        """Norms of the step just launched; waits for the step."""
         return {
             ACTIVATION: self._norms_of_outputs,
             GRADIENT: self.layer_norms.of_gradients(squares.read(), scale),
@@ -244,16 +244,16 @@ class Trainer:
         }
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """What this process adds to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
+        """This process's addend to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
         return loss.double() / (self._num_copies * self.topology.mesh.tensor)
 
     def _auxiliary_addends(self) -> list[torch.Tensor]:
-        """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
+        """This process's addends to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
         count = self._num_copies * self.topology.mesh.tensor
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
 
     def _expert_addends(self) -> list[torch.Tensor]:
-        """What this process adds to numbers about the loads of experts, which all processes know."""
+        """This process's addends to numbers about the loads of experts, which all processes know."""
         sum_over_all, mesh = self.topology.sum_over_all, self.topology.mesh
         numbers = self.experts.count(sum_over_all, counts=self.topology.position(TENSOR) == 0)
         return [number / mesh.world_size for number in numbers]

@@ -19,7 +19,7 @@ MAX_TOLD = 10
 
 @contextmanager
 def all_or_none(world: int) -> Iterator[None]:
-    """If one process raises inside the block, all raise, with its rank, since they would wait for it.
+    """Raise on all processes if one raises inside the block, with its rank, since the others would wait for it.
 
     There must be no collectives inside.
     """

@@ -69,7 +69,7 @@ class Interleaved(Matrices):
 
     @property
     def heads(self) -> Stacked:
-        """The same parameter with one matrix a head."""
+        """This parameter with one matrix a head."""
         return Stacked(self.head)
 
 

@@ -118,7 +118,7 @@ class ReplicaCheck:
         return {(what, name, offsets[name], lows[name], sizes[name]): pieces for name, pieces in found.items()}
 
     def _find_shared(self, mine: list[Key]) -> list[list[Key]]:
-        """For each rank its keys that other ranks have, too, in the same order on all of them."""
+        """Find each rank's keys that other ranks have, too, in the same order on all of them."""
         everyone: list[Any] = [None] * self._topology.mesh.world_size
         dist.all_gather_object(everyone, mine)
         count: dict[Key, int] = {}

@@ -57,7 +57,7 @@ class Room:
 
     @staticmethod
     def within(num_bytes: int) -> Room:
-        """What fits a number of bytes; at least 64 MiB are taken."""
+        """The room that fits a number of bytes; at least 64 MiB are taken."""
         buffers = max(MIN_BUFFERS, num_bytes // BUFFER_BYTES)
         readers = min(MAX_READERS, buffers // 3)
         return Room(readers, buffers - readers)
@@ -278,7 +278,7 @@ def in_passes(readings: Sequence[Reading], most_blocks: int) -> Iterator[Reading
 
 
 def _most_begun(readings: Sequence[Reading]) -> int:
-    """How many blocks are in memory at once, at most, if a reading begins when the one before it has ended."""
+    """The most blocks in memory at once, if each reading begins when the one before it has ended."""
     left = Counter(block for reading in readings for block in reading.blocks)
     begun: set[FileBlock] = set()
     most = 0

@@ -32,7 +32,7 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded.
+    """The result of loading a checkpoint.
 
     Attributes:
         meta: the dictionary given to `save_checkpoint`.
@@ -278,7 +278,7 @@ def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
 
 
 def first_usable(paths: Iterable[Path], use: Callable[[Path], T], problems: list[str] | None = None) -> T | None:
-    """What ``use`` makes of the first checkpoint that it accepts; ``None``: of none.
+    """The result of ``use`` on the first checkpoint that it accepts; ``None``: it accepts none.
 
     Args:
         use: raises CheckpointError if a checkpoint cannot be used.

@@ -48,7 +48,7 @@ class _Axis:
 
 
 class ParameterView:
-    """Where each element of a view lies in its parameter.
+    """The map from the elements of a view to those of its parameter.
 
     Args:
         shape: the parameter's shape.
@@ -92,7 +92,7 @@ class ParameterView:
         yield from (_ends(box, strides, 0) for box in boxes)
 
     def elements_of_parameter(self, boxes: Iterable[Box]) -> Iterator[tuple[int, int]]:
-        """The same, counted in the parameter."""
+        """Number of the first and of the last element of each box of the view, counted in the parameter."""
         yield from (_ends(box, self._strides, self._offset) for box in boxes)
 
     def boxes(self, box: Box) -> Iterator[Box]:

@@ -28,15 +28,17 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, joined, tensors_of
 
 FORGIVEN = 2
-"""How many saves in a row into one folder may fail. A disk may be full or gone for a while, and training should not end
-for that. But each failed save puts one more save interval at risk. So training stands still for the third save. If that
-save fails, too, training ends, and at most three intervals are lost."""
+"""Number of saves in a row into one folder that may fail.
+
+A disk may be full or gone for a while, and training should not end for that. But each failed save puts one more save
+interval at risk. So training stands still for the third save. If that save fails, too, training ends, and at most three
+intervals are lost."""
 
 LOOK_SECONDS = 0.5
 """Time between two looks at the progress of a save on all processes."""
 
 INTERRUPTED_SECONDS = 3.0
-"""How long Ctrl-C waits for the removal of an unfinished checkpoint."""
+"""Time for which Ctrl-C waits until an unfinished checkpoint is removed."""
 
 MEMORY_LOOK_SECONDS = 1.0
 """Time between two checks whether the machine is short of memory."""
@@ -344,6 +346,6 @@ def _end_at_exit(saver: weakref.ref[Saver]) -> None:
 
 
 def _sentence(error: BaseException | None) -> str:
-    """What went wrong, with its full stop."""
+    """The message of a failed save, with its full stop."""
     text = "the save failed on another process, which says why" if error is None else str(error) or repr(error)
     return text if text.endswith((".", "!")) else f"{text}."

@@ -131,7 +131,7 @@ def commands(
     address: str = "",
     port: int = 29500,
 ) -> dict[str, str]:
-    """What ssh is to run on each host: torchrun numbers the workers, and only the chosen GPUs are visible.
+    """The command that ssh runs on each host: torchrun numbers the workers, and only the chosen GPUs are visible.
 
     Args:
         words: the program that each host runs, and its words.

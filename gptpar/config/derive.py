@@ -274,7 +274,7 @@ def _derive_schedule(notes: _Notes) -> None:
 
 
 def _derive_length(notes: _Notes) -> None:
-    """Of --train-tokens and what is given beside it, whichever is reached first ends the run."""
+    """Derive the run's length: of --train-tokens and what is given beside it, whichever is reached first ends it."""
     batch, seq_length = notes.flags.batch, notes.flags.model.seq_length
     if not batch.train_tokens or not seq_length:
         return
@@ -304,7 +304,7 @@ def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
 
 
 def _derive_whole_blocks(notes: _Notes) -> None:
-    """As in Megatron, how whole blocks are recomputed may be said where none are."""
+    """Ignore how whole blocks are recomputed where none are, as Megatron does."""
     names = ["recompute_num_layers", "checkpoint_num_layers"]
     if notes.flags.recompute.recompute_granularity is None:
         names.append("recompute_method")
@@ -314,7 +314,7 @@ def _derive_whole_blocks(notes: _Notes) -> None:
 
 
 def _derive_saved_inputs(notes: _Notes) -> None:
-    """Where the inputs of recomputed blocks are kept; as in Megatron-DeepSpeed, it may be said where there are none."""
+    """Derive where inputs of recomputed blocks are kept; it is ignored without any, as in Megatron-DeepSpeed."""
     r = notes.flags.recompute
     if r.recompute_granularity is None:
         for name in ("checkpoint_in_cpu", "distribute_saved_activations"):

@@ -25,12 +25,12 @@ OTHER_EXPERTS = "DeepSpeed's mixture-of-experts is not part of gptpar"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
 ANY_NUMBER = -1
-"""Of values."""
+"""A number of values that stands for any."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run says to a flag of another program's.
+    """The answer of a run to a flag of another program.
 
     Attributes:
         why: the flag changes nothing here.
@@ -47,7 +47,7 @@ class Answer:
     several: bool = False
 
     def to(self, name: str, values: Sequence[str]) -> tuple[list[str], list[str]]:
-        """What is said of a flag without effect, and the problems."""
+        """The notes on a flag without effect, and the problems."""
         given = len(values) if any(values) or not self.refused else 0
         wrong_number = f"{name} takes {self.count} value(s), {given} given."
         without_effect = [f"{name}: {self.why}"]

@@ -30,7 +30,7 @@ CONFIG_HELP = (
     "--save folder, config.toml, which repeats it"
 )
 CLOSE_ENOUGH = 0.75
-"""How alike (0 to 1) an unknown flag and a known one must be, and each of their words, to be called mistyped."""
+"""Least likeness (0 to 1) of a mistyped flag and a known one, and of each of their words."""
 SHORTEST_MISTYPED = 5
 """Fewest letters of a word that counts as mistyped. A shorter word that differs means something else."""
 
@@ -124,7 +124,7 @@ def _is_mistyped_word(word: str, known: str) -> bool:
 
 
 def _stands_for(said: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """What another flag says here, unless that one is typed, too, and says something else."""
+    """Read a flag as another one, unless that one is typed, too, with another value."""
     if said not in elsewhere().stands_for:
         parsed.problems.append(f"{said.split()[0]} takes 0 value(s), {len(values)} given.")
         return

@@ -59,7 +59,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
-    """What the hjson library makes of a text.
+    """Read a text by the hjson library.
 
     Args:
         loose: whether the library may read what is no JSON there, so that its absence is told.
@@ -79,12 +79,12 @@ def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """What is kept as it is, else spaces in its place, so that lines and columns of mistakes stay right."""
+    """Keep a string, and replace a comment by spaces, so that lines and columns of mistakes stay right."""
     return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
 def infinity(word: str) -> float:
-    """Of what Python's JSON has beside numbers, ``Infinity`` alone: a few keys may be without a limit."""
+    """Read ``Infinity``, alone of the words that Python's JSON takes as numbers: a few keys may be without a limit."""
     if word != "Infinity":
         raise JsonError(f"{word} is not a number")
     return math.inf

@@ -19,7 +19,7 @@ from gptpar.config.fields import FlagField, flag_name, value_of
 from gptpar.system.files import read_regular, replace_synced
 
 FILE_NAME = "config.toml"
-"""Of the file in a run folder."""
+"""Name of the file in a run folder."""
 
 
 @dataclass

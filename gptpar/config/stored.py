@@ -20,7 +20,7 @@ from gptpar.errors import CheckpointError
 MAX_INT = 2**63 - 1
 UNIONS = (types.UnionType, typing.Union)
 _DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "padded_vocab_size")
-"""What a run derives of its model, and a checkpoint must say."""
+"""Fields of the model that a run derives, and a checkpoint must have."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StoredModel:
 
 
 def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
-    """What text is made with.
+    """The model and tokenizer with which text is made.
 
     Raises:
         CheckpointError: with everything that is wrong.
@@ -107,7 +107,7 @@ def _as_tuples(value: object) -> object:
 
 
 def _section_problems(kind: type, asked: dict[str, object], section: str) -> Iterator[str]:
-    """What is wrong with fields of one section of the configuration."""
+    """Problems of the fields of one section of the configuration."""
     hints = hints_of(kind)
     for spec in dataclasses.fields(kind):
         if spec.name in asked:
@@ -115,7 +115,7 @@ def _section_problems(kind: type, asked: dict[str, object], section: str) -> Ite
 
 
 def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:
-    """What is wrong with one field of the configuration: its type, its range, its word."""
+    """Problems of one field of the configuration: its type, its range, its word."""
     name, limits = f"config.{section}.{spec.name}", spec.metadata
     if problem := next(problem_of(hint, value, name, negative=True), None):
         yield problem
@@ -139,7 +139,7 @@ def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[
 
 
 def problems_of(kind: type, values: object, where: str, negative: Sequence[str] = ()) -> Iterator[str]:
-    """What is wrong with the stored fields of a dataclass: missing, unknown, or of another type."""
+    """Problems of the stored fields of a dataclass: missing, unknown, or of another type."""
     if not isinstance(values, dict):
         yield wrong_value(where, values, "an object")
         return

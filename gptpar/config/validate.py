@@ -26,9 +26,9 @@ from gptpar.config.sections.recovery import check_recovery
 from gptpar.errors import ConfigError
 
 MAX_WHOLE = 2**63 - 1
-"""What torch and numpy keep a whole number in."""
+"""The largest whole number of torch and numpy."""
 MAX_FLOAT = 3.4e38
-"""What fits 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
+"""The largest fp32 number: a larger rate or scale is infinite in the arithmetic that uses it."""
 NUMBERS = (int, float, tuple)
 """Types of a field that is a number, or several."""
 
@@ -60,7 +60,7 @@ def resolve(
 
 
 def _derived_out_of_range(flags: Flags, typed: Flags, derived: Iterable[Derived]) -> Iterator[str]:
-    """What was typed is in its range by now, so each of these follows from other numbers."""
+    """Problems of derived numbers; what was typed is in its range by now, so other numbers are the reason."""
     reasons = {one.name: one.reason for one in derived}
     for name, problem in out_of_range(flags, checked=typed).items():
         field = name.split(".")[1]

@@ -21,10 +21,10 @@ from gptpar.system.restart import MEMORY_VARIABLE, SHARES_NO_STORE, VARIABLE
 from gptpar.system.stop import Stopped
 
 READ_SECONDS = 900
-"""How long torchrun waits for an answer from the host of the rendezvous; Linux then gives the connection up."""
+"""Time for which torchrun waits for an answer from the rendezvous's host; Linux then gives the connection up."""
 
 JOIN_SECONDS = 1800
-"""How long torchrun waits for all machines: longer than a cut network, and the workers that time out because of it."""
+"""Time for which torchrun waits for all machines: longer than a cut network, and workers that time out by it."""
 
 
 def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -> Failure | None:
@@ -96,7 +96,7 @@ def _conf_of(words: argparse.Namespace, where: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _told_to_workers(folder: Path, memory: Path | None) -> Iterator[None]:
-    """They inherit the environment."""
+    """Set variables in the environment, which workers inherit."""
     told = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
     told |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
     # In a store that outlives the workers the next ones would find the addresses of the dead.

@@ -121,7 +121,7 @@ def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
 
 
 def _why_no_micro_batch(b: BatchFlags, data_parallel: int) -> str:
-    """It is missing, or the numbers that it follows from do not divide."""
+    """The reason why there is no micro-batch: it is missing, or the numbers do not divide."""
     steps = b.gradient_accumulation_steps
     if b.global_batch_size and steps and steps > 0:
         return (
@@ -207,7 +207,7 @@ def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
 
 
 def check_duration(flags: Flags) -> Iterator[str]:
-    """How long to train, and when to save."""
+    """Check how long to train, and when to save."""
     b, c = flags.batch, flags.checkpoint
     if not flags.logging.skip_train:
         yield from _length(b)
@@ -222,7 +222,7 @@ def check_duration(flags: Flags) -> Iterator[str]:
 
 
 def _exports(c: CheckpointConfig) -> Iterator[str]:
-    """What is exported to Hugging Face."""
+    """Check what is exported to Hugging Face."""
     if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
         yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
     elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:
@@ -233,7 +233,7 @@ def _exports(c: CheckpointConfig) -> Iterator[str]:
 
 
 def _saves(c: CheckpointConfig) -> Iterator[str]:
-    """When to save, and where."""
+    """Check when to save, and where."""
     for name in ("--save-interval-minutes", "--save-local"):  # --save-interval is Megatron's, which ignores it
         if getattr(c, name[2:].replace("-", "_")) is not None and not c.save:
             yield f"{name} is given but --save is not: say where to save."

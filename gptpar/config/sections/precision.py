@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 GROUPED_MULTIPLE = 8
-"""Of widths whose products one kernel computes for all experts, in 16-bit formats."""
+"""Widths are multiples of this where one kernel computes all experts' products, in 16-bit formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
 
 
 def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
-    """Where the host has to know how many tokens each expert has."""
+    """Reasons why the host has to know how many tokens each expert has."""
     m, p = config.model, config.parallel
     if not m.has_experts:
         return
@@ -86,7 +86,7 @@ def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
 
 
 def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
-    """What needs the host in the middle of a step, each as a part of a sentence.
+    """Reasons that need the host in the middle of a step, each as a part of a sentence.
 
     Args:
         num_copies: of the model's weights, on the data and context axes.

@@ -27,7 +27,7 @@ from gptpar.topology.tensor_parts import Box, TensorParts, as_parts
 T = TypeVar("T")
 
 MAX_LISTED = 8
-"""Differences told one by one: another width changes every tensor, which says no more than a few do."""
+"""Differences listed one by one: another width changes every tensor, which says no more than a few do."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class ParameterView:
         return [Patch(part, self._strided(part, box, values)) for part in self.boxes(box)]
 
     def of_elements(self, start: int, values: torch.Tensor) -> list[Patch]:
-        """Patches of the view's consecutive elements ``values`` [n], of which the first one is number ``start``."""
+        """Patches of the view's consecutive elements ``values`` [n]; the first one is number ``start``."""
         return [Patch(box, part) for box, part in boxes_of(self.shape, start, values)]
 
     def elements(self, boxes: Iterable[Box]) -> Iterator[tuple[int, int]]:
@@ -120,7 +120,7 @@ class ParameterView:
 
 
 def boxes_of(shape: tuple[int, ...], start: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of consecutive elements ``values`` [n] of a row-major array, of which the first is number ``start``."""
+    """The boxes of consecutive elements ``values`` [n] of a row-major array; the first one is number ``start``."""
     parts, first = [], 0
     for box in flat_boxes(shape, start, start + len(values)):
         count = prod(box[1])

@@ -195,7 +195,7 @@ class Saver:
     def finish(self, *, required: bool = False) -> None:
         """Wait on all processes for the save that was begun last, if there is one.
 
-        A failed save is told and forgiven: older checkpoints are whole, and the next save tries again.
+        A failed save is reported and forgiven: older checkpoints are whole, and the next save tries again.
 
         Args:
             required: whether a failure is an error.
@@ -233,7 +233,7 @@ class Saver:
             raise NotSavedError(f"{_sentence(error)} {self._not_saved(save)}") from error
 
     def _require_folder(self, save: Save) -> None:
-        """Raise on all processes if another run has taken the folder; other errors there are told already."""
+        """Raise on all processes if another run has taken the folder; other errors there are reported already."""
         try:
             Ranks(None).lead(save.permit)
         except FolderTakenError:
@@ -322,22 +322,22 @@ class Saver:
         Returns:
             A sentence that says which save is not on the disk; ``None``: there is no such save.
         """
-        told = None
+        lost = None
         if (under_way := self.under_way) is not None and (save := self._begun) is not None:
             if not under_way.wait_while_moving(patience):
-                told = f"the save of iteration {save.iteration} to {save.folder} did not end"
+                lost = f"the save of iteration {save.iteration} to {save.folder} did not end"
             elif under_way.error is not None:
-                told = f"{_sentence(under_way.error)} {self._not_saved(save)}"
+                lost = f"{_sentence(under_way.error)} {self._not_saved(save)}"
             else:
                 self._take_note()
             under_way.end()
         self._begun = self.under_way = None
-        return told
+        return lost
 
     def abandon_at_exit(self) -> None:
         """Let a save under way end when a script ends without closing anything."""
-        if (told := self.abandon(STILL_SECONDS)) is not None:
-            self._warn(f"WARNING: {told}")
+        if (lost := self.abandon(STILL_SECONDS)) is not None:
+            self._warn(f"WARNING: {lost}")
 
 
 def _end_at_exit(saver: weakref.ref[Saver]) -> None:

@@ -263,7 +263,7 @@ def _derive_batch(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_schedule(notes: _Notes) -> None:
-    """The sizes of --step-batch-size-schedule; one that cannot be read is told by the checks."""
+    """The sizes of --step-batch-size-schedule; the checks report one that cannot be read."""
     words, seq_length = notes.flags.batch.step_batch_size_schedule, notes.flags.model.seq_length
     if words is None or not seq_length:
         return
@@ -295,7 +295,7 @@ def _derive_length(notes: _Notes) -> None:
 def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
     batch = notes.flags.batch
     if batch.global_batch_size is None or batch.rampup_batch_size is not None:
-        return  # told as problems
+        return  # the checks report it
     steps = BatchSizes(batch.batch_sizes or ((0, batch.global_batch_size),)).steps_within(limit)
     if steps < (batch.train_iters or 0):
         notes.add("last iteration", steps, f"{reason}, reached before --train-iters {batch.train_iters}")

@@ -104,21 +104,21 @@ def dashed(name: str) -> str:
 @cache
 def elsewhere() -> Elsewhere:
     """The flags of other programs, from their file."""
-    told = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    rows = tomllib.loads(FILE.read_text(encoding="utf-8"))
     flags = {
         flag: Answer(why, ANY_NUMBER if count == "any" else int(count))
-        for why, by_count in told["no_effect"].items()
+        for why, by_count in rows["no_effect"].items()
         for count, names in by_count.items()
         for flag in names
     }
     refused = "{said}: {why}; leave it out, or give {accepted}."
-    for one in told["limited"]:
+    for one in rows["limited"]:
         names, accepted = one.pop("flags"), tuple(one.pop("accepted"))
         flags |= dict.fromkeys(names, Answer(**{"refused": refused, **one, "accepted": accepted}))
-    experts = Answer(told["experts"]["why"], refused=told["experts"]["refused"])
+    experts = Answer(rows["experts"]["why"], refused=rows["experts"]["refused"])
     lacking = Answer("", refused="{said}: {why} is not part of gptpar; leave it out.")
-    starts = dict.fromkeys(told["experts"]["starts"], experts)
-    starts |= {start: replace(lacking, why=what) for what, names in told["absent"].items() for start in names}
-    stands_for = {said: (key, value) for said, (key, value) in told["stands_for"].items()}
-    meant = {theirs: ours for ours, names in told["meant"].items() for theirs in names}
+    starts = dict.fromkeys(rows["experts"]["starts"], experts)
+    starts |= {start: replace(lacking, why=what) for what, names in rows["absent"].items() for start in names}
+    stands_for = {said: (key, value) for said, (key, value) in rows["stands_for"].items()}
+    meant = {theirs: ours for ours, names in rows["meant"].items() for theirs in names}
     return Elsewhere(flags, starts, stands_for, meant, frozenset({*flags, *(said.split()[0] for said in stands_for)}))

@@ -177,7 +177,7 @@ def parse_flags(
     for key, value in vars(found).items():
         if "." not in key:
             setattr(parsed.rest, key, value)
-        elif value is None or (isinstance(value, list) and None in value):  # a problem was told
+        elif value is None or (isinstance(value, list) and None in value):  # a problem is noted
             parsed.refused.add(key)
         else:
             parsed.typed[key] = tuple(value) if isinstance(value, list) else value
@@ -200,10 +200,10 @@ def _read_config(path: str | None, parsed: ParsedFlags) -> None:
     if path is None:
         return
     file = read_run_file(path)
-    told = parsed.typed.keys() | parsed.refused
-    parsed.from_config = file.values.keys() - told
+    typed = parsed.typed.keys() | parsed.refused
+    parsed.from_config = file.values.keys() - typed
     parsed.typed |= {key: file.values[key] for key in file.values if key in parsed.from_config}
-    parsed.refused |= file.refused - told
+    parsed.refused |= file.refused - typed
     parsed.problems += file.problems
 
 

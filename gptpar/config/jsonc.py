@@ -62,7 +62,7 @@ def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
     """Read a text by the hjson library.
 
     Args:
-        loose: whether the library may read what is no JSON there, so that its absence is told.
+        loose: whether the library may read what is no JSON there, so that its absence is reported.
 
     Raises:
         JsonError: with the mistake in the JSON, where there is no such library, or it can do no better.

@@ -142,7 +142,7 @@ def _problem(value: Any, limits: Any) -> str:
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
-        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is told, too
+        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is reported, too
             return f"is {_short(number)}; it must be at least {limits['least']}"
         if limits["above"] is not None and not number > limits["above"]:
             return f"is {_short(number)}; it must be more than {limits['above']}"

@@ -121,7 +121,7 @@ def device_lengths(
     Args:
         units: in forward order.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
-        tied: names of the units of which other stages have copies.
+        tied: names of the units that other stages have copies of.
 
     Returns:
         (unit -> number of elements at the beginning of its shard that the device updates; number of the process's

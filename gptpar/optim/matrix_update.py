@@ -1,7 +1,7 @@
 """The interface of optimizers over whole matrices: an elementwise part on either side of one that needs the matrix.
 
-A step of a parameter group with the gradient ``grad``, the master weights ``p``, the state ``m`` and the step's
-numbers, of which the first is the learning rate::
+A step of a parameter group has the gradient ``grad``, the master weights ``p``, the state ``m`` and the step's
+numbers; the first number is the learning rate ``lr``::
 
     g    = grad * scale                         scale = 1 / divisor,  decay = 1 - lr * weight_decay
     n, m = update.momentum(g, m, numbers)

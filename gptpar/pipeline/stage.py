@@ -143,7 +143,7 @@ class Stage(nn.Module):
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
         """Layer's name -> its units, for layers that have parameters.
 
-        Parameters of which the same ranks hold copies are one unit. A layer's unit has the layer's name, and one with
+        Parameters whose copies are on the same ranks are one unit. A layer's unit has the layer's name, and one with
         copies on other axes also theirs.
         """
         return {name: tuple(units) for name, units in self._units.items()}

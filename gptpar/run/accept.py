@@ -186,7 +186,7 @@ def _corpora(stored: StoredRun) -> Corpora:
 
 def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
     """Report differences that were accepted: people change these flags on purpose, or asked for the change."""
-    differ = same_run.differing(Rule.TOLD, stored.config, config, stored.known)
+    differ = same_run.differing(Rule.REPORTED, stored.config, config, stored.known)
     if not config.logging.skip_train:
         differ += _other_data(config, inputs, stored)
         differ += same_run.unidentified_corpora(_corpora(stored), inputs.corpora)

@@ -179,7 +179,7 @@ def _open_loaders(
     say: Callable[[str], None],
 ) -> Loaders:
     """The loaders of a run that goes on from ``done``, closed at its end."""
-    loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
+    loaders = make_loaders(config, topology, BatchPlan.as_configured(config.batch, done), vocabulary, say)
     for loader in loaders.values():
         if loader is not None:
             stack.callback(loader.close)
@@ -198,7 +198,7 @@ def _local_folder(config: Config, say: Callable[[str], None]) -> AbstractContext
     """The ``--save-local`` folder, for this run alone.
 
     Raises:
-        GptparError: the processes are on several machines, each of which would hold a part of each checkpoint.
+        GptparError: the processes are on several machines, and each machine would hold a part of each checkpoint.
     """
     folder = config.checkpoint.save_local
     if folder is None or config.logging.skip_train:

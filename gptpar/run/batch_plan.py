@@ -33,13 +33,13 @@ class BatchPlan:
             done: where the run goes on; its batches so far may have had another size.
         """
         done = done or Progress()
-        plan = BatchPlan.as_told(batch, done)
+        plan = BatchPlan.as_configured(batch, done)
         if batch.train_minutes is None or done.fitted_iters is None:
             return plan
         return plan.ending_at(done.fitted_iters, done)
 
     @staticmethod
-    def as_told(batch: BatchConfig, done: Progress) -> BatchPlan:
+    def as_configured(batch: BatchConfig, done: Progress) -> BatchPlan:
         """Plan without ``--train-minutes``: the order of the samples depends on no machine's speed."""
         total = run_samples(batch, done.iteration, done.consumed_samples)
         return BatchPlan(BatchSizes.of(batch), total, batch.train_iters, done)

@@ -62,7 +62,7 @@ def _stored(flags: Flags, load: str) -> StoredModel | None:
 def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
     """Fill in the checkpoint's ``--softmax-over-padding``, ``--mlp-activation`` and tokenizer, unless they are typed.
 
-    What is wrong with the checkpoint is told later, with all other problems.
+    Problems of the checkpoint are reported later, with all others.
     """
     c = parsed.flags.checkpoint
     if c.load is None:

@@ -163,7 +163,7 @@ def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: 
 
 
 def _samples_needed(plan: BatchPlan) -> int:
-    """Samples of all global batches; a last one for which too few samples are left is not trained on."""
+    """Samples of all global batches; a last one with too few samples left is not trained on."""
     read = plan.done.consumed_samples
     return plan.sizes.samples_after(plan.sizes.steps_within(plan.train_samples, read), read)
 

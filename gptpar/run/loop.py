@@ -216,8 +216,8 @@ class Run:
         self.progress.fitted_iters, sentence = length.decide(taken, seconds, left)
         if abs(self.progress.fitted_iters - before) > before / 20:  # the lines of iterations show small changes
             self.say(f" > {sentence}")
-        told = BatchPlan.as_told(self.config.batch, self.progress)
-        self.plan = told.ending_at(self.progress.fitted_iters, self.progress)
+        configured = BatchPlan.as_configured(self.config.batch, self.progress)
+        self.plan = configured.ending_at(self.progress.fitted_iters, self.progress)
         self.reporter.follow(self.plan)
         self.trainer.schedule = schedule = make_schedule(self.config, self.plan.train_samples)
         if schedule.warmup + schedule.wsd_tail >= schedule.total:

@@ -69,7 +69,7 @@ def goes_on(config: CheckpointConfig) -> bool:
 def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
     """The folders to search for the newest whole checkpoint: ``--load``, and if the run itself goes on, its others.
 
-    These are ``--save-local``, and this machine's copies in memory, of which a first start finds none.
+    These are ``--save-local``, and this machine's copies in memory; a first start finds no copies.
     """
     c, folder = config.checkpoint, folder_to_load(config, load)
     if not goes_on(c) or c.begins_anew:

@@ -46,7 +46,7 @@ class Target:
         permit: see ``save_checkpoint``.
         ring: of the machines, where each has this folder for itself.
         saved_at: the last iteration that was saved here, or is being saved.
-        in_memory: its files take the host's memory, and its saves are not told.
+        in_memory: its files take the host's memory, and its saves are not reported.
         is_late: whether the processes agreed that its minutes are over.
     """
 
@@ -101,7 +101,7 @@ def targets_of(config: CheckpointConfig) -> list[Target]:
 class Saving:
     """Saves a run's state while training goes on; every process has one and calls the same methods in the same order.
 
-    One save is under way at a time. One that fails is told, and the next one tries again (:class:`Saver`).
+    One save is under way at a time. A failed save is reported, and the next one tries again (:class:`Saver`).
 
     Args:
         trainer, inputs: what is saved.
@@ -276,8 +276,8 @@ class Saving:
         """Close after an error, when other processes may be gone: errors of the save and its export are ignored."""
         with suppress(Exception):
             patience = 60 * self._trainer.config.parallel.distributed_timeout_minutes
-            if (told := self._saver.abandon(patience)) is not None:
-                self._say(f"WARNING: {told}")
+            if (lost := self._saver.abandon(patience)) is not None:
+                self._say(f"WARNING: {lost}")
         if self._exports is not None:
             self._exports.finish()
 

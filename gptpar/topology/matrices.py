@@ -75,7 +75,7 @@ class Interleaved(Matrices):
 
 @dataclass(frozen=True)
 class Stacked(Matrices):
-    """Dim 0 of a parameter [rows, columns] is a row of matrices of so many rows."""
+    """Matrices stacked along dim 0 of a parameter [all rows, columns], each with this number of ``rows``."""
 
     rows: int
 

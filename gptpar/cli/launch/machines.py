@@ -32,7 +32,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
 
     Args:
         folder: for the workers' records of activity.
-        memory: a folder in this machine's memory for the workers; ``None``: they are told of none.
+        memory: a folder in this machine's memory for the workers; ``None``: there is none.
 
     Raises:
         GptparError: the machines did not meet.
@@ -64,7 +64,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
     words.log_dir = words.log_dir or str(folder / "torchrun")
     try:
         agent = partial(Agent, folder=folder, failed=failures.append, rendezvous=rendezvous)
-        with _told_to_workers(folder, memory), patch.object(api, "LocalElasticAgent", agent):
+        with _variables_of_workers(folder, memory), patch.object(api, "LocalElasticAgent", agent):
             run(words)
     except ChildFailedError:
         return failures[-1]
@@ -95,15 +95,15 @@ def _conf_of(words: argparse.Namespace, where: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _told_to_workers(folder: Path, memory: Path | None) -> Iterator[None]:
+def _variables_of_workers(folder: Path, memory: Path | None) -> Iterator[None]:
     """Set variables in the environment, which workers inherit."""
-    told = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
-    told |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
+    variables = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
+    variables |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
     # In a store that outlives the workers the next ones would find the addresses of the dead.
-    told[SHARES_NO_STORE] = "1"
-    os.environ.update(told)
+    variables[SHARES_NO_STORE] = "1"
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in (*told, VARIABLE):
+        for name in (*variables, VARIABLE):
             os.environ.pop(name, None)

@@ -80,7 +80,7 @@ class Template:
         self.end()
 
     def end(self) -> None:
-        """End the template; its workers stay, but for one that has not told of itself yet."""
+        """End the template; its workers stay, but for one that has not reported itself yet."""
         self._process.kill()
         self._process.wait()
         self._replies.close()

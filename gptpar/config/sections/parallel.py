@@ -168,7 +168,7 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
     p = flags.parallel
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if tensor < 1 or pipeline < 1:
-        return  # told as out of range
+        return  # reported as out of range
     context = p.context_parallel_size
     unit = p.model_parallel_size * max(1, context)
     if world_size % unit:

@@ -31,7 +31,7 @@ JOURNAL_NAME = "branch.json"
 TENSORBOARD_NAME = "tensorboard"
 
 MAX_NAMED = 8
-"""Checkpoints told one by one."""
+"""Checkpoints listed one by one."""
 
 _BRANCH = re.compile(r"(\d+)-from-(\d{7,})")
 _STAGED = re.compile(r"\.new-[0-9a-f]+")

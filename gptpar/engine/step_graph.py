@@ -78,7 +78,7 @@ class StepGraph(Generic[Given, Result]):
         launched_steps: number of equal steps before a recording.
         quiet: called before each recording: returns when no other thread waits for the device, which torch refuses to
             all threads of a process meanwhile.
-        given_up: called with the error if ``work`` cannot be recorded; later steps run without a graph. ``None``: raise it.
+        given_up: called with the error of a recording; later steps run without a graph. ``None``: raise it.
         recorder: default: of CUDA graphs.
     """
 

@@ -154,6 +154,20 @@ class _Begun:
 class Assembly:
     """The blocks that are begun; several threads read, fill and write them.
 
+    A block is begun (it has memory, and lacks elements), complete (it waits for a writer), written, or none of these
+    yet. The lock of ``_changed`` guards all changes, except that a reader takes complete blocks out without it:
+
+    ===============  ===============================================================================================
+    ``_begun``       the blocks that are begun
+    ``_complete``    complete blocks, for which no writer has started
+    ``_written``     all blocks that are complete or written: they are not begun again
+    ``_in_memory``   number of blocks that have memory: begun, complete, or being written
+    ``_free``        memory of written blocks, for the next ones
+    ``_reading``,    readings and writes under way
+    ``_writing``
+    ``_errors``      errors of threads: after the first one nothing more is begun
+    ===============  ===============================================================================================
+
     Attributes:
         most_begun: number of blocks that were in memory at once, at most.
     """
@@ -161,7 +175,7 @@ class Assembly:
     def __init__(self, room: Room):
         self._room, self._changed = room, threading.Condition()
         self._begun: dict[FileBlock, _Begun] = {}
-        self._written: set[FileBlock] = set()  # or complete
+        self._written: set[FileBlock] = set()
         self._complete: deque[_Begun] = deque()
         self._free: list[torch.Tensor] = []
         self._in_memory = self.most_begun = 0

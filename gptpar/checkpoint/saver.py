@@ -52,7 +52,21 @@ class Saver:
     """Saves on all processes together: each process calls the same methods in the same order.
 
     A process calls :meth:`poll` and :meth:`abandon` on its own. One save is under way at a time. Its collectives have
-    a process group of their own.
+    a process group of their own. The state of an object:
+
+    ==================  ============================================================================================
+    ``under_way``       the save whose end this process has not seen. Processes may see the end at different times
+    ``_begun``          the request of the save begun last, on all processes alike, until they have come to
+                        :meth:`finish`. It is there as long as ``under_way`` is
+    ``_error``          error of the save whose end was seen last, on this process, until :meth:`finish` takes it
+    ``_failures``,      folder -> number of failed saves in a row, and iteration of the newest save on the disk: the
+    ``_newest``         same on all processes, because :meth:`finish` alone writes them
+    ``_group``          the process group of saves, made by the first save of several processes
+    ``_stood_s``,       seconds for which training has stood still for the save, and whether the save has clones on
+    ``_cloned``         the GPU
+    ``_spare``          host memory for copies, kept from save to save; ``_looked``: the time of its last check
+    ``_ends_at_exit``   whether the handler for the end of the process is registered
+    ==================  ============================================================================================
 
     Args:
         topology: this process's place.
@@ -62,7 +76,7 @@ class Saver:
         alive: is called while processes wait for a save, so that the launcher does not take them for hung.
 
     Attributes:
-        under_way: the save whose end this process has not seen; ``None``: there is none.
+        under_way: see above; ``None``: there is none.
     """
 
     def __init__(
@@ -76,9 +90,9 @@ class Saver:
         self._topology, self._guard, self._warn = topology, guard, warn
         self._on_saved, self._alive = on_saved, alive
         self._group: dist.ProcessGroup | None = None
-        self._begun: Save | None = None  # on all processes alike, until they have come to `finish`
+        self._begun: Save | None = None
         self.under_way: SaveUnderWay | None = None
-        self._error: BaseException | None = None  # of the last save, on this process
+        self._error: BaseException | None = None
         self._stood_s, self._cloned = 0.0, False
         self._failures: dict[Path, int] = {}
         self._newest: dict[Path, int] = {}

@@ -48,7 +48,17 @@ class GradientReducer:
     number at a time, and then over the tensor axis. The norm is measured, and the shard divided. Sums and norms are
     formed over a unit's whole shard before it is divided: so neither the norm nor the gradient depends on the twin-flow
     ratio. Units that the device updates wholly are completed together at the end of the step, others as soon as they
-    are final over the data axis.
+    are final over the data axis. The state of a step:
+
+    ================  ==============================================================================================
+    ``_pending``      reductions that have begun and are not added to their sums, the oldest first; empty after
+                      :meth:`finish`
+    ``_summed``       units whose sum over micro-batches has begun in this step, where shards are added up or the
+                      subscriber sums
+    ``_held_back``    tied units with elements of the subscriber, with final shards, until :meth:`finish` sums these
+                      over the stages
+    ``_norm``         the norms of units whose gradient is final
+    ================  ==============================================================================================
 
     Args:
         table: of this process's parameters.

@@ -67,6 +67,17 @@ class StepGraph(Generic[Given, Result]):
     A replay repeats no work on the host, except for the actions at ``graph_breaks``. So a step is recorded only after
     equal steps, which differ in the numbers in tensors alone. A step that differs in more runs without a graph.
 
+    The state of an object. Between two calls the last three are all filled, or, without a recording, all empty:
+
+    ============  ==================================================================================================
+    ``_last``     outlines of the micro-batches and of the result of the step that was launched last
+    ``_alike``    number of equal steps launched in a row, up to that step
+    ``_is_off``   whether a recording has failed: all later steps are launched
+    ``_parts``    the recording: graphs and actions, in turn
+    ``_inputs``   outline of the recorded step's micro-batches, and their memory, to which replays copy
+    ``_output``   the recorded step's result
+    ============  ==================================================================================================
+
     Args:
         work: forward and backward on micro-batches that are on the device; waits for nothing on the host, and leaves
             everything it began finished. Its result is of the same kinds as micro-batches

@@ -68,10 +68,7 @@ class Copies:
         Returns:
             The copy's folder on this machine; ``None``: there is no such copy.
         """
-        found = self.ranks.each(lambda: self._own() if self.ranks.leads else ({}, []))
-        leaders = [found[ranks[0]] for ranks in self.ring.machines]
-        self._tell_unreadable([problem for _, problems in leaders for problem in problems])
-        held = [of_machine for of_machine, _ in leaders]
+        held = self._survey()
         for key in sorted({key for of_machine in held for key in of_machine}, reverse=True):
             parts = [of_machine.get(key) for of_machine in held]
             there = frozenset().union(*(part.files for part in parts if part is not None))
@@ -98,6 +95,13 @@ class Copies:
             if self._complete(path, tensors):
                 return
             self.ranks.lead(partial(folders.remove_checkpoint, path))
+
+    def _survey(self) -> list[dict[Key, _Held]]:
+        """The copies that each machine has."""
+        found = self.ranks.each(lambda: self._own() if self.ranks.leads else ({}, []))
+        leaders = [found[ranks[0]] for ranks in self.ring.machines]
+        self._tell_unreadable([problem for _, problems in leaders for problem in problems])
+        return [held for held, _ in leaders]
 
     def _own(self) -> tuple[dict[Key, _Held], list[str]]:
         """This machine's copies, and what cannot be read of them: other machines may have it."""

@@ -140,12 +140,16 @@ def main(argv: list[str]) -> int:
         print(printers[0].take(texts[0].made, last=True))
         return 0
     for _ in steps:
-        for text, printer in zip(texts, printers if args.stop else (), strict=False):
-            _take(text, printer)
+        _take_all(texts, printers if args.stop else ())
     for number, (prompt, text, printer) in enumerate(zip(prompts, texts, printers, strict=True), 1):
         printer.take(text.made, last=True)
         print(f"--- {number} of {len(prompts)}\n" * (len(prompts) > 1) + prompt + printer.text)
     return 0
+
+
+def _take_all(texts: Sequence[Continuation], printers: Sequence[_Printer]) -> None:
+    for text, printer in zip(texts, printers, strict=False):
+        _take(text, printer)
 
 
 def _take(text: Continuation, printer: _Printer) -> str:

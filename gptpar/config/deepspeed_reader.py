@@ -318,13 +318,17 @@ def _reasons_without_effect(said: list[Said], flags: Flags, door: Door) -> dict[
     fp16 = flags.precision.fp16 or "precision.fp16" in on
     offloads = flags.offload.cpu_optimizer or "offload.cpu_optimizer" in on
     recomputes = flags.recompute.checkpoint_activations or flags.recompute.recompute_granularity == "full"
-    same_tokens = flags.parallel.tensor_model_parallel_size > 1 and not flags.parallel.sequence_parallel
     rules = [
         ("fp16.", fp16, "fp16 is not enabled"),
         ("zero_optimization.offload_optimizer.ratio", offloads, "nothing is offloaded"),
         ("zero_optimization.offload_optimizer.nvme_path", "nvme" in devices, "it is for NVMe"),
         ("optimizer.params.lr", all(s.default for s in peaks), "scheduler.params.warmup_max_lr is the peak"),
         ("activation_checkpointing.", recomputes, "nothing is recomputed without --recompute-granularity full"),
-        ("activation_checkpointing.partition", same_tokens, "no processes hold the same tokens"),
+        ("activation_checkpointing.partition", _tokens_are_shared(flags), "no processes hold the same tokens"),
     ]
     return {start: why for start, has_effect, why in rules if not has_effect}
+
+
+def _tokens_are_shared(flags: Flags) -> bool:
+    """Whether processes hold the same activations between blocks."""
+    return flags.parallel.tensor_model_parallel_size > 1 and not flags.parallel.sequence_parallel

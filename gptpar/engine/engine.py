@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -235,7 +235,7 @@ class Engine:
             exchange=MatrixExchange(data.groups, settings.matrix_dtype(device)),
         )
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
-        orders = [[name for name in stage.call_order() if name in layers] for stage in self.stages]
+        orders = _call_orders(self.stages, layers)
         frozen_units = {unit.name for unit in frozen}
         self.gatherer = ParameterGatherer(
             parameters, layers, data, subscriber, self.graph_breaks, frozen_units, subscribed=table.may_offload
@@ -252,7 +252,7 @@ class Engine:
             self.graph_breaks,
             counts_zeros=settings.counts_zeros,
         )
-        trained = [[unit for name in order for unit in layers[name] if unit not in frozen_units] for order in orders]
+        trained = _trained_units(orders, layers, frozen_units)
         done, final = self.gatherer.backward_done, self.gatherer.may_change
         in_order = not learns or not data.is_alone  # a process alone sends no messages, whose order would count
         collector = GradientCollector(
@@ -339,3 +339,15 @@ def _masters_are_parameters(table: ParameterTable, parameters: ParameterMemory, 
     all_here = not table.elements(Home.HOST) and not parameters.on_host
     as_wide = parameters.everything.dtype == wide and len(parameters.everything) == table.length()
     return as_wide and all_here and all(unit.shards == 1 for unit in table.units)
+
+
+def _call_orders(stages: Sequence[EngineStage], layers: Collection[str]) -> list[list[str]]:
+    """For each stage its layers with parameters, as forward calls them."""
+    return [[name for name in stage.call_order() if name in layers] for stage in stages]
+
+
+def _trained_units(
+    orders: Sequence[Sequence[str]], layers: Mapping[str, Sequence[str]], frozen: Collection[str]
+) -> list[list[str]]:
+    """For each stage the units that get gradients, in the order of its layers."""
+    return [[unit for name in order for unit in layers[name] if unit not in frozen] for order in orders]

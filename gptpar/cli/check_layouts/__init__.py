@@ -65,8 +65,12 @@ def main(argv: list[str]) -> int:
     if is_worker():
         return _check_all(words, world_from_environment()[2], parsed.rest)
     _chosen(words, count, parsed.rest)
-    of_workers = [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
-    return start_workers(count, ["check-layouts", *of_workers])
+    return start_workers(count, ["check-layouts", *_without_nproc(argv)])
+
+
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """The words for workers, whose number is known."""
+    return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
 
 
 def _parsed(words: Sequence[str]) -> ParsedFlags:

@@ -99,7 +99,9 @@ def load_checkpoint(
             _require_match(ranks, manifest, targets, path, strict, may_stay, may_cast, remedy, report)
             if prove_first and (problems := damaged_on_any_rank(ranks, path, manifest)):
                 raise DamagedCheckpoint("\n".join(problems))
-            _fill(ranks, path, manifest, targets)
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # targets are filled on other threads' streams
+            _read(ranks, path, manifest, {name: targets[name] for name in targets if name in manifest.tensors})
             return LoadedCheckpoint(manifest.meta, path, number, skipped)
         except DamagedCheckpoint as error:
             skipped.append(f"{path}: {error}")
@@ -257,13 +259,6 @@ def _mismatches(
             stored, here = dtype_name(entry.dtype), str(target.dtype).removeprefix("torch.")
             problems.append(f"tensor {name!r} is {stored} in the checkpoint and {here} here; it is not cast")
     return problems
-
-
-def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
-    known = {name: target for name, target in targets.items() if name in manifest.tensors}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # targets are filled on other threads' streams
-    _read(ranks, path, manifest, known)
 
 
 def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:

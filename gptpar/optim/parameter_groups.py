@@ -65,8 +65,8 @@ class ParameterGroups:
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
-        ends = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
-        self._decoupled = frozenset(ends if optimizer.decoupled_lr is not None else ())
+        decoupled = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
+        self._decoupled = frozenset(decoupled if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
         if any((self._lr_overrides, self._decay_overrides, config.mup, self._decoupled, self._of_matrices)):
             names = dict(_parameters(model.specs))

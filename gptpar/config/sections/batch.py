@@ -259,7 +259,8 @@ def _countable(flags: Flags) -> Iterator[str]:
     b, log, length = flags.batch, flags.logging, flags.model.seq_length or 1
     if b.global_batch_size is None:
         return
-    samples = b.train_samples or (b.train_iters or 0) * _largest(b)
+    largest = max([b.global_batch_size, *(size for _, size in b.batch_sizes or ())])
+    samples = b.train_samples or (b.train_iters or 0) * largest
     if samples * length > MAX_TOKENS:
         yield (
             f"the run would read {samples:.3g} samples x {length:,} tokens, more than the {MAX_TOKENS:.0e} that can be "
@@ -271,11 +272,6 @@ def _countable(flags: Flags) -> Iterator[str]:
             f"{turns:.3g} evaluations of --eval-iters {log.eval_iters} would read more than the {MAX_TOKENS:.0e} "
             "tokens that can be counted: lower it, or raise --eval-interval."
         )
-
-
-def _largest(batch: BatchFlags) -> int:
-    sizes = [size for _, size in batch.batch_sizes or ()]
-    return max([batch.global_batch_size or 1, *sizes])
 
 
 def _fitted_length(flags: Flags) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gptpar.config import Config
 from gptpar.errors import ConfigError
-from gptpar.reporting.records import TaskRecord
+from gptpar.reporting.records import TaskRecord, TaskScores
 from gptpar.run.data import tokenizer_of
 from gptpar.run.evaluation.evaluator import Evaluator
 from gptpar.run.evaluation.tasks import Task, read_tasks
@@ -59,7 +59,7 @@ class TaskEvaluation:
         Returns:
             False if the evaluation was broken off because a process was asked to stop.
         """
-        config, trainer, samples = self.trainer.config, self.trainer, progress.consumed_samples
+        config, trainer = self.trainer.config, self.trainer
         evaluator = Evaluator(
             trainer.pipeline,
             trainer.topology,
@@ -75,6 +75,10 @@ class TaskEvaluation:
                 self.say(f" > left the evaluation on {task.name}")
                 return False
             self._done.add((task.name, progress.iteration))
-            consumed = {"consumed_samples": samples, "consumed_tokens": samples * config.model.seq_length}
-            self.report(TaskRecord(**vars(found), iteration=progress.iteration, **consumed))
+            self.report(self._record(found, progress))
         return True
+
+    def _record(self, found: TaskScores, progress: Progress) -> TaskRecord:
+        samples = progress.consumed_samples
+        tokens = samples * self.trainer.config.model.seq_length
+        return TaskRecord(**vars(found), iteration=progress.iteration, consumed_samples=samples, consumed_tokens=tokens)

@@ -33,7 +33,12 @@ from gptpar.system import pages
 
 EXIT_SECONDS = 10.0
 
-MAX_ORDERED = 3
+LAYERS_AHEAD = 4
+"""Forward passes of layers that the training loop may have launched before the device is done with them. The driver's
+queue holds about a thousand launches. While it was full, the driver answered no other thread: no copy began, and the
+additions stood still for most of a forward pass."""
+
+MAX_ORDERED = 8
 """Additions in the kernels' queue: while one runs, the thread waits for the next copies and for Python's lock."""
 
 
@@ -144,6 +149,7 @@ class HostSums:
         self._leaving: deque[_Addend] = deque()
         self._here: deque[_Addend] = deque()
         self._ordered: deque[tuple[_Addend, Callable[[], Done] | None]] = deque()
+        self._launched: deque[DeviceEvent] = deque()
         self._changed = threading.Condition()
         self._waiting_bytes, self._max_bytes = 0, 0
         self._failure: BaseException | None = None
@@ -176,6 +182,12 @@ class HostSums:
             shared.changed.notify_all()
         self._final[unit] = final
         self._hold_back()
+
+    def keep_pace(self) -> None:
+        """See :class:`~gptpar.engine.subscriber.HostGradientSums`."""
+        self._launched.append(self._shared.transfers.now())
+        if len(self._launched) > LAYERS_AHEAD:
+            self._launched.popleft().synchronize()
 
     def squares(self) -> dict[str, float]:
         """See :class:`~gptpar.engine.subscriber.HostGradientSums`."""

@@ -12,7 +12,7 @@ from gptpar.offload import buckets, host_sums
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.host_sums import HostSums, sums_bytes
+from gptpar.offload.host_sums import LAYERS_AHEAD, HostSums, sums_bytes
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
@@ -203,6 +203,28 @@ def test_copies_leave_the_device_before_they_are_added(monkeypatch: pytest.Monke
     loop.join(60)
     host.close()
     assert at_an_addition[0] >= MAX_UNITS_WAITING
+
+
+def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() -> None:
+    points: list[Signal] = []
+
+    class Late(SameMemory):
+        def now(self) -> DeviceEvent:
+            points.append(Signal())
+            return points[-1]
+
+    host, _ = make_host(Late())
+    assert isinstance(host.sums, HostSums)
+    sums = host.sums
+    loop = threading.Thread(target=lambda: [sums.keep_pace() for _ in range(LAYERS_AHEAD + 3)])
+    loop.start()
+    for number in range(3):
+        wait_until(lambda number=number: len(points) == LAYERS_AHEAD + number + 1)
+        assert loop.is_alive()
+        points[number].pass_()
+    loop.join(60)
+    assert not loop.is_alive()
+    host.close()
 
 
 def test_an_error_of_the_additions_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

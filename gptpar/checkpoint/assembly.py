@@ -57,7 +57,7 @@ class Room:
 
     @staticmethod
     def within(num_bytes: int) -> Room:
-        """What fits a number of bytes; at least 64 MiB are taken."""
+        """The room that fits a number of bytes; at least 64 MiB are taken."""
         buffers = max(MIN_BUFFERS, num_bytes // BUFFER_BYTES)
         readers = min(MAX_READERS, buffers // 3)
         return Room(readers, buffers - readers)
@@ -154,6 +154,20 @@ class _Begun:
 class Assembly:
     """The blocks that are begun; several threads read, fill and write them.
 
+    A block is begun (it has memory, and lacks elements), complete (it waits for a writer), written, or none of these
+    yet. The lock of ``_changed`` guards all changes, except that a reader takes complete blocks out without it:
+
+    ===============  ===============================================================================================
+    ``_begun``       the blocks that are begun
+    ``_complete``    complete blocks, for which no writer has started
+    ``_written``     all blocks that are complete or written: they are not begun again
+    ``_in_memory``   number of blocks that have memory: begun, complete, or being written
+    ``_free``        memory of written blocks, for the next ones
+    ``_reading``,    readings and writes under way
+    ``_writing``
+    ``_errors``      errors of threads: after the first one nothing more is begun
+    ===============  ===============================================================================================
+
     Attributes:
         most_begun: number of blocks that were in memory at once, at most.
     """
@@ -161,7 +175,7 @@ class Assembly:
     def __init__(self, room: Room):
         self._room, self._changed = room, threading.Condition()
         self._begun: dict[FileBlock, _Begun] = {}
-        self._written: set[FileBlock] = set()  # or complete
+        self._written: set[FileBlock] = set()
         self._complete: deque[_Begun] = deque()
         self._free: list[torch.Tensor] = []
         self._in_memory = self.most_begun = 0
@@ -278,7 +292,7 @@ def in_passes(readings: Sequence[Reading], most_blocks: int) -> Iterator[Reading
 
 
 def _most_begun(readings: Sequence[Reading]) -> int:
-    """How many blocks are in memory at once, at most, if a reading begins when the one before it has ended."""
+    """The most blocks in memory at once, if each reading begins when the one before it has ended."""
     left = Counter(block for reading in readings for block in reading.blocks)
     begun: set[FileBlock] = set()
     most = 0

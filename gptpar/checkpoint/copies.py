@@ -33,7 +33,7 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class _Held:
-    """What a machine has of one copy.
+    """A machine's files of one copy.
 
     Attributes:
         on_all: bytes of the manifest and of the tokenizer's files, which all machines have, by name.

@@ -135,7 +135,7 @@ class SourceFile:
         return done
 
     def read_with_crc32(self, place: int, target: torch.Tensor) -> tuple[int, int]:
-        """The same; returns the number of bytes, and their CRC-32."""
+        """Read like :meth:`read`; returns the number of bytes, and their CRC-32."""
         done = self._read_past_cache(place, target)
         crc, left = crc32(target[:done]), target[done:]
         part = CACHED_BYTES if not done and self._is_cached(place) else max(1, len(left))

@@ -27,12 +27,12 @@ from gptpar.topology.tensor_parts import Box, TensorParts, as_parts
 T = TypeVar("T")
 
 MAX_LISTED = 8
-"""Differences told one by one: another width changes every tensor, which says no more than a few do."""
+"""Differences listed one by one: another width changes every tensor, which says no more than a few do."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded.
+    """The result of loading a checkpoint.
 
     Attributes:
         meta: the dictionary given to `save_checkpoint`.
@@ -99,7 +99,9 @@ def load_checkpoint(
             _require_match(ranks, manifest, targets, path, strict, may_stay, may_cast, remedy, report)
             if prove_first and (problems := damaged_on_any_rank(ranks, path, manifest)):
                 raise DamagedCheckpoint("\n".join(problems))
-            _fill(ranks, path, manifest, targets)
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # targets are filled on other threads' streams
+            _read(ranks, path, manifest, {name: targets[name] for name in targets if name in manifest.tensors})
             return LoadedCheckpoint(manifest.meta, path, number, skipped)
         except DamagedCheckpoint as error:
             skipped.append(f"{path}: {error}")
@@ -259,13 +261,6 @@ def _mismatches(
     return problems
 
 
-def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
-    known = {name: target for name, target in targets.items() if name in manifest.tensors}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # targets are filled on other threads' streams
-    _read(ranks, path, manifest, known)
-
-
 def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
     parts = {name: as_parts(target) for name, target in targets.items()}
     ranks.through_main(lambda: fill(path, manifest, parts), lambda filled: filled)
@@ -278,7 +273,7 @@ def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
 
 
 def first_usable(paths: Iterable[Path], use: Callable[[Path], T], problems: list[str] | None = None) -> T | None:
-    """What ``use`` makes of the first checkpoint that it accepts; ``None``: of none.
+    """The result of ``use`` on the first checkpoint that it accepts; ``None``: it accepts none.
 
     Args:
         use: raises CheckpointError if a checkpoint cannot be used.

@@ -31,7 +31,7 @@ VERSION = 1
 MAX_COUNT = 2**63 - 1
 """Sizes and offsets are 64-bit numbers to torch and to the system."""
 MAX_DIMS = 64
-"""As torch's."""
+"""The most dims of a tensor, as in torch."""
 
 _DATA_FILE = re.compile(r"rank\d{5,}\.bin")
 _DTYPES = {
@@ -52,7 +52,7 @@ _DTYPES = {
 
 
 class DamagedCheckpoint(CheckpointError):
-    """What is on disk is not what was saved: a file is missing, cut short or altered."""
+    """The bytes on disk are not those that were saved: a file is missing, cut short or altered."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class _Axis:
 
 
 class ParameterView:
-    """Where each element of a view lies in its parameter.
+    """The map from the elements of a view to those of its parameter.
 
     Args:
         shape: the parameter's shape.
@@ -83,7 +83,7 @@ class ParameterView:
         return [Patch(part, self._strided(part, box, values)) for part in self.boxes(box)]
 
     def of_elements(self, start: int, values: torch.Tensor) -> list[Patch]:
-        """Patches of the view's consecutive elements ``values`` [n], of which the first one is number ``start``."""
+        """Patches of the view's consecutive elements ``values`` [n]; the first one is number ``start``."""
         return [Patch(box, part) for box, part in boxes_of(self.shape, start, values)]
 
     def elements(self, boxes: Iterable[Box]) -> Iterator[tuple[int, int]]:
@@ -92,7 +92,7 @@ class ParameterView:
         yield from (_ends(box, strides, 0) for box in boxes)
 
     def elements_of_parameter(self, boxes: Iterable[Box]) -> Iterator[tuple[int, int]]:
-        """The same, counted in the parameter."""
+        """Number of the first and of the last element of each box of the view, counted in the parameter."""
         yield from (_ends(box, self._strides, self._offset) for box in boxes)
 
     def boxes(self, box: Box) -> Iterator[Box]:
@@ -120,7 +120,7 @@ class ParameterView:
 
 
 def boxes_of(shape: tuple[int, ...], start: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of consecutive elements ``values`` [n] of a row-major array, of which the first is number ``start``."""
+    """The boxes of consecutive elements ``values`` [n] of a row-major array; the first one is number ``start``."""
     parts, first = [], 0
     for box in flat_boxes(shape, start, start + len(values)):
         count = prod(box[1])

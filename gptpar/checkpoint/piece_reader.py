@@ -34,7 +34,7 @@ class TensorPiece:
 
     @property
     def boxes(self) -> list[Box]:
-        """What the piece has of the tensor."""
+        """The boxes of the tensor that the piece holds."""
         return [_moved(box, self.chunk) for box in flat_boxes(self.chunk.sizes, self.start, self.stop)]
 
 

@@ -118,7 +118,7 @@ class MachineRanks(Ranks):
 
 
 def as_checkpoint_error(error: BaseException) -> BaseException:
-    """The same error as a CheckpointError; interrupts stay what they are."""
+    """Convert an error to a CheckpointError; interrupts stay what they are."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
     if isinstance(error, GptparError):
@@ -156,7 +156,7 @@ def _failures(outcomes: list[Any]) -> dict[int, BaseException]:
 
 
 def _answers(outcomes: list[Any], main: Callable[[list[Any]], Sequence[Any]]) -> list[tuple[Any, BaseException | None]]:
-    """What rank 0 sends to each rank: (the rank's result of `main`, None), or (None, the error of any rank)."""
+    """The messages of rank 0 to each rank: (the rank's result of `main`, None), or (None, the error of any rank)."""
     failures = _failures(outcomes)
     if not failures:
         results, error = _attempt(lambda: main([value for value, _ in outcomes]), BaseException)

@@ -84,7 +84,7 @@ class Ring:
         ]
 
     def wanted(self, read: Sequence[Collection[str]], names: Collection[str]) -> list[set[str]]:
-        """For each machine, the names of the files that it keeps, and of those that its processes read.
+        """The names of the files that each machine keeps, and of those that its processes read.
 
         Args:
             read: names of the files that each rank reads.

@@ -231,21 +231,16 @@ def _write(
         )
         with SWITCH_INTERVAL.short():
             writer.save(tensors)
-        if on_machines is not None:
-            _copy_to_neighbours(on_machines, temporary)
+        if on_machines is not None:  # send this process's file to the next machine, take one from the machine before
+            mine = temporary / file_of(ranks.rank)
+            sizes = ranks.each(lambda: mine.stat().st_size if mine.exists() else 0)
+            move_files(on_machines, on_machines.ring.copies(sizes), temporary)
             manifest = on_machines.main(lambda: written[0])
             ranks.lead(lambda: publish(manifest))
     except BaseException as error:
         if ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
         raise as_checkpoint_error(error) from error
-
-
-def _copy_to_neighbours(ranks: MachineRanks, folder: Path) -> None:
-    """Send this process's file to the next machine, and take one from the machine before."""
-    mine = folder / file_of(ranks.rank)
-    sizes = ranks.each(lambda: mine.stat().st_size if mine.exists() else 0)
-    move_files(ranks, ranks.ring.copies(sizes), folder)
 
 
 def _make_temporary(root: Path, iteration: int) -> Path:

@@ -1,4 +1,4 @@
-"""What a save is asked for (``Save``), the state that it takes later (``Late``), and its result (``Saved``)."""
+"""Describes a save: its request (``Save``), the state that it takes later (``Late``), and its result (``Saved``)."""
 
 from __future__ import annotations
 

@@ -28,15 +28,17 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, joined, tensors_of
 
 FORGIVEN = 2
-"""How many saves in a row into one folder may fail. A disk may be full or gone for a while, and training should not end
-for that. But each failed save puts one more save interval at risk. So training stands still for the third save. If that
-save fails, too, training ends, and at most three intervals are lost."""
+"""Number of saves in a row into one folder that may fail.
+
+A disk may be full or gone for a while, and training should not end for that. But each failed save puts one more save
+interval at risk. So training stands still for the third save. If that save fails, too, training ends, and at most three
+intervals are lost."""
 
 LOOK_SECONDS = 0.5
 """Time between two looks at the progress of a save on all processes."""
 
 INTERRUPTED_SECONDS = 3.0
-"""How long Ctrl-C waits for the removal of an unfinished checkpoint."""
+"""Time for which Ctrl-C waits until an unfinished checkpoint is removed."""
 
 MEMORY_LOOK_SECONDS = 1.0
 """Time between two checks whether the machine is short of memory."""
@@ -50,7 +52,21 @@ class Saver:
     """Saves on all processes together: each process calls the same methods in the same order.
 
     A process calls :meth:`poll` and :meth:`abandon` on its own. One save is under way at a time. Its collectives have
-    a process group of their own.
+    a process group of their own. The state of an object:
+
+    ==================  ============================================================================================
+    ``under_way``       the save whose end this process has not seen. Processes may see the end at different times
+    ``_begun``          the request of the save begun last, on all processes alike, until they have come to
+                        :meth:`finish`. It is there as long as ``under_way`` is
+    ``_error``          error of the save whose end was seen last, on this process, until :meth:`finish` takes it
+    ``_failures``,      folder -> number of failed saves in a row, and iteration of the newest save on the disk: the
+    ``_newest``         same on all processes, because :meth:`finish` alone writes them
+    ``_group``          the process group of saves, made by the first save of several processes
+    ``_stood_s``,       seconds for which training has stood still for the save, and whether the save has clones on
+    ``_cloned``         the GPU
+    ``_spare``          host memory for copies, kept from save to save; ``_looked``: the time of its last check
+    ``_ends_at_exit``   whether the handler for the end of the process is registered
+    ==================  ============================================================================================
 
     Args:
         topology: this process's place.
@@ -60,7 +76,7 @@ class Saver:
         alive: is called while processes wait for a save, so that the launcher does not take them for hung.
 
     Attributes:
-        under_way: the save whose end this process has not seen; ``None``: there is none.
+        under_way: see above; ``None``: there is none.
     """
 
     def __init__(
@@ -74,9 +90,9 @@ class Saver:
         self._topology, self._guard, self._warn = topology, guard, warn
         self._on_saved, self._alive = on_saved, alive
         self._group: dist.ProcessGroup | None = None
-        self._begun: Save | None = None  # on all processes alike, until they have come to `finish`
+        self._begun: Save | None = None
         self.under_way: SaveUnderWay | None = None
-        self._error: BaseException | None = None  # of the last save, on this process
+        self._error: BaseException | None = None
         self._stood_s, self._cloned = 0.0, False
         self._failures: dict[Path, int] = {}
         self._newest: dict[Path, int] = {}
@@ -119,7 +135,9 @@ class Saver:
         behind = behind and not is_last
         snapshot, has_room = self._snapshot(save, behind)
         behind = behind and not self._topology.any_rank(not has_room)
-        self._make_group()
+        if self._group is None and self._topology.mesh.world_size > 1:
+            self._topology.any_rank(False)  # all processes have come to the first save: making a group has no timeout
+            self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         self._begun = save
         self.under_way = SaveUnderWay(save.iteration, snapshot, partial(self._write, save, snapshot), self._guard)
         self._stood_s = time.perf_counter() - started
@@ -145,12 +163,6 @@ class Saver:
             Ranks(self._group).each(take)
         tensors = joined(save.tensors, late)
         return save.write(tensors=tensors, process_group=self._group, snapshot=snapshot, moved=moved)
-
-    def _make_group(self) -> None:
-        """Make the process group of saves, once all processes have come to the first one: making it has no timeout."""
-        if self._group is None and self._topology.mesh.world_size > 1:
-            self._topology.any_rank(False)
-            self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
 
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
         """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""
@@ -197,7 +209,7 @@ class Saver:
     def finish(self, *, required: bool = False) -> None:
         """Wait on all processes for the save that was begun last, if there is one.
 
-        A failed save is told and forgiven: older checkpoints are whole, and the next save tries again.
+        A failed save is reported and forgiven: older checkpoints are whole, and the next save tries again.
 
         Args:
             required: whether a failure is an error.
@@ -235,7 +247,7 @@ class Saver:
             raise NotSavedError(f"{_sentence(error)} {self._not_saved(save)}") from error
 
     def _require_folder(self, save: Save) -> None:
-        """Raise on all processes if another run has taken the folder; other errors there are told already."""
+        """Raise on all processes if another run has taken the folder; other errors there are reported already."""
         try:
             Ranks(None).lead(save.permit)
         except FolderTakenError:
@@ -324,22 +336,22 @@ class Saver:
         Returns:
             A sentence that says which save is not on the disk; ``None``: there is no such save.
         """
-        told = None
+        lost = None
         if (under_way := self.under_way) is not None and (save := self._begun) is not None:
             if not under_way.wait_while_moving(patience):
-                told = f"the save of iteration {save.iteration} to {save.folder} did not end"
+                lost = f"the save of iteration {save.iteration} to {save.folder} did not end"
             elif under_way.error is not None:
-                told = f"{_sentence(under_way.error)} {self._not_saved(save)}"
+                lost = f"{_sentence(under_way.error)} {self._not_saved(save)}"
             else:
                 self._take_note()
             under_way.end()
         self._begun = self.under_way = None
-        return told
+        return lost
 
     def abandon_at_exit(self) -> None:
         """Let a save under way end when a script ends without closing anything."""
-        if (told := self.abandon(STILL_SECONDS)) is not None:
-            self._warn(f"WARNING: {told}")
+        if (lost := self.abandon(STILL_SECONDS)) is not None:
+            self._warn(f"WARNING: {lost}")
 
 
 def _end_at_exit(saver: weakref.ref[Saver]) -> None:
@@ -348,6 +360,6 @@ def _end_at_exit(saver: weakref.ref[Saver]) -> None:
 
 
 def _sentence(error: BaseException | None) -> str:
-    """What went wrong, with its full stop."""
+    """The message of a failed save, with its full stop."""
     text = "the save failed on another process, which says why" if error is None else str(error) or repr(error)
     return text if text.endswith((".", "!")) else f"{text}."

@@ -148,7 +148,7 @@ def fill(path: Path, manifest: Manifest, targets: Mapping[str, TensorParts]) -> 
 
 
 def _wanted(chunk: Chunk, held: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[Target]:
-    """What parts of a tensor take of a chunk."""
+    """The targets of a chunk: the boxes of it that parts of a tensor hold."""
     wanted: list[Target] = []
     for offsets, part in held:
         if (box := overlap((chunk.offsets, chunk.sizes), (offsets, tuple(part.shape)))) is not None:
@@ -185,7 +185,7 @@ def _copies(
     stop: int,
     targets: list[Target],
 ) -> Iterator[tuple[int, Box, Box, torch.Tensor]]:
-    """What targets want of a chunk's elements start..stop: (index in the piece of a box's first element, that
+    """The boxes that targets want of a chunk's elements start..stop: (index in the piece of its first element, the
     box, the wanted part of it, where it goes)."""
     first = 0
     for box in flat_boxes(shape, start, stop):
@@ -227,7 +227,7 @@ def held_parts(tensor: TensorParts) -> list[tuple[tuple[int, ...], torch.Tensor]
 
 
 def who_writes(ranks: Ranks, tensors: Mapping[str, TensorParts]) -> tuple[list[int], list[set[int]]]:
-    """What a save of tensors would write: (bytes of each rank's file, the ranks whose files each rank would load)."""
+    """Predict a save of tensors: (bytes of each rank's file, the ranks whose files each rank would load)."""
     held = ranks.each(lambda: list(held_boxes(tensors)))
     shares = divide(held)
     writers = {box: rank for rank, share in enumerate(shares) for box in share}

@@ -79,7 +79,7 @@ def damaged_pieces(
 
 
 def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> tuple[set[str], list[str]]:
-    """Those of a checkpoint's files that are there with the bytes that were saved.
+    """Find the files of a checkpoint that are there with the bytes that were saved.
 
     Returns:
         (their names, a sentence for each other one that is there)
@@ -102,7 +102,7 @@ def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> tuple
 
 
 def damaged_on_any_rank(ranks: Ranks, path: Path, manifest: Manifest) -> list[str]:
-    """The same of all pieces, each rank reading a share; every rank gets all problems."""
+    """Find damaged pieces, each rank reading a part of the checkpoint; every rank gets all problems."""
     shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size, ranks.moved))
     return [problem for share in shares for problem in share]
 

@@ -271,7 +271,7 @@ def _nccl() -> Finding:
 
 
 def _compiler() -> Finding:
-    """What builds the helpers, torch.compile's code and Triton's launchers."""
+    """The C++ compiler, which builds the helpers, torch.compile's code and Triton's launchers."""
     try:
         command = native.find_compiler()
     except NativeBuildError as error:

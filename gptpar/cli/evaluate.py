@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Of the tensor, the pipeline and the expert axis."""
+    """The sizes of the tensor, the pipeline and the expert axis."""
     return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
 
 

@@ -30,7 +30,7 @@ def parser_of(verb: str, **facts: Any) -> Parser:
 
 
 def description_of(verb: str) -> str:
-    """What a verb does, for a parser that has other flags, too."""
+    """The description of a verb, for a parser that has other flags, too."""
     return str(FACTS[verb]["description"])
 
 

@@ -78,7 +78,7 @@ class _Printer:
     def take(self, made: Sequence[int], *, last: bool) -> str:
         """The new part of the text of all tokens so far, without text at its end that later tokens may change.
 
-        Such text is a character that lacks some of its bytes, or what may be the beginning of a stop text.
+        That is a character with missing bytes, or what may be the beginning of a stop text.
         """
         text = self._tokenizer.decode(token for token in made if token != self._tokenizer.eod)
         ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]

@@ -83,17 +83,12 @@ def selected(
         raise ConfigError(["--include and --exclude exclude each other: name the hosts to use, or those not to use."])
     chosen = _parsed(include or exclude, hosts)
     named = {host: list(slots or hosts[host]) for host, slots in chosen.items()}
-    found = named if include else _left(named, hosts)
+    left = {host: [slot for slot in slots if slot not in named.get(host, ())] for host, slots in hosts.items()}
+    found = named if include else {host: slots for host, slots in left.items() if slots}
     found = {host: slots[:num_gpus] for host, slots in list(found.items())[:num_nodes]}
     if problems := list(_shortages(found, num_nodes, num_gpus)):
         raise ConfigError(problems)
     return found
-
-
-def _left(gone: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """The slots that an exclusion leaves."""
-    left = {host: [slot for slot in slots if slot not in gone.get(host, ())] for host, slots in hosts.items()}
-    return {host: slots for host, slots in left.items() if slots}
 
 
 def _shortages(found: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Iterator[str]:
@@ -136,7 +131,7 @@ def commands(
     address: str = "",
     port: int = 29500,
 ) -> dict[str, str]:
-    """What ssh is to run on each host: torchrun numbers the workers, and only the chosen GPUs are visible.
+    """The command that ssh runs on each host: torchrun numbers the workers, and only the chosen GPUs are visible.
 
     Args:
         words: the program that each host runs, and its words.

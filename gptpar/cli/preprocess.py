@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def _packing(args: argparse.Namespace) -> PackSpec | None:
-    """How the corpus is packed.
+    """The packing of the corpus.
 
     Raises:
         DataError: the flags contradict each other.

@@ -128,5 +128,5 @@ def main(argv: list[str]) -> int:
             processes_left=remaining(parsed, config.batch.global_batch_size, count),
         )
     stopped_by = pretrain(config, derived, parsed.without_effect, None if config.logging.skip_train else parsed.typed)
-    # torchrun takes anything but 0 for a crash; a shell is told of the signal in the usual way.
+    # torchrun takes anything but 0 for a crash; a shell learns of the signal in the usual way.
     return 0 if stopped_by is None or worker else 128 + stopped_by

@@ -25,7 +25,7 @@ from gptpar.system.stop import handling
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "GPTPAR_STOP_SECONDS", "PYTHONPATH", "OMP_NUM_THREADS")
 """Prefixes of the environment variables that all machines get."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""What a shell accepts as a variable's name; it would run parts of other names as commands."""
+"""The names that a shell accepts for variables; it would run parts of other names as commands."""
 POLL_SECONDS = 0.1
 _LISTENING = (
     ' </dev/null & child=$!; exec 3<&0; { while read -r word <&3; do kill -"$word" $child; done; kill -TERM $child; }'

@@ -23,7 +23,7 @@ from gptpar.config.jsonc import JsonError, read_object
 
 MAX_LISTED = 12
 MISTYPED = 0.85
-"""How alike (0 to 1) an unknown key and a known one must be: ``comment`` is not ``comet``."""
+"""Least likeness (0 to 1) of an unknown key and a known one: ``comment`` is not ``comet``."""
 WITHOUT_UNKNOWN = (
     *("zero_optimization.", "fp16.", "bf16.", "bfloat16.", "optimizer.params.", "scheduler.params.", "gptpar."),
 )
@@ -233,7 +233,7 @@ def read_values(raw: Mapping[str, Any], door: Door, flags: Flags, *, micro_is_kn
 
 
 def without_auto(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's values without keys that are ``"auto"`` or ``null``."""
+    """The file's keys without those of ``"auto"`` or ``null``, which are the same as no key."""
     return {
         name: without_auto(value) if isinstance(value, dict) else value
         for name, value in raw.items()

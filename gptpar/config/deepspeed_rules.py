@@ -226,7 +226,7 @@ def switch(value: Any) -> str:
 
 
 def tag_validation(value: Any) -> str:
-    """What to do about a tag that differs between processes: ``ignore``, ``warn`` or ``fail``."""
+    """Read what to do about a tag that differs between processes: ``ignore``, ``warn`` or ``fail``."""
     if not isinstance(value, str) or value.lower() not in ("ignore", "warn", "fail"):
         raise ValueError("Ignore, Warn or Fail is needed")
     return value.lower()

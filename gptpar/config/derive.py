@@ -263,7 +263,7 @@ def _derive_batch(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_schedule(notes: _Notes) -> None:
-    """The sizes of --step-batch-size-schedule; one that cannot be read is reported by the checks."""
+    """The sizes of --step-batch-size-schedule; the checks report one that cannot be read."""
     words, seq_length = notes.flags.batch.step_batch_size_schedule, notes.flags.model.seq_length
     if words is None or not seq_length:
         return
@@ -274,7 +274,7 @@ def _derive_schedule(notes: _Notes) -> None:
 
 
 def _derive_length(notes: _Notes) -> None:
-    """Derive the run's length: it ends by --train-tokens, or by the other limit that is reached first."""
+    """Derive the run's length: of --train-tokens and what is given beside it, whichever is reached first ends it."""
     batch, seq_length = notes.flags.batch, notes.flags.model.seq_length
     if not batch.train_tokens or not seq_length:
         return
@@ -295,7 +295,7 @@ def _derive_length(notes: _Notes) -> None:
 def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
     batch = notes.flags.batch
     if batch.global_batch_size is None or batch.rampup_batch_size is not None:
-        return  # reported as problems
+        return  # the checks report it
     steps = BatchSizes(batch.batch_sizes or ((0, batch.global_batch_size),)).steps_within(limit)
     if steps < (batch.train_iters or 0):
         notes.add("last iteration", steps, f"{reason}, reached before --train-iters {batch.train_iters}")
@@ -304,7 +304,7 @@ def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
 
 
 def _derive_whole_blocks(notes: _Notes) -> None:
-    """Drop options of full recomputation where there is none; Megatron-LM accepts them, too."""
+    """Ignore how whole blocks are recomputed where none are, as Megatron does."""
     names = ["recompute_num_layers", "checkpoint_num_layers"]
     if notes.flags.recompute.recompute_granularity is None:
         names.append("recompute_method")
@@ -314,7 +314,7 @@ def _derive_whole_blocks(notes: _Notes) -> None:
 
 
 def _derive_saved_inputs(notes: _Notes) -> None:
-    """Drop places of saved inputs where nothing is recomputed; Megatron-DeepSpeed accepts them, too."""
+    """Derive where inputs of recomputed blocks are kept; it is ignored without any, as in Megatron-DeepSpeed."""
     r = notes.flags.recompute
     if r.recompute_granularity is None:
         for name in ("checkpoint_in_cpu", "distribute_saved_activations"):

@@ -25,12 +25,12 @@ OTHER_EXPERTS = "DeepSpeed's mixture-of-experts is not part of gptpar"
 OF_THE_LAUNCH = ("--world-size", "--rank")
 """Flags that place a process among others; they must fit what the environment says."""
 ANY_NUMBER = -1
-"""Stands for any number of values."""
+"""A number of values that stands for any."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a flag of another program.
+    """The answer of a run to a flag of another program.
 
     Attributes:
         why: the flag changes nothing here.
@@ -47,7 +47,7 @@ class Answer:
     several: bool = False
 
     def to(self, name: str, values: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Sentences about the flag's lack of effect, and problems."""
+        """The notes on a flag without effect, and the problems."""
         given = len(values) if any(values) or not self.refused else 0
         wrong_number = f"{name} takes {self.count} value(s), {given} given."
         without_effect = [f"{name}: {self.why}"]
@@ -104,21 +104,21 @@ def dashed(name: str) -> str:
 @cache
 def elsewhere() -> Elsewhere:
     """The flags of other programs, from their file."""
-    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    rows = tomllib.loads(FILE.read_text(encoding="utf-8"))
     flags = {
         flag: Answer(why, ANY_NUMBER if count == "any" else int(count))
-        for why, by_count in data["no_effect"].items()
+        for why, by_count in rows["no_effect"].items()
         for count, names in by_count.items()
         for flag in names
     }
     refused = "{said}: {why}; leave it out, or give {accepted}."
-    for one in data["limited"]:
+    for one in rows["limited"]:
         names, accepted = one.pop("flags"), tuple(one.pop("accepted"))
         flags |= dict.fromkeys(names, Answer(**{"refused": refused, **one, "accepted": accepted}))
-    experts = Answer(data["experts"]["why"], refused=data["experts"]["refused"])
+    experts = Answer(rows["experts"]["why"], refused=rows["experts"]["refused"])
     lacking = Answer("", refused="{said}: {why} is not part of gptpar; leave it out.")
-    starts = dict.fromkeys(data["experts"]["starts"], experts)
-    starts |= {start: replace(lacking, why=what) for what, names in data["absent"].items() for start in names}
-    stands_for = {said: (key, value) for said, (key, value) in data["stands_for"].items()}
-    meant = {theirs: ours for ours, names in data["meant"].items() for theirs in names}
+    starts = dict.fromkeys(rows["experts"]["starts"], experts)
+    starts |= {start: replace(lacking, why=what) for what, names in rows["absent"].items() for start in names}
+    stands_for = {said: (key, value) for said, (key, value) in rows["stands_for"].items()}
+    meant = {theirs: ours for ours, names in rows["meant"].items() for theirs in names}
     return Elsewhere(flags, starts, stands_for, meant, frozenset({*flags, *(said.split()[0] for said in stands_for)}))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Open = TypeVar("Open", bound=None, default=Never, covariant=True)
 else:
     Open = typing.TypeVar("Open", covariant=True)
-"""The type of an open field, beside its values': ``None`` as typed (``Section[None]``), none in a ``Section``."""
+"""The type of a field beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
 
 T = typing.TypeVar("T")
 
@@ -105,7 +105,7 @@ def flag_name(field_name: str) -> str:
 
 @dataclass(frozen=True)
 class FlagKind:
-    """The kind of values that a flag takes.
+    """The values that a flag takes.
 
     Attributes:
         scalar: the type of a value.
@@ -119,7 +119,7 @@ class FlagKind:
 
     @staticmethod
     def of(hint: Any) -> FlagKind:
-        """From a field's annotation, such as ``int | None`` or ``float | Literal["auto"]``."""
+        """Read the kind from a field's annotation, such as ``int | None`` or ``float | Literal["auto"]``."""
         union = typing.get_origin(hint) in (types.UnionType, typing.Union)
         parts = [part for part in (typing.get_args(hint) if union else (hint,)) if part is not type(None)]
         literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
@@ -228,7 +228,7 @@ def add_flags(parser: argparse.ArgumentParser, section: str, kind: type[Any]) ->
 
 
 def value_of(text: str, kind: FlagKind, rules: Any) -> Any:
-    """The value that a flag's words mean.
+    """Read the words of a flag.
 
     Args:
         rules: the field's metadata.

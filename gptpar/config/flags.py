@@ -30,7 +30,7 @@ CONFIG_HELP = (
     "--save folder, config.toml, which repeats it"
 )
 CLOSE_ENOUGH = 0.75
-"""How alike (0 to 1) an unknown flag and a known one must be, and each of their words, to be called mistyped."""
+"""Least likeness (0 to 1) of a mistyped flag and a known one, and of each of their words."""
 SHORTEST_MISTYPED = 5
 """Fewest letters of a word that counts as mistyped. A shorter word that differs means something else."""
 
@@ -124,7 +124,7 @@ def _is_mistyped_word(word: str, known: str) -> bool:
 
 
 def _stands_for(said: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """What another flag says here, unless that one is typed, too, and says something else."""
+    """Read a flag as another one, unless that one is typed, too, with another value."""
     if said not in elsewhere().stands_for:
         parsed.problems.append(f"{said.split()[0]} takes 0 value(s), {len(values)} given.")
         return
@@ -177,7 +177,7 @@ def parse_flags(
     for key, value in vars(found).items():
         if "." not in key:
             setattr(parsed.rest, key, value)
-        elif value is None or (isinstance(value, list) and None in value):  # a problem was reported
+        elif value is None or (isinstance(value, list) and None in value):  # a problem is noted
             parsed.refused.add(key)
         else:
             parsed.typed[key] = tuple(value) if isinstance(value, list) else value
@@ -200,10 +200,10 @@ def _read_config(path: str | None, parsed: ParsedFlags) -> None:
     if path is None:
         return
     file = read_run_file(path)
-    from_words = parsed.typed.keys() | parsed.refused
-    parsed.from_config = file.values.keys() - from_words
+    typed = parsed.typed.keys() | parsed.refused
+    parsed.from_config = file.values.keys() - typed
     parsed.typed |= {key: file.values[key] for key in file.values if key in parsed.from_config}
-    parsed.refused |= file.refused - from_words
+    parsed.refused |= file.refused - typed
     parsed.problems += file.problems
 
 

@@ -59,7 +59,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
-    """The values that the hjson library reads from a text.
+    """Read a text by the hjson library.
 
     Args:
         loose: whether the library may read what is no JSON there, so that its absence is reported.
@@ -79,12 +79,12 @@ def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """The match, if it is kept, else as many spaces, so that lines and columns of mistakes stay right."""
+    """Keep a string, and replace a comment by spaces, so that lines and columns of mistakes stay right."""
     return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
 def infinity(word: str) -> float:
-    """The value of ``Infinity``, for keys that may be without a limit; ``NaN`` is refused."""
+    """Read ``Infinity``, alone of the words that Python's JSON takes as numbers: a few keys may be without a limit."""
     if word != "Infinity":
         raise JsonError(f"{word} is not a number")
     return math.inf

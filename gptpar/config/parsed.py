@@ -45,5 +45,5 @@ class ParsedFlags:
 
     def as_written(self, problem: str) -> str:
         """A sentence about flags; a flag that a DeepSpeed file set is replaced by its key."""
-        translated = re.sub(r"--[\w-]+", lambda found: self.deepspeed_keys.get(found[0], found[0]), problem)
-        return problem if translated == problem else f"{self.deepspeed_file}: {translated}"
+        in_file = re.sub(r"--[\w-]+", lambda found: self.deepspeed_keys.get(found[0], found[0]), problem)
+        return problem if in_file == problem else f"{self.deepspeed_file}: {in_file}"

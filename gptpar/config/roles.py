@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What a layer is for; whoever needs to know a certain layer asks for its role, not for its position."""
+    """The role of a layer; whoever needs a certain layer asks for its role, not for its position."""
 
     EMBEDDING = "embedding"
     POSITIONS = "positions"

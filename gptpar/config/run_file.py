@@ -19,7 +19,7 @@ from gptpar.config.fields import FlagField, flag_name, value_of
 from gptpar.system.files import read_regular, replace_synced
 
 FILE_NAME = "config.toml"
-"""Name of the file in a run's folder."""
+"""Name of the file in a run folder."""
 
 
 @dataclass

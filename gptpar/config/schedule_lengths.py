@@ -37,7 +37,7 @@ LENGTHS = (
 
 
 def without_lengths(flags: Flags) -> Flags:
-    """The flags for a few steps that are no run: without warm-up, and with decays over these steps."""
+    """Flags for a few steps that are no run: nothing is warmed up, and what decays does so over these steps."""
     default = type(flags.optimizer)()
     if flags.optimizer.lr_decay_style == "WSD":  # cannot be without a length
         flags = flags.update("optimizer", lr_decay_style="constant")

@@ -20,7 +20,7 @@ from gptpar.errors import CheckpointError
 MAX_INT = 2**63 - 1
 UNIONS = (types.UnionType, typing.Union)
 _DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "padded_vocab_size")
-"""Fields of the model that a run derives, and that a checkpoint must have."""
+"""Fields of the model that a run derives, and a checkpoint must have."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StoredModel:
 
 
 def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
-    """The model and tokenizer of a checkpoint, with which text is made.
+    """The model and tokenizer with which text is made.
 
     Raises:
         CheckpointError: with everything that is wrong.
@@ -107,7 +107,7 @@ def _as_tuples(value: object) -> object:
 
 
 def _section_problems(kind: type, asked: dict[str, object], section: str) -> Iterator[str]:
-    """Problems of fields of one section of the configuration."""
+    """Problems of the fields of one section of the configuration."""
     hints = hints_of(kind)
     for spec in dataclasses.fields(kind):
         if spec.name in asked:

@@ -26,9 +26,9 @@ from gptpar.config.sections.recovery import check_recovery
 from gptpar.errors import ConfigError
 
 MAX_WHOLE = 2**63 - 1
-"""The largest whole number that torch and numpy can hold."""
+"""The largest whole number of torch and numpy."""
 MAX_FLOAT = 3.4e38
-"""The largest number of 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
+"""The largest fp32 number: a larger rate or scale is infinite in the arithmetic that uses it."""
 NUMBERS = (int, float, tuple)
 """Types of a field that is a number, or several."""
 
@@ -50,7 +50,9 @@ def resolve(
     flags, derived = derive(typed, world_size)
     problems = [*(range_problems(parsed.flags) if wrong else ()), *_derived_out_of_range(flags, typed, derived)]
     found = [*find_problems(flags, world_size), *(more(flags) if more else ())]
-    problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
+    # A sentence that asks for a flag says nothing new if the flag was given, and its value was refused.
+    refused = {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}}
+    problems += [p for p in found if not (isinstance(p, Missing) and refused.intersection(re.findall(r"--[\w-]+", p)))]
     problems += [*_launch_problems(parsed, world_size), *_ignored_experts(parsed)]
     if problems or parsed.problems:
         raise ConfigError([*parsed.problems, *map(parsed.as_written, problems)])
@@ -58,7 +60,7 @@ def resolve(
 
 
 def _derived_out_of_range(flags: Flags, typed: Flags, derived: Iterable[Derived]) -> Iterator[str]:
-    """Problems of derived values that are out of range; typed values have been checked before."""
+    """Problems of derived numbers; what was typed is in its range by now, so other numbers are the reason."""
     reasons = {one.name: one.reason for one in derived}
     for name, problem in out_of_range(flags, checked=typed).items():
         field = name.split(".")[1]
@@ -86,11 +88,6 @@ def _ignored_experts(parsed: ParsedFlags) -> Iterator[str]:
             f"{', '.join(ignored)}: {OTHER_EXPERTS}, and --num-experts is {parsed.flags.model.num_experts}: leave "
             "these out; gptpar pretrain --help lists the flags of its own experts."
         )
-
-
-def _without_needless(problems: Iterable[str], refused: set[str]) -> list[str]:
-    """Without the sentences that ask for a flag which was given, but whose value was refused."""
-    return [p for p in problems if not (isinstance(p, Missing) and refused.intersection(re.findall(r"--[\w-]+", p)))]
 
 
 def find_problems(flags: Flags, world_size: int) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from gptpar.engine.ranges import Place
-from gptpar.engine.units import Unit
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import COPIES
 
@@ -21,14 +20,15 @@ def wait_without_limit(work: Any) -> None:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """This process's place, and its groups on the axes whose ranks read different samples.
+    """A process's place, and its groups on the axes whose ranks read different samples.
 
     The processes that hold copies of a unit are the ones that read different samples for it. So one reduction both sums
     the unit's gradient and leaves each process its shard.
 
     Attributes:
         place: this process's; it says what ZeRO shards.
-        groups: rows -> this process's group on them; without a group for a unit's axes, it alone holds the unit.
+        groups: rows -> this process's group on them. That of ``unit.copies_over`` holds a unit; without one, this
+            process alone holds it.
         wait_for: waits for an asynchronous collective. On a GPU it makes the current stream wait, not the host.
     """
 
@@ -38,7 +38,7 @@ class DataAxes:
 
     @staticmethod
     def of(topology: Topology, zero_stage: int, wait_for: Callable[[Any], None] = wait_without_limit) -> DataAxes:
-        """Those of a topology; where one process reads all samples, nothing is sharded."""
+        """The place and groups in a topology; where one process reads all samples, nothing is sharded."""
         stage = zero_stage if topology.mesh.size(*COPIES) > 1 else 0
         return DataAxes(Place(topology.mesh, topology.rank, stage), topology.groups, wait_for)
 
@@ -51,7 +51,3 @@ class DataAxes:
     def zero_stage(self) -> int:
         """0: every process holds everything; 1: optimizer state is sharded; 2: gradients too; 3: parameters too."""
         return self.place.zero_stage
-
-    def group(self, unit: Unit) -> dist.ProcessGroup | None:
-        """The processes that shard a unit, without ZeRO those with copies of it; ``None`` if this one alone does."""
-        return self.groups.get(self.place.sharded_over(unit.copies_over) or unit.copies_over)

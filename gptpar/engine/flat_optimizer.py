@@ -21,7 +21,7 @@ ContiguousRange = tuple[int, int, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class FlatState:
-    """What one process's update reads and writes.
+    """The memory that one process's update reads and writes.
 
     Attributes:
         vectors: ``weights`` -> [n] the master weights; each state of the updates -> its vector, laid out by
@@ -164,7 +164,7 @@ def _decaying_blocks(ranges: Sequence[tuple[int, int, bool]], length: int, devic
 
 
 def _joined(ranges: Sequence[ContiguousRange]) -> list[ContiguousRange]:
-    """The same elements in as few ranges as possible."""
+    """Join adjacent ranges: the same elements in as few ranges as possible."""
     found: list[ContiguousRange] = []
     for start, stop, parameters in ranges:
         if start == stop:

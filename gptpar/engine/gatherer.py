@@ -64,7 +64,7 @@ class ParameterGatherer:
     ``_next``,          the layer that is called after, and before, a layer: it is started while that layer runs. Only
     ``_previous``       :meth:`follow` changes them
     ``_last``           layers that stay after their forward pass, because their backward pass follows at once, or
-                        because :meth:`follow` was told so
+                        because :meth:`follow` was given them
     ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
     ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
     ``_layer_of``
@@ -325,7 +325,7 @@ class ParameterGatherer:
         return self._memory.units[unit].shards > 1
 
     def _gather(self, unit: str, full: torch.Tensor, shard: torch.Tensor) -> Any:
-        group = self._data.group(self._memory.units[unit])
+        group = self._data.groups.get(self._memory.units[unit].copies_over)
         return all_gather_single(full, shard, group=group, async_op=True)
 
     def release(self, name: str) -> None:

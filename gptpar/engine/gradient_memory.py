@@ -93,8 +93,9 @@ class GradientMemory:
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
-        is_added_to = self._data.group(unit) is not None or not (self.single or self.sums_on_host(unit))
-        return self._dtype if is_added_to else unit.dtype or self._arriving_dtype
+        if self._data.groups.get(unit.copies_over) is not None or not (self.single or self.sums_on_host(unit)):
+            return self._dtype
+        return unit.dtype or self._arriving_dtype
 
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""

@@ -149,7 +149,7 @@ class MasterOptimizer:
             self.host.expect_step(hyperparameters, loss_scale)
 
     def host_views(self, kinds: Collection[str] | None = None) -> HostViews:
-        """Where the host's state is once its last step is done; any thread may ask, beside the training loop's.
+        """Locate the host's state once its last step is done; threads other than the training loop's may ask, too.
 
         The next step may move the state to other memory, which does not change the result.
 

@@ -160,7 +160,7 @@ def _chunk(
                 if sharing[0] != rank:
                     continue  # processes that share a parameter have one job
                 pieces = [_piece(unit, param, replace(place, rank=r), own, members.index(r)) for r in sharing]
-                shape = _shape(param.info, own)
+                shape = _over(param.info, own).full_shape
                 is_alone = own != axes or unit.name in table.ties
                 jobs.append(MatrixJob(unit, param, shape, 0, tuple(p for p in pieces if p.first < p.stop), is_alone))
                 sizes = update.matrices(param.info.matrices).shapes(shape)
@@ -186,11 +186,6 @@ def _homes(choices: Sequence[tuple[float, Sequence[int]]], size: int) -> list[in
     return homes
 
 
-def _shape(info: ParameterInfo, axes: Sequence[str]) -> torch.Size:
-    """The shape of what a process shares over some axes: all of it along these, its own part along others."""
-    return _over(info, axes).full_shape
-
-
 def _over(info: ParameterInfo, axes: Sequence[str]) -> ParameterInfo:
     """A process's part as if other axes did not split the parameter."""
     value = {axis: split for axis, split in info.placement.value.items() if set(rows_of((axis,))) & set(axes)}
@@ -198,7 +193,7 @@ def _over(info: ParameterInfo, axes: Sequence[str]) -> ParameterInfo:
 
 
 def _piece(unit: Unit, param: Param, place: Place, axes: Sequence[str], member: int) -> MatrixPart:
-    """What a process has of a parameter.
+    """The part of a parameter that a process has.
 
     Args:
         place: the process's.

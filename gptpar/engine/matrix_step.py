@@ -43,7 +43,7 @@ AHEAD = 1
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """How a matrix step moves elements between processes.
+    """The groups and the number format with which a matrix step moves elements between processes.
 
     Attributes:
         groups: axes -> this process's group on them.

@@ -15,7 +15,7 @@ Key = TypeVar("Key")
 
 
 class Home(Enum):
-    """Where an element's master weight and optimizer state live, and where the element is updated."""
+    """The place of an element's master weight, its optimizer state and its update."""
 
     DEVICE = "device"
     HOST = "host"
@@ -121,7 +121,7 @@ def device_lengths(
     Args:
         units: in forward order.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
-        tied: names of the units of which other stages have copies.
+        tied: names of the units that other stages have copies of.
 
     Returns:
         (unit -> number of elements at the beginning of its shard that the device updates; number of the process's
@@ -144,7 +144,7 @@ def device_lengths(
 
 
 def _end_of(ranges: Iterable[tuple[int, int]], count: int) -> int:
-    """Where the first ``count`` elements of some ranges end."""
+    """The position at which the first ``count`` elements of some ranges end."""
     end = 0
     for start, stop in ranges:
         if count:

@@ -48,7 +48,17 @@ class GradientReducer:
     number at a time, and then over the tensor axis. The norm is measured, and the shard divided. Sums and norms are
     formed over a unit's whole shard before it is divided: so neither the norm nor the gradient depends on the twin-flow
     ratio. Units that the device updates wholly are completed together at the end of the step, others as soon as they
-    are final over the data axis.
+    are final over the data axis. The state of a step:
+
+    ================  ==============================================================================================
+    ``_pending``      reductions that have begun and are not added to their sums, the oldest first; empty after
+                      :meth:`finish`
+    ``_summed``       units whose sum over micro-batches has begun in this step, where shards are added up or the
+                      subscriber sums
+    ``_held_back``    tied units with elements of the subscriber, with final shards, until :meth:`finish` sums these
+                      over the stages
+    ``_norm``         the norms of units whose gradient is final
+    ================  ==============================================================================================
 
     Args:
         table: of this process's parameters.
@@ -119,7 +129,7 @@ class GradientReducer:
             total: [unit.length] this process's sum.
             last: whether the reduced sum is final.
         """
-        group = self._data.group(unit)
+        group = self._data.groups.get(unit.copies_over)
         self.has_begun |= group is not None
         sent = total if group is None else total.to(self._dtype)
         if group is None:
@@ -166,7 +176,7 @@ class GradientReducer:
             self._complete(unit, shard if before is None else sum_with(before, shard))
 
     def _add_on_host(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
-        """The same where the subscriber has the sum of its elements."""
+        """Add a micro-batch's shard where the subscriber sums its own elements."""
         on_device, first = self._memory.shards[unit.name], unit.name not in self._summed
         self._summed.add(unit.name)
         sum_together(self._addends(unit.name, shard), self._tensor_group)
@@ -251,8 +261,9 @@ class GradientReducer:
         low = on_device.numel()
         if low:
             on_device.copy_(shard[:low])
-        if self._counts_zeros:
-            self._count_zeros(unit, shard)
+        for one in self._table.ranges(unit=unit.name, home=Home.HOST) if self._counts_zeros else ():
+            if one.counted:
+                self.zeros += (shard[one.start : one.stop] == 0).sum()
         # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.
         self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))
 
@@ -260,11 +271,6 @@ class GradientReducer:
         self._norm.take(norms)
         if self._subscriber is not None:
             self._subscriber.submit_gradient(unit, offloaded)
-
-    def _count_zeros(self, unit: Unit, shard: torch.Tensor) -> None:
-        for one in self._table.ranges(unit=unit.name, home=Home.HOST):
-            if one.counted:
-                self.zeros += (shard[one.start : one.stop] == 0).sum()
 
 
 def sum_with(parts: Sequence[tuple[int, torch.Tensor]], shard: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Recorder(Protocol):
         """A context around all parts of a recording."""
 
     def begin_part(self) -> None:
-        """From now on launches are recorded, not executed."""
+        """Record launches from now on instead of executing them."""
 
     def end_part(self) -> Action:
         """Returns a call that replays the part."""
@@ -67,6 +67,17 @@ class StepGraph(Generic[Given, Result]):
     A replay repeats no work on the host, except for the actions at ``graph_breaks``. So a step is recorded only after
     equal steps, which differ in the numbers in tensors alone. A step that differs in more runs without a graph.
 
+    The state of an object. Between two calls the last three are all filled, or, without a recording, all empty:
+
+    ============  ==================================================================================================
+    ``_last``     outlines of the micro-batches and of the result of the step that was launched last
+    ``_alike``    number of equal steps launched in a row, up to that step
+    ``_is_off``   whether a recording has failed: all later steps are launched
+    ``_parts``    the recording: graphs and actions, in turn
+    ``_inputs``   outline of the recorded step's micro-batches, and their memory, to which replays copy
+    ``_output``   the recorded step's result
+    ============  ==================================================================================================
+
     Args:
         work: forward and backward on micro-batches that are on the device; waits for nothing on the host, and leaves
             everything it began finished. Its result is of the same kinds as micro-batches
@@ -78,7 +89,7 @@ class StepGraph(Generic[Given, Result]):
         launched_steps: number of equal steps before a recording.
         quiet: called before each recording: returns when no other thread waits for the device, which torch refuses to
             all threads of a process meanwhile.
-        given_up: told why ``work`` cannot be recorded; all later steps run without a graph. ``None``: raise instead.
+        given_up: called with the error of a recording; later steps run without a graph. ``None``: raise it.
         recorder: default: of CUDA graphs.
     """
 

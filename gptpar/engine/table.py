@@ -176,7 +176,7 @@ class ParameterTable:
         return _only_true(merged((a, b, param.name in self._counted) for a, b, param in self._extents(unit)))
 
     def device_counted(self) -> list[tuple[int, int]]:
-        """Like :meth:`counted`, among the device's elements of all units in a row."""
+        """(start, stop) of counted elements (:meth:`counted`) among the device's elements of all units in a row."""
         return _only_true(merged((a, b, param.name in self._counted) for a, b, param in self._on_device()))
 
     def messages(self, unit: str, axis: str) -> list[tuple[int, int]]:

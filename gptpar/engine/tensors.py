@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested tuples, lists, dictionaries and dataclasses, with each tensor changed."""
+    """Change each tensor in nested tuples, lists, dictionaries and dataclasses; returns a copy of the nest."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):

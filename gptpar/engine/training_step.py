@@ -1,4 +1,4 @@
-"""What every training step does, of a GPT and of any module: passes of a pipeline, update, numbers for the host."""
+"""Runs a training step of a GPT or of any module: passes of a pipeline, update, numbers for the host."""
 
 from __future__ import annotations
 

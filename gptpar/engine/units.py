@@ -118,7 +118,7 @@ class Unit:
         used = max(start, 1) if params else 0  # a unit of empty parameters has shards, too
         return Unit(name, params, _round_up(used, shards * ALIGNMENT), shards, common_copies(parameters), dtype)
 
-    @property
+    @cached_property
     def shard_length(self) -> int:
         """Elements of one shard."""
         return self.length // self.shards
@@ -148,7 +148,7 @@ class Unit:
 
     @cached_property
     def _pieces(self) -> list[torch.Tensor]:
-        """Without memory: a tensor of each parameter's shape, and the padding after it."""
+        """Tensors without memory, two for each parameter: one of its shape, one of the padding after it."""
         params = list(self.params.values())
         starts = [param.start for param in params[1:]] + [self.length]
         shapes = [

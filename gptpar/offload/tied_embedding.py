@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from gptpar.config import Config
-from gptpar.engine.engine import Engine
-from gptpar.engine.gradients import Gradients
+from gptpar.engine.engine import Engine, Gradients
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit

@@ -32,7 +32,7 @@ _RANGE = struct.Struct("3q")  # GptparGroupRange in csrc/blocks.h
 
 
 class _Kernels(NamedTuple):
-    """The same library, loaded in two ways.
+    """The library of kernels, loaded in two ways.
 
     Attributes:
         lasting: a call releases Python's lock.
@@ -64,7 +64,7 @@ def _library() -> _Kernels | None:
 
 
 CORES_LEFT_FREE = 2
-"""For the threads that launch the device's kernels and order updates: with one core, the CPU optimizer delayed them."""
+"""Cores for the threads that launch the device's kernels and order updates: the CPU optimizer delayed them on one."""
 
 SHARE_LEFT_FREE = 5
 """One core in five is left free if that is more than CORES_LEFT_FREE. On 16 cores, 14 threads updated up to 4 % faster

@@ -135,7 +135,7 @@ class HostKernel(Protocol):
     """Names of the state vectors."""
 
     rounded: frozenset[str]
-    """Those of them that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`)."""
+    """Names of the states that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`)."""
 
     threads: int
 

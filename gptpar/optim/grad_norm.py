@@ -71,7 +71,7 @@ def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 
 def norms_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each vector, the norms (a vector in fp32 or wider) of its parts, for :func:`square_of_norms`.
+    """Measure each vector: the norms (a vector in fp32 or wider) of its parts, for :func:`square_of_norms`.
 
     A vector's norms do not depend on the other vectors of the call.
     """

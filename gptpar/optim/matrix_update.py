@@ -1,7 +1,7 @@
 """The interface of optimizers over whole matrices: an elementwise part on either side of one that needs the matrix.
 
-A step of a parameter group with the gradient ``grad``, the master weights ``p``, the state ``m`` and the step's
-numbers, of which the first is the learning rate::
+A step of a parameter group has the gradient ``grad``, the master weights ``p``, the state ``m`` and the step's
+numbers; the first number is the learning rate ``lr``::
 
     g    = grad * scale                         scale = 1 / divisor,  decay = 1 - lr * weight_decay
     n, m = update.momentum(g, m, numbers)
@@ -52,7 +52,7 @@ class MatrixUpdate(Update, ABC):
 
     @abstractmethod
     def orthogonalize(self, x: Tensor) -> Tensor:
-        """What the learning rate multiplies, in the dtype of ``x``.
+        """Orthogonalize momenta into the directions that the learning rate multiplies, in the dtype of ``x``.
 
         Args:
             x: [matrices, rows, columns]; each matrix is treated by itself.
@@ -73,7 +73,7 @@ class MatrixUpdate(Update, ABC):
     @property
     @abstractmethod
     def growth(self) -> float:
-        """With this power of the model's width, the largest singular value of :meth:`orthogonalize` grows (muP)."""
+        """The power of the model's width with which the largest singular value of :meth:`orthogonalize` grows (muP)."""
 
     def matrices(self, declared: Matrices) -> Matrices:
         """The matrices that this run's settings make of a parameter with such a declaration."""

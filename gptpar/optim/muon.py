@@ -130,7 +130,8 @@ class Muon(MatrixUpdate):
         norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide).clamp(min=EPS).to(x.dtype)
         y = x.mT if rows > columns else x
         y = torch.div(y, norm, out=x.new_empty(y.shape))
-        gram, polynomial = (gpu.product.gram, gpu.product.polynomial) if _has_kernel(y) else (_gram, _polynomial)
+        has_kernel = gpu.takes(y) and y.dtype.itemsize == 2
+        gram, polynomial = (gpu.product.gram, gpu.product.polynomial) if has_kernel else (_gram, _polynomial)
         factors = (*(1.0 for _ in self.iterations[1:]), self.factor * self.scale(rows, columns))
         for (a, b, c), factor in zip(self.iterations, factors, strict=True):
             y = polynomial(gram(y), a * factor, b * factor, c * factor) @ y
@@ -155,16 +156,12 @@ class Muon(MatrixUpdate):
         return declared.heads if self.qkv == "heads" else WHOLE
 
 
-def _has_kernel(y: Tensor) -> bool:
-    return gpu.takes(y) and y.dtype.itemsize == 2
-
-
 def _gram(y: Tensor) -> Tensor:
     return y @ y.mT
 
 
 def _polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
-    """As :func:`gptpar.kernels.triton.product.polynomial`."""
+    """``a I + b x + c x @ x``, like :func:`gptpar.kernels.triton.product.polynomial`."""
     total = torch.baddbmm(x, x, x, beta=b, alpha=c)
     total.diagonal(dim1=1, dim2=2).add_(a)
     return total

@@ -39,7 +39,7 @@ class GroupFactors(NamedTuple):
 
     @property
     def launch(self) -> tuple[float, bool, bool]:
-        """What the groups that one launch updates have in common: their update and learning rate."""
+        """The key of a launch: groups of the same update and learning rate are updated together."""
         return self.lr, self.is_decoupled, self.by_matrix
 
 
@@ -65,8 +65,8 @@ class ParameterGroups:
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
-        tables = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
-        self._decoupled = frozenset(tables if optimizer.decoupled_lr is not None else ())
+        decoupled = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
+        self._decoupled = frozenset(decoupled if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
         if any((self._lr_overrides, self._decay_overrides, config.mup, self._decoupled, self._of_matrices)):
             names = dict(_parameters(model.specs))

@@ -36,7 +36,7 @@ AMSGRADW = ElementwiseOptimizer("amsgradw", (*STATES, "max_exp_avg_sq"), AdamHyp
 """AdamW by the largest second moment so far (Reddi et al. 2018)."""
 
 AMSGRAD = replace(AMSGRADW, name="amsgrad", couples_decay=True)
-"""The same with L2 regularisation."""
+"""AMSGrad with L2 regularisation: the decay is added to the gradient."""
 
 
 class SgdHyperparameters(NamedTuple):

@@ -77,7 +77,7 @@ class AuxiliaryLosses:
         return grad / self._token_splits if self._token_splits > 1 else grad
 
     def means(self, device: torch.device) -> list[torch.Tensor]:
-        """For each of ``names``: the sum over this process's layers, averaged over its micro-batches; fp64 scalars."""
+        """The sum of each of ``names`` over this process's layers, averaged over its micro-batches; fp64 scalars."""
         zero = torch.zeros((len(self.names),), dtype=torch.float64, device=device) if self.names else ()
         return [self._totals.get(name, none) / self._count for name, none in zip(self.names, zero, strict=True)]
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gptpar.model.layer_spec import LayerSpec
@@ -60,7 +59,8 @@ class Pipeline(nn.Module):
         self.chunks = nn.ModuleList(self._build_stages(build, recompute, keep, on_host))
         self._transport = None if topology.links is None else Transport(topology.links)
         self.tied_stages = split.tied_stages(specs)
-        self.tied_groups = self._groups_of_tied_layers()
+        groups = {name: topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
+        self.tied_groups = {name: group for name, group in groups.items() if group is not None}
 
     def _build_stages(
         self,
@@ -76,11 +76,6 @@ class Pipeline(nn.Module):
             groups = recompute([spec.name for spec in mine])
             how: dict[str, Any] = {"recompute": groups, "keep": keep, "on_host": on_host}
             yield Stage(mine, build=build, tied=tied, auxiliary=self.auxiliary, **how)
-
-    def _groups_of_tied_layers(self) -> dict[str, dist.ProcessGroup]:
-        """Name of a tied layer that other processes have, too -> the group of these processes."""
-        groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
-        return {name: group for name, group in groups.items() if group is not None}
 
     def by_unit(self, of_layers: Mapping[str, Of]) -> dict[str, Of]:
         """Unit of this process -> what its layer has; see :meth:`Stage.units_by_layer`."""

@@ -25,10 +25,10 @@ from gptpar.topology.groups import all_gather_single
 
 @dataclass(frozen=True)
 class Keep:
-    """How the input of a recomputed layer is kept until the backward pass.
+    """The way in which a recomputed layer's input is kept until the backward pass.
 
     Attributes:
-        partition: (group, rank, size) of processes that hold the same input, each of which keeps one part of its
+        partition: (group, rank, size) of processes that hold the same input; each keeps one part of its
             elements. The backward pass gathers the parts: all processes must run their backward passes in one order.
         host: keeps inputs in host memory; ``None``: they stay on the device.
         random: whether the layers may draw random numbers; the recomputation then draws the same numbers again.

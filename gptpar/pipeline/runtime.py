@@ -105,7 +105,8 @@ class Runtime:
             self.losses.append(y.detach())
         else:
             self._leaving["activation", micro_batch, virtual_stage] = y.detach()
-            _forget_values(y)
+            if y.requires_grad and y._base is None:  # free the values: autograd needs ``y`` as a node of the graph only
+                y.data = y.new_empty(1).expand(y.shape)
         if torch.is_grad_enabled():
             self._alive[micro_batch, virtual_stage] = (y, received)
 
@@ -164,12 +165,6 @@ class _Entrance(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         ctx.received.grad = grad
         return None, None, None
-
-
-def _forget_values(y: torch.Tensor) -> None:
-    """Free the values of a stage's output once they are sent: autograd needs the output as a node of the graph only."""
-    if y.requires_grad and y._base is None:
-        y.data = y.new_empty(1).expand(y.shape)
 
 
 class Arrival:

@@ -143,7 +143,7 @@ class Stage(nn.Module):
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
         """Layer's name -> its units, for layers that have parameters.
 
-        Parameters of which the same ranks hold copies are one unit. A layer's unit has the layer's name, and one with
+        Parameters whose copies are on the same ranks are one unit. A layer's unit has the layer's name, and one with
         copies on other axes also theirs.
         """
         return {name: tuple(units) for name, units in self._units.items()}
@@ -235,7 +235,7 @@ def _layer_of(spec: LayerSpec, build: Callable[[LayerSpec], nn.Module], tied: di
 
 
 def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses, host: HostActivations | None) -> _Call:
-    """How a layer is called at its place in the stage; ``host`` takes what it saves."""
+    """The call of a layer at its place in the stage; ``host`` takes the tensors that it saves."""
     run: Callable[..., Any] = layer if host is None else partial(host.call, layer)
     if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
         run = partial(spec.forward_fn, layer)

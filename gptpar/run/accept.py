@@ -30,7 +30,7 @@ from gptpar.topology.tensor_parts import kind_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a run's tokens come from, kept so that a checkpoint is not continued with others unnoticed.
+    """The sources of a run's tokens, kept so that a checkpoint is not continued with others unnoticed.
 
     Attributes:
         tokenizer: the tokenizer's identity.
@@ -57,7 +57,7 @@ class Inputs:
 
 
 def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
-    """What the checkpoint says of its run, if this run may go on from it.
+    """The run that a checkpoint describes, if this run may go on from it.
 
     Raises:
         CheckpointError: it may not; with every reason.
@@ -76,7 +76,7 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
 
 
 def _begun_anew(c: CheckpointConfig, stored: StoredRun) -> StoredRun:
-    """With the progress from which this run goes on: all of it, or without the place in the data or in the schedule."""
+    """Reset the stored progress as the flags ask: the place in the data, in the schedule, or nothing."""
     progress = Progress(scheduled_samples=stored.progress.scheduled_samples) if c.reset_iteration else stored.progress
     if c.no_load_lr_state:
         progress = dataclasses.replace(progress, scheduled_samples=0)
@@ -157,7 +157,7 @@ def _has_ended(there: Schedule, plan: BatchPlan, seq_length: int, progress: Prog
 
 
 def _other_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> str:
-    """What tells the tokenizers apart; of another program's, no more than the number of its ids is known."""
+    """The differences of two tokenizers; another program's checkpoint says the number of its ids alone."""
     converted = saved.get("type") == CONVERTED
     return _differences(saved, {name: here.get(name) for name in saved} | {"type": CONVERTED} if converted else here)
 
@@ -185,8 +185,8 @@ def _corpora(stored: StoredRun) -> Corpora:
 
 
 def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
-    """What differs and was accepted, because people change it on purpose or because they asked for it."""
-    differ = same_run.differing(Rule.TOLD, stored.config, config, stored.known)
+    """Report differences that were accepted: people change these flags on purpose, or asked for the change."""
+    differ = same_run.differing(Rule.REPORTED, stored.config, config, stored.known)
     if not config.logging.skip_train:
         differ += _other_data(config, inputs, stored)
         differ += same_run.unidentified_corpora(_corpora(stored), inputs.corpora)
@@ -246,7 +246,7 @@ MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr", "tolerance")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """What going on with a run needs beside its tensors.
+    """The facts, beside tensors, that a run needs to go on.
 
     Attributes:
         tokenizer: the tokenizer's identity.

@@ -79,14 +79,14 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
 
 
 def _lower_offload(config: Config) -> str:
-    """What may have filled the host beside the model: state that was moved there, with its second copy."""
+    """Advice if state that was moved to the host, with its second copy, may have filled the host's memory."""
     return (
         ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
     )
 
 
 def _offload_gradients(config: Config) -> str:
-    """Where ``auto`` may have trusted a prediction too much, or was switched off."""
+    """Advice if ``auto`` may have trusted a prediction too much, or was switched off."""
     offload, world_size = config.offload, world_from_environment()[2]
     cannot = not offload.cpu_optimizer or offload.ratio == 0 or config.precision.cuda_graph == "on"
     cannot = cannot or any(offload_gradients_obstacles(config, world_size))
@@ -179,7 +179,7 @@ def _open_loaders(
     say: Callable[[str], None],
 ) -> Loaders:
     """The loaders of a run that goes on from ``done``, closed at its end."""
-    loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
+    loaders = make_loaders(config, topology, BatchPlan.as_configured(config.batch, done), vocabulary, say)
     for loader in loaders.values():
         if loader is not None:
             stack.callback(loader.close)
@@ -198,7 +198,7 @@ def _local_folder(config: Config, say: Callable[[str], None]) -> AbstractContext
     """The ``--save-local`` folder, for this run alone.
 
     Raises:
-        GptparError: the processes are on several machines, each of which would hold a part of each checkpoint.
+        GptparError: the processes are on several machines, and each machine would hold a part of each checkpoint.
     """
     folder = config.checkpoint.save_local
     if folder is None or config.logging.skip_train:

@@ -59,7 +59,7 @@ def start_banner(
 
 
 def offload_line(engine: Engine, host: HostOptimizer) -> str:
-    """What of the first process's optimizer is where."""
+    """The parts of the first process's optimizer on the CPU and on the device, in words."""
     table = engine.table
     offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
     state, doubled = map(format_bytes, host.state_bytes)
@@ -102,7 +102,7 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
 
 
 def _options(m: ModelConfig) -> Iterator[str]:
-    """What few models have, in words."""
+    """The rarer options of a model, in words."""
     if m.apply_layernorm_1p:
         yield "weights of norms less one"
     if m.embed_layernorm:
@@ -132,7 +132,7 @@ def _options(m: ModelConfig) -> Iterator[str]:
 
 
 def _position_options(m: ModelConfig) -> Iterator[str]:
-    """What few models have in the positions that attention sees, in words."""
+    """The rarer options of positions and attention, in words."""
     if m.rope_scaling_type is not None:
         yield f"rotary positions scaled by {m.rope_scaling_factor:g} ({m.rope_scaling_type})"
     if m.rope_pattern is not None:
@@ -156,7 +156,7 @@ def _layout(config: Config, topology: Topology) -> list[Row]:
 
 
 def _wide_formats(optimizer: OptimizerConfig) -> str:
-    """What is kept in other number formats than the model's parameters."""
+    """The number formats of master weights, moments and sums, in words."""
     if not (rounded := optimizer.rounded_moments):
         return "master weights, moments and gradient sums in fp32 or wider"
     rest = "" if len(rounded) > 1 else ", the other moment"
@@ -197,7 +197,7 @@ def _rates(optimizer: OptimizerConfig) -> str:
 
 
 def muon_rows(o: OptimizerConfig) -> list[Row]:
-    """How Muon updates its matrices."""
+    """The row of Muon, how it updates matrices; none with another optimizer."""
     if o.optimizer != "muon":
         return []
     nesterov = " with Nesterov's look-ahead" if o.muon_nesterov else ""
@@ -211,7 +211,7 @@ def muon_rows(o: OptimizerConfig) -> list[Row]:
 
 
 def _last_rate(config: Config, plan: BatchPlan) -> str:
-    """What the schedule comes to: a run may be shorter than its decay, or than its warm-up."""
+    """The learning rate of the last step: a run may be shorter than its decay, or than its warm-up."""
     if config.logging.skip_train:
         return ""
     schedule = make_schedule(config, plan.train_samples)
@@ -221,7 +221,7 @@ def _last_rate(config: Config, plan: BatchPlan) -> str:
 
 
 def _growth(config: Config, plan: BatchPlan) -> list[Row]:
-    """How the batch grows, where it does."""
+    """The rows of a batch that grows; none if it does not."""
     batch, length = config.batch, config.model.seq_length
     if batch.batch_sizes is not None:
         sizes = ", ".join(f"{size} from {format_count(first * length)} tokens on" for first, size in batch.batch_sizes)
@@ -258,7 +258,7 @@ def _pipeline(config: Config, mesh: Mesh, plan: BatchPlan, split: LayerSplit) ->
 
 
 def _memory(config: Config, topology: Topology) -> list[Row]:
-    """Of the stage that needs the most."""
+    """The rows of memory expected of the stage that needs the most."""
     job = Job(config, topology.mesh, topology.device.type)
     stages = memory_of_stages(job)
     worst = max(range(len(stages)), key=lambda stage: stages[stage].allocated)

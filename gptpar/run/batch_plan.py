@@ -27,25 +27,25 @@ class BatchPlan:
 
     @staticmethod
     def of(batch: BatchConfig, done: Progress | None = None) -> BatchPlan:
-        """From a resolved configuration.
+        """Plan from a resolved configuration.
 
         Args:
             done: where the run goes on; its batches so far may have had another size.
         """
         done = done or Progress()
-        plan = BatchPlan.as_told(batch, done)
+        plan = BatchPlan.as_configured(batch, done)
         if batch.train_minutes is None or done.fitted_iters is None:
             return plan
         return plan.ending_at(done.fitted_iters, done)
 
     @staticmethod
-    def as_told(batch: BatchConfig, done: Progress) -> BatchPlan:
-        """Without regard to ``--train-minutes``: the order of the samples depends on no machine's speed."""
+    def as_configured(batch: BatchConfig, done: Progress) -> BatchPlan:
+        """Plan without ``--train-minutes``: the order of the samples depends on no machine's speed."""
         total = run_samples(batch, done.iteration, done.consumed_samples)
         return BatchPlan(BatchSizes.of(batch), total, batch.train_iters, done)
 
     def ending_at(self, train_iters: int, done: Progress) -> BatchPlan:
-        """The same batches, at most ``train_iters`` steps in all; ``done`` says where the run is."""
+        """A plan of the same batches with at most ``train_iters`` steps in all; ``done`` says where the run is."""
         total = self.sizes.samples_after(train_iters - done.iteration, done.consumed_samples)
         return replace(self, train_iters=train_iters, train_samples=min(total, self.train_samples), done=done)
 

@@ -1,4 +1,4 @@
-"""What a run takes from the checkpoint at ``--load``: with ``--use-checkpoint-args`` its model and tokenizer.
+"""Takes flags from the checkpoint at ``--load``: with ``--use-checkpoint-args`` its model and tokenizer.
 
 Without that flag a run keeps the checkpoint's value of the few fields whose default has changed or follows from flags.
 So the same command goes on with the same loss.
@@ -51,7 +51,7 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
 
 
 def _stored(flags: Flags, load: str) -> StoredModel | None:
-    """What the checkpoint from which the run goes on says of its model; ``None``: there is none yet."""
+    """The model of the checkpoint from which the run goes on; ``None``: there is no checkpoint yet."""
     manifest = checkpoint_to_resume(flags)
     if manifest is None:
         return None
@@ -60,9 +60,9 @@ def _stored(flags: Flags, load: str) -> StoredModel | None:
 
 
 def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
-    """With the checkpoint's ``--softmax-over-padding``, ``--mlp-activation`` and tokenizer, where they are not typed.
+    """Fill in the checkpoint's ``--softmax-over-padding``, ``--mlp-activation`` and tokenizer, unless they are typed.
 
-    What is wrong with the checkpoint is told later, with all other problems.
+    Problems of the checkpoint are reported later, with all others.
     """
     c = parsed.flags.checkpoint
     if c.load is None:
@@ -79,7 +79,7 @@ def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
 
 
 def _with_tokenizer(parsed: ParsedFlags, stored: StoredModel) -> ParsedFlags:
-    """With the checkpoint's tokenizer, or what is wrong with it, where the command line says nothing of one."""
+    """Fill in the checkpoint's tokenizer, or its problem, where the command line says nothing of a tokenizer."""
     if parsed.flags.tokenizer != TokenizerConfig():
         return parsed
     try:
@@ -92,7 +92,7 @@ def _with_tokenizer(parsed: ParsedFlags, stored: StoredModel) -> ParsedFlags:
 
 
 def _keeping(parsed: ParsedFlags, kept: dict[str, object], load: str) -> ParsedFlags:
-    """With the fields' kept values, unless they are typed."""
+    """Fill in the kept values of fields, unless they are typed."""
     flags, derived = parsed.flags, parsed.derived
     for name, value in kept.items():
         if f"model.{name}" not in parsed.given and value != getattr(flags.model, name):

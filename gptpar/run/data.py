@@ -26,7 +26,7 @@ Loaders = dict[str, BatchLoader | None]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What training needs to know of the tokenizer.
+    """The tokenizer as training needs it.
 
     Attributes:
         size: number of token ids.
@@ -137,7 +137,7 @@ def make_loaders(
 
 
 def documents_line(config: Config, device_type: str, documents: Documents) -> str:
-    """How documents are kept apart, and what is known of them."""
+    """The banner's line on documents: how they are kept apart, and their lengths as far as known."""
     kernel = document_kernel(config.model, device_type, DTYPES[config.precision.dtype])
     if not documents.room:
         where = "no document ends inside the samples that were looked at: attention sees whole samples"
@@ -163,13 +163,13 @@ def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: 
 
 
 def _samples_needed(plan: BatchPlan) -> int:
-    """Samples of all global batches; a last one for which too few samples are left is not trained on."""
+    """Samples of all global batches; a last one with too few samples left is not trained on."""
     read = plan.done.consumed_samples
     return plan.sizes.samples_after(plan.sizes.steps_within(plan.train_samples, read), read)
 
 
 def _evaluation_order(split: str, there: int, wanted: int, say: Callable[[str], None]) -> SampleOrder:
-    """In order, so that the numbers of one evaluation are comparable with those of the next."""
+    """The order of evaluation samples: that of the file, so that evaluations are comparable with each other."""
     if there >= wanted:
         return make_order("single", there)
     say(
@@ -180,7 +180,7 @@ def _evaluation_order(split: str, there: int, wanted: int, say: Callable[[str], 
 
 
 def data_order(config: Config, data_parallel_size: int) -> dict[str, Any]:
-    """What the order of the training samples depends on, beside the samples; kept in checkpoints."""
+    """The facts, beside the samples, that determine the order of the training samples; checkpoints keep them."""
     data = config.data
     order: dict[str, Any] = {"dataloader_type": data.dataloader_type}
     if data.dataloader_type == "cyclic":
@@ -191,7 +191,7 @@ def data_order(config: Config, data_parallel_size: int) -> dict[str, Any]:
 
 
 def other_order(saved: dict[str, Any] | None, there: DataFlags, here: dict[str, Any]) -> list[str]:
-    """What differs of the order of the training samples beside ``--dataloader-type``, which is compared elsewhere.
+    """Differences in the order of the training samples, except ``--dataloader-type``, which is compared elsewhere.
 
     Going on in another order would repeat some samples and leave out others.
 

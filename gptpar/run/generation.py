@@ -86,7 +86,7 @@ def load_stages(
 
 
 def newest_model(folder: Path, iteration: int | None = None) -> StoredModel:
-    """What the checkpoint that :func:`load_stages` tries first says of its model; no tensor is read.
+    """The model of the checkpoint that :func:`load_stages` tries first; no tensor is read.
 
     Raises:
         CheckpointError: none that can be read.
@@ -112,7 +112,7 @@ def _candidates(folder: Path, iteration: int | None) -> list[Path]:
 
 
 def _first(folder: Path, iteration: int | None, use: Callable[[Path], T]) -> T:
-    """What ``use`` makes of the newest checkpoint that it accepts."""
+    """The result of ``use`` on the newest checkpoint that it accepts."""
     problems: list[str] = []
     if (found := first_usable(_candidates(folder, iteration), use, problems)) is None:
         raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))

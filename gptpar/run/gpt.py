@@ -125,7 +125,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:
-    """How the engine keeps and moves numbers.
+    """The engine's number formats, sums and recording for a run.
 
     Raises:
         ConfigError: a graph is asked for, and experts on this GPU are multiplied by counts that the host reads.
@@ -152,7 +152,7 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
 
 
 def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
-    """This process's place on the tensor axis."""
+    """Place this process on the tensor axis."""
     group, parallel = topology.group(TENSOR), config.parallel
     fused = parallel.tp_comm_overlap and group is not None and symmetric_memory_works(group)
     return TensorAxis(topology.mesh.tensor, topology.position(TENSOR), group, parallel.sequence_parallel, fused)

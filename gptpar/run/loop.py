@@ -140,7 +140,7 @@ class Run:
         )
 
     def _position(self, coming: int = 0) -> float:
-        """Where the schedules are, in their unit; ``coming``: samples of the step under way, as if it will count."""
+        """The position in the schedules, in their unit; ``coming``: samples of the step under way, as if it counts."""
         in_samples = self.progress.scheduled_samples + coming
         return in_samples * (self.config.model.seq_length if self.trainer.schedule.in_tokens else 1)
 
@@ -216,8 +216,8 @@ class Run:
         self.progress.fitted_iters, sentence = length.decide(taken, seconds, left)
         if abs(self.progress.fitted_iters - before) > before / 20:  # the lines of iterations show small changes
             self.say(f" > {sentence}")
-        told = BatchPlan.as_told(self.config.batch, self.progress)
-        self.plan = told.ending_at(self.progress.fitted_iters, self.progress)
+        configured = BatchPlan.as_configured(self.config.batch, self.progress)
+        self.plan = configured.ending_at(self.progress.fitted_iters, self.progress)
         self.reporter.follow(self.plan)
         self.trainer.schedule = schedule = make_schedule(self.config, self.plan.train_samples)
         if schedule.warmup + schedule.wsd_tail >= schedule.total:
@@ -234,7 +234,7 @@ class Run:
         return norm, zeros
 
     def _cpu_optimizer_times(self) -> CpuOptimizerTimes | None:
-        """Of the time since the last call."""
+        """The CPU optimizer's times since the last call."""
         host = self.trainer.host
         if host is None:
             return None
@@ -275,7 +275,7 @@ class Run:
         return due or any(self._is_multiple(one) for one in intervals)
 
     def _mirror_is_due(self) -> bool:
-        """Not at the end, where the state is saved: a restart would find nothing left to do, and not save it."""
+        """Whether the state is to be copied; not at the end, where it is saved: a restart would not save it."""
         due = self.mirror is not None and self.mirror.is_due(self.progress.iteration)
         return due and not self.plan.finished(self.progress)
 

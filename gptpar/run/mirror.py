@@ -86,7 +86,7 @@ class Mirror:
         return sum(sizes[rank] for rank in ranks)
 
     def _require_room(self, sizes: list[int], loaded: list[set[int]]) -> None:
-        """Of this machine.
+        """Require room on this machine.
 
         Args:
             sizes: bytes of each rank's file.
@@ -191,7 +191,7 @@ def _own_folder(interval: int, checkpoint: CheckpointConfig) -> Path:
 
 
 def _name_of(folder: Path) -> str:
-    """The same for all processes that see this folder, and for no others."""
+    """A name that is the same for all processes that see this folder, and for no others."""
     with suppress(FileExistsError):
         (folder / NAME).symlink_to(secrets.token_hex(16))
     return os.readlink(folder / NAME)

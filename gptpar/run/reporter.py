@@ -88,7 +88,7 @@ class Reporter:
         self.plan, self._num_iterations = plan, plan.num_iterations()
 
     def restart_clock(self) -> None:
-        """What happened since the last step (an evaluation, a save) is nobody's step time."""
+        """Leave the time since the last step (an evaluation, a save) out of the step times."""
         self._since = TimingEvent(self.device)
 
     def step(self, numbers: StepNumbers, progress: Progress) -> None:

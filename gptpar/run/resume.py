@@ -43,7 +43,7 @@ _NEW_WEIGHTS = ", or leave --load out and choose another --save to start with ne
 
 
 def folder_problems(config: CheckpointConfig) -> Iterator[str]:
-    """What ``--load`` and ``--save`` hold that this run neither goes on from nor may write beside."""
+    """Problems of the contents of ``--load`` and ``--save``: this run neither goes on from them nor may write there."""
     load, save = config.load, config.save
     if load and (problem := why_not_to_load(load, _NEW_WEIGHTS)):
         yield problem
@@ -67,9 +67,9 @@ def goes_on(config: CheckpointConfig) -> bool:
 
 
 def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
-    """Where the newest whole checkpoint is looked for: ``--load``, and if the run itself goes on, its other folders.
+    """The folders to search for the newest whole checkpoint: ``--load``, and if the run itself goes on, its others.
 
-    These are ``--save-local``, and this machine's copies in memory, of which a first start finds none.
+    These are ``--save-local``, and this machine's copies in memory; a first start finds no copies.
     """
     c, folder = config.checkpoint, folder_to_load(config, load)
     if not goes_on(c) or c.begins_anew:
@@ -88,7 +88,7 @@ def refuse_foreign_folders(config: Config) -> None:
 
 
 def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
-    """What the checkpoint that ``--load`` (and ``--ckpt-step``) mean says of itself; ``None`` for a fresh start.
+    """The manifest of the checkpoint that ``--load`` (and ``--ckpt-step``) mean; ``None`` for a fresh start.
 
     Raises:
         CheckpointError: there is none although one is required, or none whose manifest can be read.
@@ -112,7 +112,7 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
 
 
 def instead_of(found: Sequence[tuple[int, Path]]) -> str:
-    """What to give in place of a folder, or an iteration, whose checkpoint cannot be read.
+    """Advice: the flags to give in place of a folder, or an iteration, whose checkpoint cannot be read.
 
     Args:
         found: (iteration, path) of the checkpoints that are there.
@@ -133,7 +133,7 @@ def folder_to_load(config: Config | Flags, load: str) -> Path:
 
 
 def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
-    """Where the run will go on, known before anything is built.
+    """The progress from which the run will go on, known before anything is built.
 
     Raises:
         CheckpointError: the checkpoint is of another run; with all that differs.

@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common: the flags, the corpora and the tokenizer.
+"""Lists what all processes of a run must have in common: the flags, the corpora and the tokenizer.
 
 A process with another learning rate or another seed trains on without an error, and its copies of the parameters become
 others. So the processes compare these things before the first step.

@@ -1,4 +1,4 @@
-"""The rule of each flag on resuming: whether a difference from the checkpoint is refused, told or allowed.
+"""The rule of each flag on resuming: whether a difference from the checkpoint is refused, reported or allowed.
 
 Layout, offload, recomputation and logging may differ: a checkpoint is one for all of them. What makes another model of
 the same weights, or another order of the samples, may not, unless the user says so.
@@ -26,11 +26,11 @@ Corpora = Mapping[str, list[dict[str, Any]]]
 
 
 class Rule(Enum):
-    """What a difference in a field means to a run that goes on."""
+    """The meaning of a field's difference to a run that goes on."""
 
     MODEL = auto()  # the same weights compute something else: refused, unless --finetune
     DATA = auto()  # the samples to come are others, or count otherwise: refused, unless --override-data or --finetune
-    TOLD = auto()  # people change it on purpose: told in one line
+    REPORTED = auto()  # people change it on purpose: one line reports it
     ELSEWHERE = auto()  # part of the schedule, or of the corpora's or tokenizer's identity, which are compared whole
     FREE = auto()  # how the same is computed, for how long, or what is shown of it; or only ever read at a fresh start
 
@@ -59,7 +59,7 @@ _BY_RULE = {
         "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed "
         "data.calculate_per_token_loss"
     ),
-    Rule.TOLD: (
+    Rule.REPORTED: (
         "model.attention_dropout model.hidden_dropout model.z_loss_weight model.moe_router_bias_update_rate "
         "model.moe_router_load_balancing_type model.moe_aux_loss_coeff model.moe_z_loss_coeff "
         "model.moe_expert_capacity_factor model.moe_token_drop_policy batch.micro_batch_size "
@@ -95,7 +95,7 @@ _BY_RULE = {
 }
 RULES: dict[str, Rule] = {
     **{name: rule for rule, names in _BY_RULE.items() for name in names.split()},
-    **{f"optimizer.{flag}": Rule.TOLD for one in OPTIMIZERS.values() for flag in one.flags},
+    **{f"optimizer.{flag}": Rule.REPORTED for one in OPTIMIZERS.values() for flag in one.flags},
 }
 """``section.field`` -> rule, for each field of each section that is not free as a whole."""
 
@@ -105,13 +105,13 @@ _FOLLOWS_FROM = {
     "model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of",
     "model.softmax_vocab_size": "--softmax-over-padding: token ids in the softmax",
 }
-"""What is told in place of a flag where a field has none."""
+"""Names of fields without a flag, for messages."""
 
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 COMPARED = frozenset(
     [
-        *(name for name, rule in RULES.items() if rule in (Rule.MODEL, Rule.DATA, Rule.TOLD)),
+        *(name for name, rule in RULES.items() if rule in (Rule.MODEL, Rule.DATA, Rule.REPORTED)),
         *(f"data.{name}" for name in DATA_PATHS),
     ]
 )
@@ -122,7 +122,7 @@ def _is_scaled_by(name: str, config: Flags | Config) -> bool:
     return config.model.rope_scaling_type in SCALED_BY[name]
 
 
-# Where a field has no effect it may differ; a difference of the other field is told.
+# Where a field has no effect it may differ; a difference of the other field is reported.
 _MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
     "model.max_position_embeddings": lambda c: c.model.position_embedding_type == "learned_absolute",
     "model.rotary_base": lambda c: c.model.position_embedding_type == "rope",
@@ -149,7 +149,7 @@ def corpora_of(data: DataConfig) -> Corpora:
 
 
 def corpora_named(data: DataFlags) -> Corpora:
-    """As much of it as a configuration alone says: prefixes and weights."""
+    """The corpora as far as a configuration alone says: prefixes and weights."""
     return {name: blend_of(paths) for name in DATA_PATHS if (paths := getattr(data, name))}
 
 
@@ -168,7 +168,7 @@ def differing(rule: Rule, there: Flags | Config, here: Config, known: frozenset[
 
 
 def other_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
-    """What tells the corpora of training apart; where they lie does not matter. Neither may be mock data."""
+    """Differences of two runs' training corpora, wherever the files lie. Neither may be mock data."""
     (former_flag, former), (flag, found) = _training(there), _training(here)
     if len(former) != len(found):
         yield f"{former_flag} {len(former)} corpora there, {flag} {len(found)} here"
@@ -204,7 +204,7 @@ def reshuffled(config: Config, corpora: Corpora, samples_there: float, samples_h
 
 
 def other_evaluation(there: Flags, corpora_there: Corpora, here: Config, corpora_here: Corpora) -> Iterator[str]:
-    """What makes losses of evaluations not comparable with those before."""
+    """Differences after which losses of evaluations are not comparable with those before."""
     for name in ("valid_data_path", "test_data_path"):
         old, new = ([_identity(corpus) for corpus in found.get(name, [])] for found in (corpora_there, corpora_here))
         if old and new and old != new:

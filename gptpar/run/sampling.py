@@ -14,7 +14,7 @@ from gptpar.pipeline.stage import Stage
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """The rule by which tokens are chosen.
 
     Attributes:
         num_tokens: the most tokens that are added to a prompt.
@@ -77,7 +77,7 @@ class Continuation:
 
 
 def make_texts(prompts: Sequence[Sequence[int]], how: Sampling) -> list[Continuation]:
-    """The texts that :func:`continue_texts` takes, each with a generator of its own."""
+    """Make texts that :func:`continue_texts` continues, of encoded prompts."""
     return [Continuation(list(prompt), torch.Generator().manual_seed(how.seed)) for prompt in prompts]
 
 
@@ -121,7 +121,7 @@ class _Decoder:
         return [together[number] if number in fits else self._whole(texts[number].tokens, None) for number in alive]
 
     def _whole(self, tokens: Sequence[int], row: int | None) -> torch.Tensor:
-        """The logits after all tokens of a context; they begin a row of the cache, if there is one for them."""
+        """Logits after all tokens of a context, which begin a row of the cache, if there is one for them."""
         self.place.rows = None if row is None else slice(row, row + 1)
         self.place.positions_BS = None
         return self._forward(torch.tensor([tokens[-self.context :]]))[-1]

@@ -1,4 +1,4 @@
-"""What a checkpoint of a GPT's run holds: tensors by name, and what it says of the run (``stored`` reads that)."""
+"""Lists the contents of a GPT run's checkpoint: tensors by name, and facts about the run (``stored`` reads them)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint_tensors(
 
 
 def tensors_to_save(trainer: Trainer, only: Only | None = None) -> dict[str, TensorParts]:
-    """What a checkpoint of the run has, in the order in which steps overwrite it: all of one parameter, then the next.
+    """A checkpoint's tensors in the order in which steps overwrite them: all of one parameter, then the next.
 
     Args:
         only: see :meth:`~gptpar.engine.master_optimizer.MasterOptimizer.state_tensors`.
@@ -44,7 +44,7 @@ def kinds_to_save(trainer: Trainer) -> Collection[str]:
 
 
 def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
-    """What a checkpoint says of its run beside the tensors; ``stored_run`` reads it."""
+    """Facts about the run, which a checkpoint keeps beside the tensors; ``stored_run`` reads them."""
     return {
         "progress": dataclasses.asdict(progress),
         "optimizer_steps": trainer.engine.optimizer.steps_taken,

@@ -46,7 +46,7 @@ class Target:
         permit: see ``save_checkpoint``.
         ring: of the machines, where each has this folder for itself.
         saved_at: the last iteration that was saved here, or is being saved.
-        in_memory: its files take the host's memory, and its saves are not told.
+        in_memory: its files take the host's memory, and its saves are not reported.
         is_late: whether the processes agreed that its minutes are over.
     """
 
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def files_in_memory(self) -> int:
-        """How many processes' files a save brings into the host's memory, for each process: its own, a neighbour's."""
+        """Number of processes' files in the host's memory for each process during a save: its own, a neighbour's."""
         return self.in_memory + (self.ring is not None and not self.ring.is_alone)
 
     def minutes_are_over(self) -> bool:
@@ -101,7 +101,7 @@ def targets_of(config: CheckpointConfig) -> list[Target]:
 class Saving:
     """Saves a run's state while training goes on; every process has one and calls the same methods in the same order.
 
-    One save is under way at a time. One that fails is told, and the next one tries again (:class:`Saver`).
+    One save is under way at a time. A failed save is reported, and the next one tries again (:class:`Saver`).
 
     Args:
         trainer, inputs: what is saved.
@@ -151,7 +151,7 @@ class Saving:
             self._saver.prepare(tensors_to_save(self._trainer).values())
 
     def votes(self) -> list[bool]:
-        """For each target, whether its minutes are over by the main process's clock."""
+        """Whether each target's minutes are over by the main process's clock."""
         is_main = self._trainer.topology.is_main
         return [is_main and target.minutes_are_over() for target in self.targets]
 
@@ -273,11 +273,11 @@ class Saving:
         self._wait_for_export()
 
     def abandon(self) -> None:
-        """The same after an error, when other processes may be gone: errors of the save and its export are ignored."""
+        """Close after an error, when other processes may be gone: errors of the save and its export are ignored."""
         with suppress(Exception):
             patience = 60 * self._trainer.config.parallel.distributed_timeout_minutes
-            if (told := self._saver.abandon(patience)) is not None:
-                self._say(f"WARNING: {told}")
+            if (lost := self._saver.abandon(patience)) is not None:
+                self._say(f"WARNING: {lost}")
         if self._exports is not None:
             self._exports.finish()
 

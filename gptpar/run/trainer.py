@@ -96,6 +96,7 @@ class Trainer:
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
+        self._num_copies, self._data_position = topology.mesh.size(*COPIES), topology.position(DATA)
         health = config.health
         self.skip_step = make_skip_step(health.skip_step_sigma, health.skip_step_window, topology.device)
         self._readings = partial(Readings, timeout_s=60 * config.parallel.distributed_timeout_minutes)
@@ -141,11 +142,12 @@ class Trainer:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
         batches = self._own(batches)
-        self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self.topology.mesh.size(*COPIES)))
+        self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self._num_copies))
         self._iteration = iteration
         self._note("forward and backward")
-        if self._divisor is not None:
-            self._count_tokens(self._divisor, batches)
+        if self._divisor is not None:  # the mean of all micro-batches' losses is that of all tokens that count in them
+            self._divisor.fill_(sum(batch.num_counted for batch in batches))
+            self.topology.sum_over_copies(self._divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
         if self._measures_layers(iteration + 1):
             with torch.no_grad():
                 self._norms_of_outputs = self.layer_norms.of_outputs(lambda: self._losses(batches))
@@ -165,17 +167,12 @@ class Trainer:
     def _note(self, what: str) -> None:
         self.activity.note(f"iteration {self._iteration + 1}, {what}")
 
-    def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
-        """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
-        divisor.fill_(sum(batch.num_counted for batch in batches))
-        self.topology.sum_over_copies(divisor).clamp_(min=1).div_(len(batches) * self.topology.mesh.size(*COPIES))
-
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
         fields = {**fields, **self.experts.fields(tokens.numel())}
         if not self._layers_with_dropout:
             return tokens, fields
-        place = number * self.topology.mesh.data + self.topology.position(DATA)
+        place = number * self.topology.mesh.data + self._data_position
         device, rows = self.topology.device, None
         if self._split.size > 1:
             rows = self._rows.get(len(tokens))
@@ -239,7 +236,7 @@ class Trainer:
         return interval is not None and iteration % interval == 0
 
     def _norms_of_layers(self, squares: Readings, scale: float, old: OldWeights) -> dict[str, Norms]:
-        """Of the step just launched, for which this waits."""
+        """Norms of the step just launched; waits for the step."""
         return {
             ACTIVATION: self._norms_of_outputs,
             GRADIENT: self.layer_norms.of_gradients(squares.read(), scale),
@@ -247,16 +244,16 @@ class Trainer:
         }
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """What this process adds to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
-        return loss.double() / self.topology.mesh.size(*COPIES, TENSOR)
+        """This process's addend to the mean loss: the last stage's tensor ranks all have the loss, others zero."""
+        return loss.double() / (self._num_copies * self.topology.mesh.tensor)
 
     def _auxiliary_addends(self) -> list[torch.Tensor]:
-        """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
-        count = self.topology.mesh.size(*COPIES, TENSOR)
+        """This process's addends to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
+        count = self._num_copies * self.topology.mesh.tensor
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
 
     def _expert_addends(self) -> list[torch.Tensor]:
-        """What this process adds to numbers about the loads of experts, which all processes know."""
+        """This process's addends to numbers about the loads of experts, which all processes know."""
         sum_over_all, mesh = self.topology.sum_over_all, self.topology.mesh
         numbers = self.experts.count(sum_over_all, counts=self.topology.position(TENSOR) == 0)
         return [number / mesh.world_size for number in numbers]

@@ -31,6 +31,6 @@ class Votes:
 
     @classmethod
     def of(cls, total: float) -> Self:
-        """From the sum over all processes."""
+        """Read the votes from their sum over all processes."""
         counts = [int(total) // _EACH**place % _EACH for place in range(1 + MAX_TARGETS)]
         return cls(counts[0] > 0, tuple(count > 0 for count in counts[1:]))

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from gptpar.errors import ConfigError, GptparError, ProblemsError
 
-MAX_TOLD = 10
-"""Differences that are told; the others are counted."""
+MAX_LISTED = 10
+"""Differences that are listed; further ones are counted."""
 
 
 @contextmanager
 def all_or_none(world: int) -> Iterator[None]:
-    """If one process raises inside the block, all raise, with its rank, since they would wait for it.
+    """Raise on all processes if one raises inside the block, with its rank, since the others would wait for it.
 
     There must be no collectives inside.
     """
@@ -38,8 +38,8 @@ def all_or_none(world: int) -> Iterator[None]:
     if mine is not None and all(error == everyone[first] for error in everyone):
         raise mine
     kind, texts = cast(Any, everyone[first])
-    told = [f"rank {first}: {text}" for text in texts]
-    raise kind(told if issubclass(kind, ProblemsError) else told[0]) from mine
+    sentences = [f"rank {first}: {text}" for text in texts]
+    raise kind(sentences if issubclass(kind, ProblemsError) else sentences[0]) from mine
 
 
 def _plain(error: Exception | None) -> tuple[type[GptparError], list[str]] | None:
@@ -81,11 +81,11 @@ def require_same(
         for place, (_, said) in zip(places, everyone, strict=True):
             who.setdefault(said.get(name, "missing"), []).append(place)
         if len(who) > 1:
-            told = " and ".join(f"{value} on {_machines(where)}" for value, where in who.items())
-            problems.append(f"{name} is {told}: {remedy}")
-    left = len(problems) - MAX_TOLD
+            values = " and ".join(f"{value} on {_machines(where)}" for value, where in who.items())
+            problems.append(f"{name} is {values}: {remedy}")
+    left = len(problems) - MAX_LISTED
     more = [f"{left} further differences are not listed: {remedy}"] if left > 0 else []
-    raise error([*problems[:MAX_TOLD], *more])
+    raise error([*problems[:MAX_LISTED], *more])
 
 
 def _of_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -99,5 +99,5 @@ def _machines(places: list[tuple[int, str]]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, host in places:
         ranks.setdefault(host, []).append(str(rank))
-    told = [f"{host} (rank{'s' if len(its) > 1 else ''} {', '.join(its)})" for host, its in ranks.items()]
-    return ", ".join(told[:3]) + (f" and {len(told) - 3} more machines" if len(told) > 3 else "")
+    machines = [f"{host} (rank{'s' if len(its) > 1 else ''} {', '.join(its)})" for host, its in ranks.items()]
+    return ", ".join(machines[:3]) + (f" and {len(machines) - 3} more machines" if len(machines) > 3 else "")

@@ -124,7 +124,7 @@ class Topology:
 
     @property
     def votes_device(self) -> torch.device:
-        """Where processes sum numbers for a decision: the host, unless the caller's group takes GPU tensors alone."""
+        """The device of sums for a decision: the host, unless the caller's group takes GPU tensors alone."""
         takes_host = self.mesh.world_size == 1 or "cpu:" in dist.get_backend_config()
         return torch.device("cpu") if takes_host else self.device
 

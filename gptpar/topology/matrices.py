@@ -69,13 +69,13 @@ class Interleaved(Matrices):
 
     @property
     def heads(self) -> Stacked:
-        """The same parameter with one matrix a head."""
+        """This parameter with one matrix a head."""
         return Stacked(self.head)
 
 
 @dataclass(frozen=True)
 class Stacked(Matrices):
-    """Dim 0 of a parameter [rows, columns] is a row of matrices of so many rows."""
+    """Matrices stacked along dim 0 of a parameter [all rows, columns], each with this number of ``rows``."""
 
     rows: int
 

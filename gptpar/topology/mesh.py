@@ -27,8 +27,8 @@ EXPERTS_OF_CONTEXT, REST_OF_CONTEXT = "experts_of_context", "rest_of_context"
 EXPERTS_OF_DATA, REST_OF_DATA = "experts_of_data", "rest_of_data"
 
 ROWS = (TENSOR, EXPERTS_OF_CONTEXT, REST_OF_CONTEXT, EXPERTS_OF_DATA, REST_OF_DATA, PIPELINE)
-"""How ranks are numbered, the fastest axis first: a tensor group, whose ranks exchange most, has neighbouring ranks and
-thus one machine."""
+"""The order in which ranks are numbered, the fastest row first: a tensor group, whose ranks exchange most, has
+neighbouring ranks and thus one machine."""
 PARTS = {
     CONTEXT: (EXPERTS_OF_CONTEXT, REST_OF_CONTEXT),
     DATA: (EXPERTS_OF_DATA, REST_OF_DATA),
@@ -110,7 +110,7 @@ class Mesh:
         return list(found.values())
 
     def describe(self) -> str:
-        """For example ``dp2 x tp2 x pp1``."""
+        """The sizes of the axes, for example ``dp2 x tp2 x pp1``."""
         expert = f" x ep{self.expert}" if self.expert > 1 else ""
         context = f" x cp{self.context}" if self.context > 1 else ""
         return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}{context}{expert}"

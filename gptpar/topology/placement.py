@@ -99,12 +99,12 @@ class Placement:
 
 
 REPLICATED = Placement()
-"""Of a parameter that every rank has whole and applies to the same data, so that gradients are complete."""
+"""The placement of a parameter that every rank has whole and applies to the same data: its gradient is complete."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layer declares of one of its parameters; its initial values and its placement are needed."""
+    """A layer's declaration of one of its parameters; initial values and placement are required."""
 
     init: Init | None = None
     placement: Placement | None = None

@@ -61,7 +61,7 @@ def whole(tensor: torch.Tensor) -> TensorParts:
 
 
 def as_parts(tensor: torch.Tensor | TensorParts) -> TensorParts:
-    """The same as :class:`TensorParts`: a plain tensor is held whole."""
+    """A tensor as :class:`TensorParts`: a plain tensor is held whole."""
     return whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -46,7 +46,7 @@ def world_from_environment() -> tuple[int, int, int]:
 
 
 def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[str]:
-    """What is wrong with the variables that tell a process its rank.
+    """Problems of the variables that tell a process its rank.
 
     Args:
         num_gpus: number of GPUs that this process sees.
@@ -67,7 +67,7 @@ def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[
 
 
 def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Iterator[str]:
-    """What is wrong with the variables that a process needs to meet the others."""
+    """Problems of the variables that a process needs to meet the others."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         yield f"{' and '.join(missing)} not set: the address at which the processes meet"
     elif not environment["MASTER_PORT"].isdecimal():

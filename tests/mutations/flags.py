@@ -12,7 +12,7 @@ FLAGS = [
     Mutation(
         "file-wins-over-command-line",
         "gptpar/config/flags.py",
-        "    parsed.from_config = file.values.keys() - from_words\n",
+        "    parsed.from_config = file.values.keys() - typed\n",
         "    parsed.from_config = set(file.values)\n",
         (RUN_FILE,),
     ),

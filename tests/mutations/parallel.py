@@ -157,8 +157,9 @@ PARALLEL = [
     Mutation(
         "activation-forgotten-before-it-is-sent",
         "gptpar/pipeline/runtime.py",
-        'self._leaving["activation", micro_batch, virtual_stage] = y.detach()\n            _forget_values(y)',
-        '_forget_values(y)\n            self._leaving["activation", micro_batch, virtual_stage] = y.detach()',
+        'self._leaving["activation", micro_batch, virtual_stage] = y.detach()',
+        "y.data = y.new_empty(1).expand(y.shape)\n"
+        '            self._leaving["activation", micro_batch, virtual_stage] = y.detach()',
         (f"{STAGES}[2-2-options0]",),
     ),
     Mutation(

@@ -96,7 +96,7 @@ STATE = [
     Mutation(
         "dropout-seed-without-the-data-rank",
         "gptpar/run/trainer.py",
-        "place = number * self.topology.mesh.data + self.topology.position(DATA)",
+        "place = number * self.topology.mesh.data + self._data_position",
         "place = number * self.topology.mesh.data",
         ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
     ),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import gptpar
 from gptpar.errors import ConfigError, GptparError, ModelError
 from gptpar.topology import world
-from gptpar.topology.agreement import MAX_TOLD, require_same
+from gptpar.topology.agreement import MAX_LISTED, require_same
 from tests.spawn import spawn
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -24,7 +24,7 @@ def _told(error: pytest.ExceptionInfo[GptparError]) -> list[str]:
 
 def _facts(rank: int) -> list[list[str]]:
     told = []
-    for facts in ({"--lr": "1" if rank < 2 else "2", "a": "3"}, {str(k): f"{k} {rank}" for k in range(MAX_TOLD + 2)}):
+    for facts in ({"--lr": "1" if rank < 2 else "2", "a": "3"}, {str(k): f"{k} {rank}" for k in range(MAX_LISTED + 2)}):
         with pytest.raises(ConfigError) as error:
             require_same(facts, "mend it.")
         told.append(_told(error))
@@ -41,7 +41,7 @@ def test_each_difference_is_told_by_all_with_machine_and_ranks(monkeypatch: pyte
     everyone = spawn(_facts, 3)
     assert everyone[0] == everyone[1] == everyone[2]
     assert everyone[0][0] == [f"--lr is 1 on {host} (ranks 0, 1) and 2 on {host} (rank 2): mend it."]
-    assert len(everyone[0][1]) == MAX_TOLD + 1 and everyone[0][1][-1].startswith("2 further differences")
+    assert len(everyone[0][1]) == MAX_LISTED + 1 and everyone[0][1][-1].startswith("2 further differences")
 
 
 def _engines(rank: int) -> list[list[str]]:

@@ -19,12 +19,8 @@ def main(argv: list[str]) -> int:
         return module.main(argv)
     parsed = measure.parse(argv, sweep_flags)
     if not parsed.rest.sweep:
-        unused = [name for name, value in vars(parsed.rest).items() if _belongs_to_sweep(name, value)]
+        given = [name for name, value in vars(parsed.rest).items() if value is not None]
+        unused = [name for name in given if name.startswith("sweep_") or name in ("png", "json_lines")]
         parsed.problems += [f"{flag_name(name)} needs --sweep." for name in unused]
         return measure.measure(parsed, argv)
     return sweep(parsed, shared_words(argv), run_command)
-
-
-def _belongs_to_sweep(name: str, value: object) -> bool:
-    """Whether a flag was given that has no meaning without ``--sweep``."""
-    return value is not None and (name.startswith("sweep_") or name in ("png", "json_lines"))

@@ -46,7 +46,7 @@ class Combination:
 
     @cached_property
     def cells(self) -> dict[str, str]:
-        """Its place in the table, by the names of the columns."""
+        """The combination's entries in the table, by the names of the columns."""
         flags = self.typed
         return {
             "layout": self.mesh.describe(),

@@ -90,7 +90,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is checked.
+    """The chosen model, variants and layouts.
 
     Attributes:
         cases: combinations, each with its configuration.

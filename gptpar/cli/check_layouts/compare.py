@@ -13,7 +13,7 @@ TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 
 
 ROUND_OFF = 64 * torch.finfo(torch.float64).eps
-"""Of the largest gradient."""
+"""Largest difference of a gradient by rounding, as a fraction of the largest gradient."""
 
 
 class Comparison:

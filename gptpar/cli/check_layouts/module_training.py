@@ -128,7 +128,7 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
 
 
 def train_case(check: ModuleCheck, case: Option) -> Outcome:
-    """With ``gptpar.initialize``; all processes call it, and the main one has the outcome."""
+    """Train with ``gptpar.initialize``; all processes call this, and the main one has the outcome."""
     user = check.made()
     engine, *_ = initialize(model=user.module, config=_config(check, case))
     trained = {name: p for name, p in user.module.named_parameters() if p.requires_grad}

@@ -20,7 +20,7 @@ from gptpar.reporting.console import format_duration
 from gptpar.topology.mesh import Mesh
 
 CPU_MAX_STEPS = 2000
-"""On a CPU the minutes end a run; this many steps of data are prepared."""
+"""Steps for which data are prepared on a CPU, where the minutes end a run."""
 WHOLE_COMMAND_MINUTES = 12.0
 CLOSING_MINUTES = 0.6
 """Starting the training, the evaluations, the sample and the picture, on a machine that does nothing else."""
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What teaches a model something in little time on a CPU, measured on Python's library with 128 tokens a step.
+    """Settings that teach a model much in little time on a CPU, measured on Python's library with 128 tokens a step.
 
     Attributes:
         steps: with which the last tenth of the losses was 0.3 nats below the unigram entropy.
@@ -73,7 +73,7 @@ class Course:
 
 
 LESSONS = tuple(Lesson(preset, *row) for preset, row in _CHOICES["lessons"].items())
-"""From the largest model to the smallest."""
+"""A lesson for each preset, from the largest model to the smallest."""
 
 
 def vocabulary_for(machine: Machine, *, own_text: bool) -> Choice:

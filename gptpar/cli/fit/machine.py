@@ -51,7 +51,7 @@ def matmul_rate(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """What steps of training on a CPU take now, beside whatever else runs there.
+    """The duration of training steps on a CPU now, beside whatever else runs there.
 
     Attributes:
         seconds_a_parameter: of a step of :data:`CPU_STEP`, which takes time in proportion to the model's parameters.

@@ -89,7 +89,7 @@ class Text:
         return LIBRARY_BYTES if self.source == LIBRARY else sum(file.size for file in self.files)
 
     def difference(self, now: Text) -> str | None:
-        """How another command's text differs from this one, or ``None``; the files' times do not count."""
+        """The difference of another command's text from this one, or ``None``; the files' times do not count."""
         if (self.source, self.flags) != (now.source, now.flags):
             return f"was made from {self.describe()}, and this command names {now.describe()}"
         then_, now_ = ({file.path: file.sha256 for file in text.files} for text in (self, now))
@@ -100,7 +100,7 @@ class Text:
         return f"was made from {self.describe()}, whose content has changed since ({changed[0]}{others})"
 
     def describe(self) -> str:
-        """For a sentence."""
+        """The text's source as a part of a sentence."""
         if self.source == COMMAND_LINE:
             return " ".join(self.flags)
         return LIBRARY if self.source == LIBRARY else f"DATA={self.source}"

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 ACTIVITIES = "gptpar-activity-"
-"""How the names of folders begin in which workers note what they are doing."""
+"""The beginning of the names of folders in which workers note what they are doing."""
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:

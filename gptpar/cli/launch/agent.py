@@ -21,16 +21,16 @@ from gptpar.system.processes import is_stopped
 from gptpar.system.restart import Restart, forget_final, is_final
 
 QUIET_SECONDS = 15.0
-"""How long the launcher waits for another machine before it says so."""
+"""Time for which the launcher waits for another machine before it says so."""
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Say what is waited for inside the block, if that takes long, and how long it took."""
-    began, told = time.monotonic(), threading.Event()
+    began, said = time.monotonic(), threading.Event()
 
     def say() -> None:
-        told.set()
+        said.set()
         tell(f"waiting for {what}")
 
     timer = threading.Timer(QUIET_SECONDS, say)
@@ -40,7 +40,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        if told.is_set():
+        if said.is_set():
             tell(f"waited {time.monotonic() - began:.0f} s")
 
 

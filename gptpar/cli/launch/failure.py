@@ -44,7 +44,7 @@ class Failure:
         return self.is_exit and before is not None and (self.code, self.doing) == (before.code, before.doing)
 
     def __str__(self) -> str:
-        """As a sentence without its full stop."""
+        """The failure as a sentence without its full stop."""
         return f"rank {self.rank} {self._what()}{self.remark}"
 
     def _what(self) -> str:

@@ -28,7 +28,7 @@ _OURS = {
 
 
 def keep_all(count: int) -> int:
-    """For a job that needs all its workers: as many go on as there were."""
+    """Let as many workers go on as there were: the job needs all of them."""
     return count
 
 

@@ -21,10 +21,10 @@ from gptpar.system.restart import MEMORY_VARIABLE, SHARES_NO_STORE, VARIABLE
 from gptpar.system.stop import Stopped
 
 READ_SECONDS = 900
-"""How long torchrun waits for an answer from the host of the rendezvous; Linux then gives the connection up."""
+"""Time for which torchrun waits for an answer from the rendezvous's host; Linux then gives the connection up."""
 
 JOIN_SECONDS = 1800
-"""How long torchrun waits for all machines: longer than a cut network, and the workers that time out because of it."""
+"""Time for which torchrun waits for all machines: longer than a cut network, and workers that time out by it."""
 
 
 def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -> Failure | None:
@@ -32,7 +32,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
 
     Args:
         folder: for the workers' records of activity.
-        memory: a folder in this machine's memory for the workers; ``None``: they get none.
+        memory: a folder in this machine's memory for the workers; ``None``: there is none.
 
     Raises:
         GptparError: the machines did not meet.
@@ -64,7 +64,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
     words.log_dir = words.log_dir or str(folder / "torchrun")
     try:
         agent = partial(Agent, folder=folder, failed=failures.append, rendezvous=rendezvous)
-        with _told_to_workers(folder, memory), patch.object(api, "LocalElasticAgent", agent):
+        with _variables_of_workers(folder, memory), patch.object(api, "LocalElasticAgent", agent):
             run(words)
     except ChildFailedError:
         return failures[-1]
@@ -95,8 +95,8 @@ def _conf_of(words: argparse.Namespace, where: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _told_to_workers(folder: Path, memory: Path | None) -> Iterator[None]:
-    """They inherit the environment."""
+def _variables_of_workers(folder: Path, memory: Path | None) -> Iterator[None]:
+    """Set variables in the environment, which workers inherit."""
     variables = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
     variables |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
     # In a store that outlives the workers the next ones would find the addresses of the dead.

@@ -28,7 +28,7 @@ def folder_in_memory(say: Callable[[str], None], root: Path = SHARED_MEMORY) -> 
 
     It is new, and removed at the end unless :func:`keep_copies` has been called; or the user names one, which stays.
     Folders of launchers that have ended are removed first. One that holds a copy of a state that is not on the disk yet
-    stays, and is told.
+    stays, and is reported.
     """
     given = os.environ.get(MEMORY_VARIABLE)
     remove_abandoned(root, PREFIX, say, but=given)

@@ -26,12 +26,12 @@ from gptpar.system.stop import AT_ONCE_SECONDS, SAME_REQUEST_SECONDS, Stopped, h
 
 PATIENCE_VARIABLE = "GPTPAR_STOP_SECONDS"
 PATIENCE_SECONDS = 1800.0
-"""How long workers that were asked to stop may show no sign of life: a note of what they do, bytes read or written.
+"""Time for which workers that were asked to stop may show no sign of life: a note, bytes read or written.
 
 A worker that waits for another ends by itself after --distributed-timeout-minutes."""
 
 START_SECONDS = 30.0
-"""The same for workers in their first start-up, which have nothing to save."""
+"""Time for which workers may be silent in their first start-up, in which they have nothing to save."""
 
 GRACE_SECONDS = 5.0
 """Beyond the time after which a worker ends itself."""
@@ -54,7 +54,7 @@ def patience() -> float:
 
 
 def tell(message: str) -> None:
-    """On stderr, if it is still there."""
+    """Print a message on stderr, if it is still there."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(message, file=sys.stderr, flush=True)
 

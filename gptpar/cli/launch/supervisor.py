@@ -41,6 +41,18 @@ END_SECONDS = 10.0
 class Supervisor:
     """Runs a job's workers to their end.
 
+    The state of an object; the relay's thread reads ``_running`` and ``holds``:
+
+    =============  =================================================================================================
+    ``_running``   rank -> process of the workers that have not ended
+    ``_groups``    process groups of all workers since the last :meth:`_end`: their helpers may outlive them
+    ``_count``     number of workers; a restart may go on with fewer
+    ``_restart``   the restarts so far, which workers find in their environment
+    ``_store``     the store of the workers' rendezvous, a new one for each start
+    ``_template``  the process from which workers are forked; ``None``: each starts an interpreter
+    ``_alive``     the time, on the monotonic clock, at which all workers still lived
+    =============  =================================================================================================
+
     Args:
         job: what to run.
         folder: for the workers' records of activity.
@@ -57,7 +69,7 @@ class Supervisor:
         self._groups: list[int] = []
         self._restart = Restart(limit=job.max_restarts)
         self._store: LocalStore | None = None
-        self._alive = 0.0  # on the monotonic clock: when all workers still lived
+        self._alive = 0.0
         self.holds = False
         self.relay = Relay(folder, patience(), self, job.program)
         self._environment = {
@@ -135,9 +147,6 @@ class Supervisor:
             except OSError:  # it was killed or stopped; without it a start takes longer
                 self._template.end()
                 self._template = None
-        return self._start_fresh(environment)
-
-    def _start_fresh(self, environment: dict[str, str]) -> int:
         process = subprocess.Popen(self._job.program.command(environment), env=environment, start_new_session=True)
         process.returncode = 0  # this class waits for it, as it does for a template's forks
         return process.pid

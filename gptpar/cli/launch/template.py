@@ -33,7 +33,7 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 ADOPTED_SECONDS = 10.0
 
 REPLY_SECONDS = 300.0
-"""For which the launcher waits for a fork, the first time with all imports; a stopped template never replies."""
+"""Time for which the launcher waits for a fork, at first with all imports; a stopped template never replies."""
 
 _SERVE = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:])).run_and_leave()"
 
@@ -80,7 +80,7 @@ class Template:
         self.end()
 
     def end(self) -> None:
-        """End the template; its workers stay, but for one that has not told of itself yet."""
+        """End the template; its workers stay, but for one that has not reported itself yet."""
         self._process.kill()
         self._process.wait()
         self._replies.close()
@@ -137,7 +137,7 @@ def _become_worker(environment: dict[str, str], connection: socket.socket, launc
 
 
 def _has_asked_cuda() -> bool:
-    """In a fork: whether the template had used CUDA, so that the fork cannot use it."""
+    """Whether the template, whose fork this is, had used CUDA, so that the fork cannot use it."""
     torch = sys.modules.get("torch")
     asked = getattr(torch and torch._C, "_cuda_isInBadFork", lambda: False)
     return bool(asked())

@@ -21,7 +21,7 @@ def is_worker() -> bool:
 
 
 def end_with_launcher() -> None:
-    """In a worker: take the launcher's death (kill -9) as a request to stop.
+    """Let a worker take the launcher's death (kill -9) as a request to stop.
 
     This works if the launcher is the worker's parent, because Linux reports the death of a parent alone. Between the
     two there may be a wrapper, a profiler or a script of the user; then only a launcher that is dead already counts.

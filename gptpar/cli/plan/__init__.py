@@ -74,7 +74,7 @@ def _batch_of_tokens(parsed: ParsedFlags, problems: list[str]) -> Changes:
 
 
 def _chosen(parsed: ParsedFlags, problems: list[str]) -> Changes:
-    """What the plan itself chooses: the batch by its tokens; a search in bf16 where one GPU's micro-batch is open."""
+    """The choices of the plan itself: the batch by its tokens; a search in bf16 where one GPU's micro-batch is open."""
     options, chosen = parsed.rest, dict[str, Any](_batch_of_tokens(parsed, problems))
     batch = with_changes(parsed.flags, chosen).batch
     chooses = options.world_size == 1 and batch.micro_batch_size is None and batch.gradient_accumulation_steps is None

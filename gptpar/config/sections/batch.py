@@ -76,7 +76,8 @@ class BatchConfig(Generic[Open]):
         Sums are kept in fp32 or wider. A gradient that comes once is kept as it comes: it gains nothing by being
         widened.
         """
-        return world_size > 1 or not is_one_micro_batch(self)
+        grows = self.rampup_batch_size is not None or self.batch_sizes is not None
+        return world_size > 1 or grows or self.global_batch_size != self.micro_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +101,6 @@ class BatchFlags(BatchConfig[None]):
     )
 
 
-def is_one_micro_batch(batch: BatchConfig[None]) -> bool:
-    """Whether every step of one process is a single micro-batch."""
-    grows = batch.rampup_batch_size is not None or batch.batch_sizes is not None
-    return not grows and batch.global_batch_size == batch.micro_batch_size
-
-
 MAX_INCREMENTS = 10_000
 MAX_TOKENS = 10**18
 """Positions in the data are 64-bit numbers; beyond this not even a sum of them would fit."""
@@ -126,7 +121,7 @@ def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
 
 
 def _why_no_micro_batch(b: BatchFlags, data_parallel: int) -> str:
-    """It is missing, or the numbers that it follows from do not divide."""
+    """The reason why there is no micro-batch: it is missing, or the numbers do not divide."""
     steps = b.gradient_accumulation_steps
     if b.global_batch_size and steps and steps > 0:
         return (
@@ -212,7 +207,7 @@ def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
 
 
 def check_duration(flags: Flags) -> Iterator[str]:
-    """Problems of the training's length, and of the times of saves."""
+    """Check how long to train, and when to save."""
     b, c = flags.batch, flags.checkpoint
     if not flags.logging.skip_train:
         yield from _length(b)
@@ -227,7 +222,7 @@ def check_duration(flags: Flags) -> Iterator[str]:
 
 
 def _exports(c: CheckpointConfig) -> Iterator[str]:
-    """Problems of exports to Hugging Face."""
+    """Check what is exported to Hugging Face."""
     if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
         yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
     elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:
@@ -238,7 +233,7 @@ def _exports(c: CheckpointConfig) -> Iterator[str]:
 
 
 def _saves(c: CheckpointConfig) -> Iterator[str]:
-    """When to save, and where."""
+    """Check when to save, and where."""
     for name in ("--save-interval-minutes", "--save-local"):  # --save-interval is Megatron's, which ignores it
         if getattr(c, name[2:].replace("-", "_")) is not None and not c.save:
             yield f"{name} is given but --save is not: say where to save."
@@ -264,7 +259,8 @@ def _countable(flags: Flags) -> Iterator[str]:
     b, log, length = flags.batch, flags.logging, flags.model.seq_length or 1
     if b.global_batch_size is None:
         return
-    samples = b.train_samples or (b.train_iters or 0) * _largest(b)
+    largest = max([b.global_batch_size, *(size for _, size in b.batch_sizes or ())])
+    samples = b.train_samples or (b.train_iters or 0) * largest
     if samples * length > MAX_TOKENS:
         yield (
             f"the run would read {samples:.3g} samples x {length:,} tokens, more than the {MAX_TOKENS:.0e} that can be "
@@ -276,11 +272,6 @@ def _countable(flags: Flags) -> Iterator[str]:
             f"{turns:.3g} evaluations of --eval-iters {log.eval_iters} would read more than the {MAX_TOKENS:.0e} "
             "tokens that can be counted: lower it, or raise --eval-interval."
         )
-
-
-def _largest(batch: BatchFlags) -> int:
-    sizes = [size for _, size in batch.batch_sizes or ()]
-    return max([batch.global_batch_size or 1, *sizes])
 
 
 def _fitted_length(flags: Flags) -> Iterator[str]:

@@ -77,7 +77,7 @@ class CheckpointConfig:
 
     @property
     def num_kept(self) -> int | None:
-        """How many of the newest checkpoints are kept; ``None``: all."""
+        """Number of the newest checkpoints that are kept; ``None``: all."""
         return 1 if self.keep_checkpoints is None and self.save_retain_interval is not None else self.keep_checkpoints
 
     @property

@@ -84,7 +84,7 @@ SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes 
 
 
 def check_data(flags: Flags) -> Iterator[str]:
-    """Problems of the flags of data and tokenizer."""
+    """Check the sources of tokens."""
     d, t = flags.data, flags.tokenizer
     yield from _sources(d)
     if _has_parts(d) and d.split is not None:

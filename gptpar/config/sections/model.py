@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_TOKEN_IDS = 2**31 - 1
 """Corpora hold token ids in 32 bits."""
 MAX_ELEMENTS = 10**14
-"""Limit of parameters, and of one activation's elements: a hundred times what anybody has trained."""
+"""Most elements of all parameters, and of a micro-batch's activations in one place: 100 times what anybody trained."""
 
 GATES = ("geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
 """Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
@@ -244,7 +244,7 @@ def check_model(flags: Flags) -> Iterator[str]:
 
 
 def _norms(m: ModelFlags) -> Iterator[str]:
-    """Problems of norms: what they normalise, and over which channels."""
+    """Check what is normalised, and over what."""
     over_width = m.qk_layernorm_scope == "width"
     if m.qk_layernorm and not over_width and m.kv_channels == 1:
         yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
@@ -306,7 +306,7 @@ def _mup(m: ModelFlags) -> Iterator[str]:
 
 
 def _heads(m: ModelFlags) -> Iterator[str]:
-    """Problems of the division of channels into attention heads, and of these into groups."""
+    """Check how channels are divided among attention heads, and heads among key/value heads."""
     hidden, heads = m.hidden_size, m.num_attention_heads
     if hidden and heads and hidden % heads and m.kv_channels == hidden // heads > 0:
         yield (

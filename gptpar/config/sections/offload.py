@@ -119,6 +119,6 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
 
 
 def offload_gradients_obstacles(flags: Flags | Config, world_size: int) -> Iterator[str]:
-    """Reasons for which gradients stay on the device until they are used, each as a part of a sentence."""
+    """Reasons that keep gradients on the device until they are used, each as a part of a sentence."""
     if flags.logging.log_num_zeros_in_grad and flags.batch.adds_gradients(world_size):
         yield "--log-num-zeros-in-grad counts zeros of sums on the GPU (do without, or --offload-gradients off)"

@@ -108,7 +108,7 @@ class ParallelConfig(Generic[Open]):
         return {"a2a": 4 * (heads + math.lcm(groups, size)) / size, "allgather": 6.0 * groups}
 
     def num_copies(self, world_size: int) -> int:
-        """How often ``world_size`` processes hold the model; at least 1, also if they are too few."""
+        """Number of copies of the model on ``world_size`` processes; at least 1, also if they are too few."""
         return max(1, world_size // max(1, self.model_parallel_size))
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -116,7 +116,7 @@ class ParallelConfig(Generic[Open]):
         return max(1, self.num_copies(world_size) // max(1, self.context_parallel_size))
 
     def mesh(self, world_size: int) -> Mesh:
-        """How many of ``world_size`` processes are on each axis."""
+        """The mesh of ``world_size`` processes."""
         sizes = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         axes = {"context": self.context_parallel_size, "expert": self.expert_model_parallel_size}
         return Mesh(self.data_parallel_size(world_size), *sizes, **axes)
@@ -200,7 +200,7 @@ def _experts(flags: Flags, num_copies: int) -> Iterator[str]:
 
 
 def _tensor(flags: Flags) -> Iterator[str]:
-    """Problems of sizes that the tensor axis does not divide evenly; the vocabulary need not be."""
+    """Check that splits over the tensor axis are equal; the vocabulary alone may be split unevenly."""
     m, p = flags.model, flags.parallel
     size = p.tensor_model_parallel_size
     split = {
@@ -231,7 +231,7 @@ def _context(flags: Flags) -> Iterator[str]:
 
 
 def _context_heads(flags: Flags, name: str) -> Iterator[str]:
-    """Problems of a2a: processes need equally many heads, and with dropout of attention whole groups."""
+    """Check that a2a gives each process equally many heads, and whole groups of them with dropout of attention."""
     m, p = flags.model, flags.parallel
     size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
     heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))

@@ -99,7 +99,7 @@ def check_rotation(m: ModelFlags) -> Iterator[str]:
 
 
 def check_scaling(m: ModelFlags) -> Iterator[str]:
-    """How rotary frequencies are lowered."""
+    """Check how rotary frequencies are lowered."""
     kind, rotary = m.rope_scaling_type, m.position_embedding_type == "rope" or m.use_rotary_position_embeddings
     flag = "--use-rope-scaling" if m.use_rope_scaling else "--rope-scaling-type"
     if kind is not None and not rotary:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 GROUPED_MULTIPLE = 8
-"""Multiple of which the widths must be for one kernel to compute all experts' products in 16-bit formats."""
+"""Widths are multiples of this where one kernel computes all experts' products, in 16-bit formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
 
 
 def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
-    """Reasons for which the host has to know each expert's number of tokens."""
+    """Reasons why the host has to know how many tokens each expert has."""
     m, p = config.model, config.parallel
     if not m.has_experts:
         return
@@ -86,7 +86,7 @@ def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
 
 
 def graph_obstacles(config: Flags | Config, num_copies: int) -> Iterator[str]:
-    """What needs the host in the middle of a step, each as a part of a sentence.
+    """Reasons that need the host in the middle of a step, each as a part of a sentence.
 
     Args:
         num_copies: number of copies of the model's weights, on the data and context axes.

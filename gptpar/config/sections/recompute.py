@@ -111,7 +111,7 @@ def _switches(r: RecomputeFlags) -> Iterator[str]:
 
 
 def _needs_full(r: RecomputeFlags) -> Iterator[str]:
-    """Problems of options that only full recomputation has."""
+    """Check options of whole blocks, which full recomputation alone has."""
     whole_blocks = {
         "recompute_method": r.recompute_method,
         "distribute_saved_activations": r.distribute_saved_activations or None,

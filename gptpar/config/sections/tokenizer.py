@@ -27,7 +27,7 @@ class TokenizerConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a tokenizer is built from, beside its type."""
+        """The options of a tokenizer, beside its type."""
         names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
         of_tiktoken = ("tiktoken_pattern", "tiktoken_num_special_tokens")
         return {name: getattr(self, name) for name in (*names, *of_tiktoken)}

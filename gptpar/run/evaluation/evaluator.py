@@ -90,7 +90,7 @@ class Evaluator:
 
 
 WIDTH_STEP = 16
-"""Widths are multiples of this: few shapes for which kernels are compiled, and little padding."""
+"""Widths are multiples of this: kernels are compiled for few shapes, and there is little padding."""
 
 
 @dataclass(frozen=True)

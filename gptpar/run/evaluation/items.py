@@ -30,7 +30,7 @@ MAX_PROBLEMS = 5
 
 @dataclass(frozen=True)
 class Question:
-    """A query and its choices, each of which continues the query after a space.
+    """A query and its choices; each choice continues the query after a space.
 
     Attributes:
         gold: the number of the right choice.

@@ -142,7 +142,7 @@ def read_tasks(paths: Sequence[str], tokenizer: Tokenizer, context: int, limit: 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row of tokens, the last of which are scored.
+    """A row of tokens; the last ones are scored.
 
     Attributes:
         tokens: one more than the model reads: the last token is only predicted.

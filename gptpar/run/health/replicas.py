@@ -30,7 +30,7 @@ Pieces = list[tuple[int, torch.Tensor]]
 """(first position, values [n])"""
 
 MODEL, MASTER = "model parameter", "master weights of"
-MAX_TOLD = 3
+MAX_LISTED = 3
 
 
 def checksum(values: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -118,7 +118,7 @@ class ReplicaCheck:
         return {(what, name, offsets[name], lows[name], sizes[name]): pieces for name, pieces in found.items()}
 
     def _find_shared(self, mine: list[Key]) -> list[list[Key]]:
-        """For each rank its keys that other ranks have, too, in the same order on all of them."""
+        """Find each rank's keys that other ranks have, too, in the same order on all of them."""
         everyone: list[Any] = [None] * self._topology.mesh.world_size
         dist.all_gather_object(everyone, mine)
         count: dict[Key, int] = {}
@@ -134,10 +134,10 @@ def _in_memory_order(view: torch.Tensor) -> torch.Tensor:
 
 
 def _error(iteration: int, differing: dict[Key, dict[int, list[int]]]) -> GptparError:
-    told = [f"{what} {name} ({_sides(ranks)})" for (what, name, *_), ranks in list(differing.items())[:MAX_TOLD]]
-    more = f", and {len(differing) - MAX_TOLD} more" if len(differing) > MAX_TOLD else ""
+    listed = [f"{what} {name} ({_sides(ranks)})" for (what, name, *_), ranks in list(differing.items())[:MAX_LISTED]]
+    more = f", and {len(differing) - MAX_LISTED} more" if len(differing) > MAX_LISTED else ""
     return GptparError(
-        f"after iteration {iteration} copies of the same weights differ between processes: {'; '.join(told)}{more}. "
+        f"after iteration {iteration} copies of the same weights differ between processes: {'; '.join(listed)}{more}. "
         "One of these machines has computed or transferred something wrong: go on from a checkpoint of before the last "
         "check that passed (--ckpt-step), without the machine that differs from the others; test its memory and GPUs."
     )

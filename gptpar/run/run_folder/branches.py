@@ -31,7 +31,7 @@ JOURNAL_NAME = "branch.json"
 TENSORBOARD_NAME = "tensorboard"
 
 MAX_NAMED = 8
-"""Checkpoints told one by one."""
+"""Checkpoints listed one by one."""
 
 _BRANCH = re.compile(r"(\d+)-from-(\d{7,})")
 _STAGED = re.compile(r"\.new-[0-9a-f]+")
@@ -186,7 +186,8 @@ def _publish(root: Path, journal: Journal) -> Path:
         for source, copy in copies:
             copy.parent.mkdir(exist_ok=True)
             shutil.copy2(source, copy)
-            _sync(copy)
+            with copy.open("rb") as file:
+                sync_file(file)
         _write(staged, journal)
         number = max((number for number, _ in find_branches(root)), default=0) + 1
         branch = folder / f"{number}-from-{max(0, journal.iteration):07d}"
@@ -223,8 +224,3 @@ def _finish(root: Path, branch: Path, journal: Journal, say: Callable[[str], Non
 
 def _write(branch: Path, journal: Journal) -> None:
     replace_synced(branch / JOURNAL_NAME, json.dumps(asdict(journal)))
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        sync_file(file)

@@ -15,7 +15,7 @@ from gptpar.run.run_folder.branches import finish_branches, is_inside, leave_bra
 from gptpar.run.run_folder.owner import Owner, is_seen
 
 SEEN_SECONDS = 30.0
-"""How long another machine's new file may take to appear; network file systems keep lists of names for seconds."""
+"""Longest delay until another machine's new file appears; network file systems keep lists of names for seconds."""
 
 
 class RunFolder:
@@ -104,7 +104,7 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(root: Path, tensorboard: Path | None, say: Callable[[str], None]) -> Iterator[RunFolder]:
-    """This run's folder inside the block, and nobody else's.
+    """Own the run's folder inside the block, as the only run.
 
     Raises:
         CheckpointError: another run writes there, or nothing can be written.

@@ -13,8 +13,8 @@ import torch
 from gptpar.engine import gradient_memory, reducer
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axes import DataAxes
+from gptpar.engine.engine import Gradients
 from gptpar.engine.gradient_memory import GradientMemory
-from gptpar.engine.gradients import Gradients
 from gptpar.engine.ranges import Place
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.step_graph import GraphBreaks

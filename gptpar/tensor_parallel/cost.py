@@ -65,7 +65,7 @@ class Cost:
             takes.
         forward, backward: elements that norms, sums and activation functions read and write.
         forward_kernels, backward_kernels: number of kernels; the backward's with the addition to the gradient sums.
-        exchanged: elements that a token sends over the expert axis in each pass, also those for its own rank.
+        exchanged: elements that a token sends to other ranks of the expert axis in each pass.
         small_sums: sums of a few numbers a token over the tensor axis, in forward and backward each.
         kept: bytes that the backward pass needs.
         workspace: bytes of the largest gradient inside the layer.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gptpar.model.attention_dropout import not_compiled
 from gptpar.model.experts.products import Places, added, places_of, scattered
 from gptpar.model.experts.routing import counts_of
+from gptpar.tensor_parallel.cost import BatchShape, Cost
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import EXPERT
 from gptpar.topology.placement import REPLICATED, Placement, Split
@@ -116,7 +117,7 @@ class _Crossing(NamedTuple):
 @not_compiled
 @torch.no_grad()
 def _crossing_of(chosen_NK: torch.Tensor, num_experts: int, axis: ExpertAxis) -> _Crossing:
-    """The host waits here while the device sorts. A token goes to its own rank in any case, so that none sends nothing."""
+    """The host waits here while the device sorts. Each token goes to its own rank, too, so that no message is empty."""
     (num_tokens, topk), size = chosen_NK.shape, axis.size
     goes_NP = torch.zeros(num_tokens, size + 1, dtype=torch.bool, device=chosen_NK.device)
     goes_NP = goes_NP.scatter_(1, chosen_NK // (num_experts // size), True)[:, :size]
@@ -209,3 +210,13 @@ def on_their_ranks(
     chosen_SK = chosen_NK.to(torch.int32).index_select(0, crossing.places.tokens_M)
     arrived = _arrive(crossing, axis, num_experts, chosen_SK, x_SD, weights_SK)
     return added(_return(crossing.messages, compute(*arrived)), crossing.places)
+
+
+def crossing_cost(size: int, topk: int, width: int, batch: BatchShape) -> Cost:
+    """What a token costs on its way to experts on ``size`` ranks and back, with even loads."""
+    copies = 1 + (size - 1) * (1 - (1 - 1 / size) ** topk)
+    moved = (3 * copies + 1) * width  # copies are made, and added
+    # Of copies that are sent, their tokens, and where each rank's is; where each expert's is, and the weights, for all.
+    kept = 8 * copies + 9 * size + topk * (copies * (9 + batch.statistic_size) - 8 - batch.statistic_size)
+    workspace = (topk + 2 * copies) * width * batch.dtype.itemsize
+    return Cost(forward=moved, backward=moved, exchanged=2 * (copies - 1) * width, kept=kept, workspace=workspace)

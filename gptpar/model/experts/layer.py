@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, on_their_ranks
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, crossing_cost, on_their_ranks
 from gptpar.model.experts.products import (
     PLACE_BYTES,
     Places,
@@ -142,9 +142,8 @@ class Experts(nn.Module):
         if self.up_bias is not None:  # outputs of both products are read and written once more
             moved += 2 * (columns + k * width)
         cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
-        if self.placed.size > 1:  # copies go and outputs come back, both ordered; with even loads, as many arrive
-            there = Cost(forward=4 * k * width, backward=4 * k * width, kept=ORDER_BYTES * k, exchanged=2 * k * width)
-            cost = replace(cost + there, workspace=3 * cost.workspace)
+        if self.placed.size > 1:
+            cost += crossing_cost(self.placed.size, k, width, batch)
         if self.shared is None:
             return cost
         shared = cast(Any, self.shared).cost(batch)

@@ -106,11 +106,13 @@ class _Crossing(NamedTuple):
     Attributes:
         messages: of tokens.
         places: of the copies that are sent, sorted by rank.
-        num_rows: of the tokens that arrive: at least their choices of this rank's experts, and some of none.
+        counts_e: rows of each of this rank's experts, of all tokens that arrive.
+        num_rows: at least the sum of these.
     """
 
     messages: _Messages
     places: Places
+    counts_e: torch.Tensor
     num_rows: int
 
 
@@ -122,19 +124,20 @@ def _crossing_of(chosen_NK: torch.Tensor, num_experts: int, axis: ExpertAxis) ->
     goes_NP = torch.zeros(num_tokens, size + 1, dtype=torch.bool, device=chosen_NK.device)
     goes_NP = goes_NP.scatter_(1, chosen_NK // (num_experts // size), True)[:, :size]
     goes_NP[:, axis.rank] = True
-    rows_P = counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts].view(size, -1).sum(1)
-    sent_P2 = torch.stack([goes_NP.sum(0), rows_P], 1)
-    got_P2 = torch.empty_like(sent_P2)
-    dist.all_to_all_single(got_P2, sent_P2, group=axis.group)
-    numbers = _read_later(torch.stack([sent_P2, got_P2]))
+    sent_P, counts_E = goes_NP.sum(0), counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts]
+    numbers = torch.cat([sent_P[:, None], counts_E.view(size, -1)], 1)
+    theirs = torch.empty_like(numbers)
+    dist.all_to_all_single(theirs, numbers, group=axis.group)
+    got_P, counts_Pe = theirs[:, 0], theirs[:, 1:]
+    read = _read_later(torch.stack([sent_P, got_P, counts_Pe.sum(1)]))
     ranks_P = torch.arange(size, dtype=torch.int32, device=chosen_NK.device)
-    places = places_of(ranks_P.where(goes_NP, size), size, has_none=True)
-    (sent, _), (got, rows) = (zip(*rank, strict=True) for rank in numbers())
+    places, counts_e = places_of(ranks_P.where(goes_NP, size), size, sent_P, has_none=True), counts_Pe.sum(0)
+    sent, got, rows = read()
     num_sent, num_got = (_rounded_up(sum(tokens), num_tokens) for tokens in (sent, got))
     num_sent = min(num_sent, num_tokens * size)
-    messages, places = _Messages(list(sent), list(got), num_sent, num_got, axis.group), places.first(num_sent)
+    messages, places = _Messages(sent, got, num_sent, num_got, axis.group), places.first(num_sent)
     _of_any_length(places.tokens_M)
-    return _Crossing(messages, places, _rounded_up(sum(rows), num_tokens * topk))
+    return _Crossing(messages, places, counts_e, _rounded_up(sum(rows), num_tokens * topk))
 
 
 def _read_later(x: torch.Tensor) -> Callable[[], Any]:
@@ -174,7 +177,8 @@ def _arrive(
     experts_AK = chosen_AK - axis.rank * own
     is_here_AK = (experts_AK >= 0) & (experts_AK < own)
     is_here_AK[sum(messages.got) :] = False
-    places = places_of(experts_AK.where(is_here_AK, own), own, has_none=True).first(crossing.num_rows)
+    places = places_of(experts_AK.where(is_here_AK, own), own, crossing.counts_e, has_none=True)
+    places = places.first(crossing.num_rows)
     x_AD, weights_AK = _Exchanged.apply(messages, _arrived(others), *sent)
     _of_any_length(x_AD, weights_AK, places.tokens_M, places.rows_NK, places.choices_M, places.taken_NK)
     return x_AD, weights_AK, places

@@ -48,19 +48,23 @@ class Places(NamedTuple):
 
 
 @torch.no_grad()
-def places_of(chosen_NK: torch.Tensor, num_experts: int, *, has_none: bool = False) -> Places:
+def places_of(
+    chosen_NK: torch.Tensor, num_experts: int, counts_E: torch.Tensor | None = None, *, has_none: bool = False
+) -> Places:
     """The order of rows: by expert, then by token; rows of no expert are the last, and not counted.
 
     Args:
+        counts_E: how often each expert was chosen, if that is known.
         has_none: whether some copies have no expert, that is, the number E.
     """
     flat_M = chosen_NK.flatten()
     choices_M = flat_M.argsort(stable=True)
     rows_M = torch.empty_like(choices_M)
     rows_M[choices_M] = torch.arange(len(flat_M), device=flat_M.device)
-    tokens_M, counts_E = choices_M // chosen_NK.shape[1], counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts]
+    if counts_E is None:
+        counts_E = counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts]
     taken_NK = chosen_NK < num_experts if has_none else None
-    return Places(tokens_M, rows_M.view_as(chosen_NK), choices_M, counts_E, taken_NK)
+    return Places(choices_M // chosen_NK.shape[1], rows_M.view_as(chosen_NK), choices_M, counts_E, taken_NK)
 
 
 class _Scattered(torch.autograd.Function):

@@ -21,8 +21,8 @@ from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 KERNELS_OF_CHUNK, SUMS_OF_CHUNK = 6, 2
 """Kernels of each chunk of tokens in the LM head's loss, and its sums of a few numbers a token over the tensor axis."""
-EXCHANGES = 3
-"""Messages of a layer over the expert axis in each pass: numbers of rows, rows, outputs."""
+EXCHANGES = 5
+"""Messages of a layer over the expert axis in the forward pass: numbers, choices, tokens, weights, outputs."""
 MAX_SIMULATED = 20_000
 """A schedule with at most this many actions is simulated to find its idle time; a longer one gets a formula."""
 
@@ -229,10 +229,9 @@ class _Costs:
 
     def _expert_transfer(self, cost: Cost) -> float:
         """Seconds in which tokens go to the ranks of their experts and outputs come back, in each pass."""
-        job, size = self._job, self._job.mesh.expert
         if not cost.exchanged:
             return 0.0
-        sent = cost.exchanged * job.tokens * job.element_size * (size - 1) / size
+        sent = cost.exchanged * self._job.tokens * self._job.element_size
         return sent / self._expert_rate + EXCHANGES * self._sustained.transfer
 
     def _transfer(self, width: int) -> tuple[float, float]:

@@ -68,7 +68,7 @@ class Cost:
         backward: elements that they read and write in the backward pass.
         forward_kernels: number of kernels of the forward pass.
         backward_kernels: number of kernels of the backward pass, with the addition to the gradient sums.
-        exchanged: elements that a token sends over the expert axis in each pass, including those for its own rank.
+        exchanged: elements that a token sends to other ranks of the expert axis in each pass.
         small_sums: number of sums over the tensor axis of a few numbers a token, in the forward pass, and again in the
             backward pass.
         kept: bytes that are kept for the backward pass.

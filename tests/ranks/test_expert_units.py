@@ -21,6 +21,7 @@ from gptpar.config.roles import Role
 from gptpar.model import gpt
 from gptpar.model.block import Block
 from gptpar.model.experts.dispatch import ExpertAxis, on_their_ranks
+from gptpar.model.experts.products import Places, combined, places_of, scattered
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.run import gpt as gpt_engine
@@ -94,21 +95,16 @@ class ExpertsBlock(Block):
     def forward(self, x_ND: torch.Tensor, *fields: Any) -> torch.Tensor:
         y_ND = super().forward(x_ND, *fields)
         weight_NK, chosen_NK = (y_ND @ self.router.t()).softmax(-1).topk(TOP_K, -1)
-        order = chosen_NK.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen_NK.flatten(), minlength=NUM_EXPERTS)
-        sent_ND = y_ND.repeat_interleave(TOP_K, 0)[order]
-        alone = self.placed.size == 1
-        found_ND = (
-            self.experts(sent_ND, counts) if alone else on_their_ranks(sent_ND, counts, self.placed, self.experts)
-        )
-        found_ND = torch.empty_like(found_ND).index_copy(0, order, found_ND)
-        return y_ND + (found_ND.unflatten(0, chosen_NK.shape) * weight_NK[..., None]).sum(1)
+        if self.placed.size > 1:
+            return y_ND + on_their_ranks(y_ND, weight_NK, chosen_NK, NUM_EXPERTS, self.placed, self.experts)
+        return y_ND + self.experts(y_ND, weight_NK, places_of(chosen_NK, NUM_EXPERTS))
 
-    def experts(self, x_ND: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        x_ND = copy_to(x_ND, self.tensor) if self.tensor.size > 1 else x_ND
-        parts = zip(x_ND.split(counts.tolist()), self.up, self.down, strict=True)
-        y_ND = torch.cat([F.gelu(part @ up.t()) @ down.t() for part, up, down in parts])
-        return sum_over(y_ND, self.tensor) if self.tensor.size > 1 else y_ND
+    def experts(self, x_ND: torch.Tensor, weight_NK: torch.Tensor, places: Places) -> torch.Tensor:
+        x_MD = scattered(copy_to(x_ND, self.tensor) if self.tensor.size > 1 else x_ND, places)
+        parts = zip(x_MD[: places.counts_E.sum()].split(places.counts_E.tolist()), self.up, self.down, strict=True)
+        y_MD = torch.cat([F.gelu(part @ up.t()) @ down.t() for part, up, down in parts])
+        y_MD = F.pad(y_MD, (0, 0, 0, len(x_MD) - len(y_MD)))
+        return combined(sum_over(y_MD, self.tensor) if self.tensor.size > 1 else y_MD, weight_NK, places)
 
 
 def described(topology: Topology, config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any) -> ModelSpec:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import (
-    ALL_EXPERTS,
-    ORDER_BYTES,
-    Compute,
-    ExpertAxis,
-    on_their_ranks,
-    with_rows_of_none,
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, crossing_cost, on_their_ranks
+from gptpar.model.experts.products import (
+    PLACE_BYTES,
+    Places,
+    combined,
+    grouped_product,
+    places_of,
+    scattered,
+    with_biases,
 )
-from gptpar.model.experts.products import PLACE_BYTES, combined, grouped_product, places_of, scattered, with_biases
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
 from gptpar.model.mup import hidden_std, router_std
@@ -104,28 +104,27 @@ class Experts(nn.Module):
         axis = self.axis
         x_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_nD, axis)
         routed = self.router(x_ND, seq_length, choice_NK)
-        places = places_of(routed.chosen_NK, self.num_experts)
-        rows_MD = scattered(x_ND, places)
-        compute: Compute = self._outputs_of
         if self.placed.size > 1:
-            compute = partial(on_their_ranks, axis=self.placed, compute=compute)
-        elif self.router.drops_tokens:
-            compute = partial(with_rows_of_none, compute=compute)
-        y_MD = compute(rows_MD, places.counts_E)
-        y_ND = combined(y_MD, routed.weights_NK, places)
+            how = self.num_experts, self.placed, self._weighted_sum
+            y_ND = on_their_ranks(x_ND, routed.weights_NK, routed.chosen_NK, *how)
+        else:
+            places = places_of(routed.chosen_NK, self.num_experts, has_none=self.router.drops_tokens)
+            y_ND = self._weighted_sum(x_ND, routed.weights_NK, places)
         y_nD = (scatter_sum_tokens if axis.splits_tokens else sum_over)(y_ND, axis)
         if self.shared is not None:
             shared_nD = self.shared(x_nD)
             y_nD = y_nD + (shared_nD if self.gate is None else shared_nD * (x_nD @ self.gate.t()).sigmoid())
         return y_nD, routed.losses
 
-    def _outputs_of(self, rows_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """The outputs of this rank's experts."""
-        up_MF = grouped_product(rows_MD, self.up.flatten(1, 2), counts_E)
+    def _weighted_sum(self, x_ND: torch.Tensor, weights_NK: torch.Tensor, places: Places) -> torch.Tensor:
+        """Over the outputs of those of each token's experts that this rank has."""
+        up_MF = grouped_product(scattered(x_ND, places), self.up.flatten(1, 2), places.counts_E)
         if self.up_bias is not None:
-            up_MF = with_biases(up_MF, self.up_bias.flatten(1), counts_E)
-        y_MD = grouped_product(self.activate(up_MF), self.down, counts_E)
-        return y_MD if self.down_bias is None else with_biases(y_MD, self.down_bias / self.axis.size, counts_E)
+            up_MF = with_biases(up_MF, self.up_bias.flatten(1), places.counts_E)
+        y_MD = grouped_product(self.activate(up_MF), self.down, places.counts_E)
+        if self.down_bias is not None:
+            y_MD = with_biases(y_MD, self.down_bias / self.axis.size, places.counts_E)
+        return combined(y_MD, weights_NK, places)
 
     def cost(self, batch: BatchShape) -> Cost:
         """The router, and the products of K experts for each token; a compiler computes a gate again."""
@@ -143,9 +142,8 @@ class Experts(nn.Module):
         if self.up_bias is not None:  # outputs of both products are read and written once more
             moved += 2 * (columns + k * width)
         cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
-        if self.placed.size > 1:  # copies go and outputs come back, both ordered; with even loads, as many arrive
-            there = Cost(forward=4 * k * width, backward=4 * k * width, kept=ORDER_BYTES * k, exchanged=2 * k * width)
-            cost = replace(cost + there, workspace=3 * cost.workspace)
+        if self.placed.size > 1:
+            cost += crossing_cost(self.placed.size, k, width, batch)
         if self.shared is None:
             return cost
         shared = cast(Any, self.shared).cost(batch)

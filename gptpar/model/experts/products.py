@@ -31,38 +31,55 @@ class Places(NamedTuple):
         tokens_M: the token of each row.
         rows_NK: the row of each token's K copies.
         choices_M: the row of ``rows_NK.flatten()`` that each row is; the inverse of it.
-        counts_E: int64, rows of each expert.
+        counts_E: int64, rows of each expert. Further rows are of no expert, and may hold any numbers.
+        taken_NK: bool, whether a copy has an expert; ``None``: all have one.
     """
 
     tokens_M: torch.Tensor
     rows_NK: torch.Tensor
     choices_M: torch.Tensor
     counts_E: torch.Tensor
+    taken_NK: torch.Tensor | None
+
+    def first(self, num_rows: int) -> Places:
+        """The same with the first rows alone; those left out are of no expert."""
+        rows_NK = self.rows_NK.clamp(max=num_rows - 1)
+        return self._replace(tokens_M=self.tokens_M[:num_rows], rows_NK=rows_NK, choices_M=self.choices_M[:num_rows])
 
 
 @torch.no_grad()
-def places_of(chosen_NK: torch.Tensor, num_experts: int) -> Places:
-    """The order of rows: by expert, then by token; rows of no expert (number E) are the last, and not counted."""
+def places_of(
+    chosen_NK: torch.Tensor, num_experts: int, counts_E: torch.Tensor | None = None, *, has_none: bool = False
+) -> Places:
+    """The order of rows: by expert, then by token; rows of no expert are the last, and not counted.
+
+    Args:
+        counts_E: how often each expert was chosen, if that is known.
+        has_none: whether some copies have no expert, that is, the number E.
+    """
     flat_M = chosen_NK.flatten()
     choices_M = flat_M.argsort(stable=True)
     rows_M = torch.empty_like(choices_M)
     rows_M[choices_M] = torch.arange(len(flat_M), device=flat_M.device)
-    tokens_M, counts_E = choices_M // chosen_NK.shape[1], counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts]
-    return Places(tokens_M, rows_M.view_as(chosen_NK), choices_M, counts_E)
+    if counts_E is None:
+        counts_E = counts_of(chosen_NK[None], num_experts + 1)[0, :num_experts]
+    taken_NK = chosen_NK < num_experts if has_none else None
+    return Places(choices_M // chosen_NK.shape[1], rows_M.view_as(chosen_NK), choices_M, counts_E, taken_NK)
 
 
 class _Scattered(torch.autograd.Function):
     """Each token's copies, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, tokens_M: torch.Tensor, rows_NK: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows_NK)
+    def forward(
+        ctx: Any, x_ND: torch.Tensor, tokens_M: torch.Tensor, rows_NK: torch.Tensor, taken_NK: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_NK, taken_NK)
         return x_ND.index_select(0, tokens_M)
 
     @staticmethod
     def backward(ctx: Any, grad_MD: torch.Tensor) -> Any:  # type: ignore[override]
-        (rows_NK,) = ctx.saved_tensors
-        return _sum_of_copies(grad_MD, rows_NK, None), None, None
+        return _sum_of_copies(grad_MD, *ctx.saved_tensors), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -76,24 +93,50 @@ class _Combined(torch.autograd.Function):
         tokens_M: torch.Tensor,
         rows_NK: torch.Tensor,
         choices_M: torch.Tensor,
+        taken_NK: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(y_MD, weights_NK, tokens_M, rows_NK, choices_M)
-        return _sum_of_copies(y_MD, rows_NK, weights_NK)
+        ctx.save_for_backward(y_MD, weights_NK, tokens_M, rows_NK, choices_M, taken_NK)
+        return _sum_of_copies(y_MD, rows_NK, taken_NK, weights_NK)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
-        y_MD, weights_NK, tokens_M, rows_NK, choices_M = ctx.saved_tensors
+        y_MD, weights_NK, tokens_M, rows_NK, choices_M, taken_NK = ctx.saved_tensors
         grad_MD, weights_M = grad_ND.index_select(0, tokens_M), weights_NK.flatten()[choices_M]
-        of_weights_M = (grad_MD.to(weights_M.dtype) * y_MD).sum(-1)
+        of_weights_NK = (grad_MD.to(weights_M.dtype) * y_MD).sum(-1)[rows_NK]
+        if taken_NK is not None:
+            of_weights_NK = of_weights_NK.where(taken_NK, 0)
         torch.mul(grad_MD, weights_M[:, None], out=grad_MD)
-        return grad_MD, of_weights_M[rows_NK], None, None, None
+        return grad_MD, of_weights_NK, None, None, None, None
 
 
-def _sum_of_copies(y_MD: torch.Tensor, rows_NK: torch.Tensor, weights_NK: torch.Tensor | None) -> torch.Tensor:
+class _Added(torch.autograd.Function):
+    """The sum of each token's copies, in fp32 or wider: the transpose of :class:`_Scattered`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_MD: torch.Tensor, tokens_M: torch.Tensor, rows_NK: torch.Tensor, taken_NK: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens_M)
+        return _sum_of_copies(y_MD, rows_NK, taken_NK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
+        (tokens_M,) = ctx.saved_tensors
+        return grad_ND.index_select(0, tokens_M), None, None, None
+
+
+def _sum_of_copies(
+    y_MD: torch.Tensor,
+    rows_NK: torch.Tensor,
+    taken_NK: torch.Tensor | None,
+    weights_NK: torch.Tensor | None = None,
+) -> torch.Tensor:
     wide = torch.promote_types(y_MD.dtype, torch.float32)
     total_ND = torch.zeros(len(rows_NK), y_MD.shape[1], dtype=wide, device=y_MD.device)
     for k in range(rows_NK.shape[1]):
         copies_ND = y_MD.index_select(0, rows_NK[:, k])
+        if taken_NK is not None:
+            copies_ND = copies_ND.where(taken_NK[:, k, None], 0)
         if weights_NK is None:
             total_ND += copies_ND
         else:
@@ -103,26 +146,38 @@ def _sum_of_copies(y_MD: torch.Tensor, rows_NK: torch.Tensor, weights_NK: torch.
 
 def scattered(x_ND: torch.Tensor, places: Places) -> torch.Tensor:
     """[M, D] each token's copies, sorted by expert."""
-    return _Scattered.apply(x_ND, places.tokens_M, places.rows_NK)
+    return _Scattered.apply(x_ND, places.tokens_M, places.rows_NK, places.taken_NK)
 
 
 def combined(y_MD: torch.Tensor, weights_NK: torch.Tensor, places: Places) -> torch.Tensor:
     """[N, D] the weighted sum of each token's copies."""
-    return _Combined.apply(y_MD, weights_NK, places.tokens_M, places.rows_NK, places.choices_M)
+    return _Combined.apply(y_MD, weights_NK, places.tokens_M, places.rows_NK, places.choices_M, places.taken_NK)
+
+
+def added(y_MD: torch.Tensor, places: Places) -> torch.Tensor:
+    """[N, D] the sum of each token's copies."""
+    return _Added.apply(y_MD, places.tokens_M, places.rows_NK, places.taken_NK)
 
 
 def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """[M, O] each expert's rows times the transpose of its weight.
 
     Args:
-        x_MI: rows, sorted by expert.
+        x_MI: rows, sorted by expert. The last ones may be of no expert, and are then not computed.
         counts_E: int64, rows of each expert.
     """
     if _has_kernel(x_MI, *weight_EOI.shape[1:]):
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
-    parts = zip(x_MI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)
-    return torch.cat([part @ weight_OI.t() for part, weight_OI in parts])
+    *parts, rest = _parts_of(x_MI, counts_E)
+    found = [part @ weight_OI.t() for part, weight_OI in zip(parts, weight_EOI.unbind(), strict=True)]
+    return torch.cat([*found, rest.new_zeros(len(rest), weight_EOI.shape[1])])
+
+
+def _parts_of(x_MI: torch.Tensor, counts_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each expert's rows, and those of none; the host waits for the counts."""
+    counts = counts_E.tolist()
+    return x_MI.split([*counts, len(x_MI) - sum(counts)])
 
 
 class _Biased(torch.autograd.Function):
@@ -132,7 +187,8 @@ class _Biased(torch.autograd.Function):
     def forward(ctx: Any, y_MO: torch.Tensor, bias_EO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(counts_E)
         rows_M = torch.arange(len(y_MO), device=y_MO.device)
-        return y_MO + bias_EO.index_select(0, torch.searchsorted(counts_E.cumsum(0), rows_M, right=True))
+        experts_M = torch.searchsorted(counts_E.cumsum(0), rows_M, right=True).clamp(max=len(bias_EO) - 1)
+        return y_MO + bias_EO.index_select(0, experts_M)
 
     @staticmethod
     def backward(ctx: Any, grad_MO: torch.Tensor) -> Any:  # type: ignore[override]
@@ -144,7 +200,7 @@ def _sums_of_rows(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """[E, O] the sum of each expert's rows."""
     if _has_kernel(x_MO, x_MO.shape[1]):
         return sums_of_experts_rows(x_MO, counts_E)
-    return torch.stack([part.sum(0) for part in x_MO.split(counts_E.tolist())])
+    return torch.stack([part.sum(0) for part in _parts_of(x_MO, counts_E)[:-1]])
 
 
 @torch.library.custom_op("gptpar::sums_of_experts_rows", mutates_args=())

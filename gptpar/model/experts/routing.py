@@ -349,6 +349,6 @@ class Router(nn.Module):
 
 def counts_of(chosen_BNK: torch.Tensor, num_experts: int) -> torch.Tensor:
     """int64 [B, E]: how often each sequence chose each expert; sums of integers depend on no order."""
-    flat_BM = chosen_BNK.flatten(1)
+    flat_BM = chosen_BNK.flatten(1).long()
     zeros_BE = torch.zeros(flat_BM.shape[0], num_experts, dtype=torch.int64, device=flat_BM.device)
     return zeros_BE.scatter_add_(1, flat_BM, torch.ones_like(flat_BM))

@@ -163,12 +163,15 @@ def test_flops_of_experts(flags: str, modules: tuple[str, ...]) -> None:
     assert products == TOKENS * (3 * (cost.flops - cost.attention) + again)
 
 
-def test_what_the_exchange_of_tokens_costs() -> None:
-    """A token's two copies go and come back, 16 bytes say where each was; its products are those of one process."""
-    config, batch = tiny_config(EXPERTS).model, BatchShape(TOKENS, LENGTH)
-    one, two = (Block(config, experts=ExpertAxis(size)).mlp.cost(batch) for size in (1, 2))
-    assert (one.exchanged, two.exchanged) == (0, 2 * 2 * config.hidden_size)
-    assert (two.kept - one.kept, two.workspace / one.workspace, two.products) == (2 * 16, 3, one.products)
+@pytest.mark.parametrize(("size", "copies"), [(2, 1 + 3 / 4), (4, 1 + 3 * 7 / 16)])
+def test_what_the_exchange_of_tokens_costs(size: int, copies: float) -> None:
+    """A token goes to its own rank, and to others where one of its two experts is; one vector comes back from each."""
+    config, batch = tiny_config(EXPERTS).model, BatchShape(TOKENS, LENGTH, torch.float32)
+    one, more = (Block(config, experts=ExpertAxis(number)).mlp.cost(batch) for number in (1, size))
+    assert (one.exchanged, more.exchanged) == (0, 2 * (copies - 1) * config.hidden_size)
+    places = 8 * copies + 9 * size + 2 * (9 * copies - 8)
+    assert (more.kept - one.kept, more.products) == (places + 2 * 4 * (copies - 1), one.products)
+    assert more.workspace / one.workspace == (2 + 2 * copies) / 2
 
 
 def test_a_token_uses_few_experts() -> None:

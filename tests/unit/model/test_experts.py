@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -13,10 +14,11 @@ from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.activations import activation, gated
 from gptpar.model.block import make_experts
+from gptpar.model.experts import products
 from gptpar.model.experts.balance import ExpertBalance, choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.products import combined, places_of, scattered
+from gptpar.model.experts.products import added, combined, places_of, scattered
 from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, best_experts, choose_experts, no_choice
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
@@ -216,6 +218,35 @@ def test_a_mixture_with_a_capacity_equals_a_loop_without_the_dropped_outputs(pol
     leaves, weight_ND = [x_ND, *layer.parameters()], torch.randn_like(found_ND)
     found, wanted = (torch.autograd.grad((y * weight_ND).sum(), leaves) for y in (found_ND, torch.stack(y_ND)))
     assert all(torch.allclose(one, other, rtol=1e-11, atol=1e-12) for one, other in zip(found, wanted, strict=True))
+
+
+def test_rows_of_no_expert_may_hold_any_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grouped kernel leaves them as memory was, which torch fills with NaN here; outputs are those of fp64."""
+    monkeypatch.setattr(products, "_has_kernel", lambda x, *_: x.dtype == torch.bfloat16)  # the CPU's
+    wide = made("--num-experts 4 --moe-expert-capacity-factor 0.5 --moe-ffn-hidden-size 16 --swiglu")
+    for parameter in wide.parameters():
+        parameter.data.copy_(parameter.data.bfloat16())
+    x_ND, choice_NK, found = tokens_of(wide).detach().bfloat16(), no_choice(TOKENS, 2, torch.device("cpu")), []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for layer in (wide, copy.deepcopy(wide).bfloat16()):
+            leaves = [x_ND.to(layer.up.dtype).requires_grad_(), *layer.parameters()]
+            y_ND, _ = layer(leaves[0], LENGTH, choice_NK)
+            found.append([y_ND.detach(), *torch.autograd.grad(y_ND, leaves, x_ND.to(y_ND.dtype))])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (choice_NK < 0).any()
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 0.03 * one.norm()
+
+
+def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
+    places = places_of(torch.tensor([[0, 2], [1, 0]]), 2, has_none=True)
+    y_MD, weights_NK = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]]), torch.ones(2, 2, requires_grad=True)
+    for here in (places, places.first(4)):
+        found_ND = combined(y_MD, weights_NK, here)
+        assert found_ND.tolist() == added(y_MD, here).tolist() == [[1.0], [5.0]]
+        assert torch.autograd.grad(found_ND.sum(), weights_NK)[0].tolist() == [[1.0, 0.0], [3.0, 2.0]]
 
 
 def test_a_kept_choice_stays_and_counts_once() -> None:

@@ -119,7 +119,9 @@ def varlen_attn(
     return torch.cat(found)
 
 
-@in_turns(documents=[case.values for case in CASES], heads=[(None, 4), (4, 2), (LENGTH, 4), (None, 2), (4, 4), (LENGTH, 2)])
+@in_turns(
+    documents=[case.values for case in CASES], heads=[(None, 4), (4, 2), (LENGTH, 4), (None, 2), (4, 4), (LENGTH, 2)]
+)
 def test_a_gpus_kernel_is_given_documents_and_windows(
     documents: tuple[list[int], int], heads: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

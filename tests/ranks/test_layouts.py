@@ -29,7 +29,7 @@ from tests.ranks.layout_cases import (
     run_alone,
 )
 from tests.spawn import spawn
-from tests.unit.optim import lion_runs
+from tests.unit.optim.plain_runs import LION_WORDS
 
 A2A, GATHER, SPLIT_TOKENS = "--cp-comm-type a2a", "--cp-comm-type allgather", "--sequence-parallel"
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
@@ -147,7 +147,7 @@ FAMILIES = {
         ],
     ),
     "lion": Family(
-        lion_runs.WORDS,
+        LION_WORDS,
         [
             at("dp4", "--zero-stage 3", "CPU optimizer 0.6"),
             at("dp2 tp2", f"--zero-stage 1 {SPLIT_TOKENS}"),

@@ -56,6 +56,7 @@ def test_sums_over_tiles_are_wide() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--swiglu --disable-bias-linear "])
+@pytest.mark.slow
 def test_the_operator_keeps_a_compilers_rules(flags: str) -> None:
     _, tiled, x = pair(flags, 3, torch.float64)
     up, down = tiled.up, tiled.down

@@ -176,12 +176,10 @@ def test_layouts_equal_one_process(name: str, tmp_path: Path) -> None:
 
 
 def test_the_cases_are_a_cover() -> None:
-    """All ways to divide four processes, every ZeRO stage, and what is proved in every layout."""
+    """All ways to divide four processes, and every ZeRO stage."""
     cases = FAMILIES["gpt"].cases
     assert len({this.mesh for this in cases}) == 9
     assert {str(this.changes.get("parallel.zero_stage")) for this in cases} >= {"1", "2", "3"}
-    used = " ".join(this.name for family in FAMILIES.values() for this in family.cases)
-    assert [name for name, flags in VARIANTS.items() if " ".join(flags) not in used] == []
 
 
 @pytest.mark.parametrize("variant", ["CPU optimizer 0.6", "all on the CPU"])

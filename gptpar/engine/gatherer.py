@@ -207,6 +207,8 @@ class ParameterGatherer:
         To start the next layer, the host waits for the subscriber's update of the *next* layer before this one is
         called.
         """
+        if self._subscriber is not None and self._subscriber.sums is not None:
+            self._subscriber.sums.keep_pace()
         self.acquire(name)
         if self._is_prefetched and not self._in_backward and name not in self._last:
             self._start(self._next.get(name))  # not in recomputation: the backward pass goes the other way

@@ -29,6 +29,9 @@ class HostGradientSums(Protocol):
             last: whether the sum is final with it: it is submitted, as by :meth:`Subscriber.submit_gradient`.
         """
 
+    def keep_pace(self) -> None:
+        """A layer's forward pass is about to be launched: wait while the device is too many layers behind."""
+
     def squares(self) -> dict[str, float]:
         """Unit -> the sum of squares, over the elements that this process counts, of its final sum. Waits for it."""
 

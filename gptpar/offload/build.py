@@ -65,7 +65,7 @@ def make_host_optimizer(
     at_once = config.offload.gradients_leave_at_once and not host_sums
     transfer_bytes = copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES
     if host_sums:
-        transfer_bytes += sums_bytes(elements, wide.itemsize)
+        transfer_bytes = sums_bytes(elements, wide.itemsize, itemsize)
     transfer_bytes += activation_bytes
     return build_host_optimizer(
         updates,

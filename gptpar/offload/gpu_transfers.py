@@ -33,6 +33,10 @@ from gptpar.system.pinned import (
 RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size."""
 
+SUMMED_PART = 3
+"""One part in three of a micro-batch's gradients may be in flight where the host adds them up. The forward pass takes a
+third of the time, and submits none: meanwhile the host adds what is in the ring."""
+
 RESERVED = 2
 """Slots that only the updating thread may take. Without them, gradients that it does not need yet could fill the ring,
 and it would wait for ever."""
@@ -44,15 +48,25 @@ NUM_H2D_BUFFERS = MAX_UNSENT + 2
 """Slots for new parameters: those of the kernel's updates, and two that are being copied."""
 
 
-def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
-    """(slots for gradients, slots for parameters) that fit in ``RING_BYTES``, or the minimum if that is more.
+def summed_ring_bytes(gradient_bytes: float) -> int:
+    """Pinned memory (bytes) for copies in flight where the host adds up micro-batches' gradients.
+
+    Args:
+        gradient_bytes: of a micro-batch.
+    """
+    return max(RING_BYTES, int(gradient_bytes) // SUMMED_PART)
+
+
+def ring_slots(num_buckets: int, bucket_bytes: int, num_bytes: int = 0) -> tuple[int, int]:
+    """(slots for gradients, slots for parameters) that fit in the ring, or the minimum if that is more.
 
     Args:
         num_buckets: number of buckets whose gradients come through the ring.
+        num_bytes: of the ring; default: ``RING_BYTES``.
     """
     if not num_buckets:
         return 0, NUM_H2D_BUFFERS
-    total = max(RESERVED + 1 + NUM_H2D_BUFFERS, RING_BYTES // max(1, bucket_bytes))
+    total = max(RESERVED + 1 + NUM_H2D_BUFFERS, (num_bytes or RING_BYTES) // max(1, bucket_bytes))
     return min(num_buckets + RESERVED, total - NUM_H2D_BUFFERS), NUM_H2D_BUFFERS
 
 
@@ -72,15 +86,16 @@ class GpuTransfers:
     Args:
         num_buckets: number of buckets whose gradients share the ring.
         bucket_bytes: size of the largest bucket, in the widest dtype in which gradients or parameters are copied.
+        num_bytes: see :func:`ring_slots`.
 
     Attributes:
         slot_bytes: size of a slot for gradients; it doubles when wider gradients come.
     """
 
-    def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int):
-        self._device, self._num_buckets = device, num_buckets
+    def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int, num_bytes: int = 0):
+        self._device, self._num_buckets, self._num_bytes = device, num_buckets, num_bytes
         slot_bytes = self.slot_bytes = _slot_bytes(bucket_bytes)
-        incoming, outgoing = ring_slots(num_buckets, slot_bytes)
+        incoming, outgoing = ring_slots(num_buckets, slot_bytes, num_bytes)
         self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
         # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
         self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
@@ -101,7 +116,7 @@ class GpuTransfers:
     def _widen(self) -> None:
         """Make slots of twice the size for gradients; a former one is given up when its copy has been read."""
         self.slot_bytes *= 2
-        incoming, _ = ring_slots(self._num_buckets, self.slot_bytes)
+        incoming, _ = ring_slots(self._num_buckets, self.slot_bytes, self._num_bytes)
         self._pinned.append(PinnedMemory(incoming * self.slot_bytes))
         self.free = [(slot, torch.cuda.Event()) for slot in self._pinned[-1].data.split(self.slot_bytes)]
 

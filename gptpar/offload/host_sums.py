@@ -2,7 +2,10 @@
 
 Each micro-batch's gradient leaves the device in its own number format, through the ring of the transfers, and a thread
 adds it to its bucket's sum in fp32 or wider. The additions are those of a sum on the device, in the same order, so no
-bit of the sum changes. Meanwhile the device computes the next layers, or the next micro-batch.
+bit of the sum changes. Meanwhile the device computes the next layers, or the next micro-batch: the ring holds a third
+of the gradients, so the additions may go on in the next forward pass.
+
+A gradient goes through four queues of the thread: submitted, leaving the device, in host memory, being added.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from gptpar.offload.bucket_state import ForbiddenEvent
 from gptpar.offload.buckets import BUCKET_ELEMENTS, Bucket
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.events import What
+from gptpar.offload.gpu_transfers import summed_ring_bytes
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.transfers import D2HCopy, DeviceEvent
 from gptpar.optim.cpu_adam import order_sum
@@ -29,18 +33,24 @@ from gptpar.system import pages
 
 EXIT_SECONDS = 10.0
 
-MAX_ORDERED = 3
+LAYERS_AHEAD = 4
+"""Forward passes of layers that the training loop may have launched before the device is done with them. The driver's
+queue holds about a thousand launches. While it was full, the driver answered no other thread: no copy began, and the
+additions stood still for most of a forward pass."""
+
+MAX_ORDERED = 8
 """Additions in the kernels' queue: while one runs, the thread waits for the next copies and for Python's lock."""
 
 
-def sums_bytes(elements: float, itemsize: int) -> int:
-    """Upper bound of the host memory (bytes) of :class:`HostSums`.
+def sums_bytes(elements: float, itemsize: int, grad_itemsize: int) -> int:
+    """Upper bound of the host memory (bytes) of :class:`HostSums` and of the ring through which its gradients come.
 
     Args:
         elements: of all sums together.
         itemsize: bytes of one of them.
+        grad_itemsize: bytes of an element of a micro-batch's gradient.
     """
-    return int(elements + min(elements, BUCKET_ELEMENTS)) * itemsize
+    return int(elements + min(elements, BUCKET_ELEMENTS)) * itemsize + summed_ring_bytes(elements * grad_itemsize)
 
 
 class SummedGradient:
@@ -135,8 +145,11 @@ class HostSums:
         self._totals = {id(bucket): _zeros(bucket, dtype) for bucket in shared.buckets}
         self._nothing = _zeros(max(shared.buckets, key=_length), dtype)
         self._final: dict[str, list[SummedGradient]] = {}
-        self._under_way: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
+        self._leaving: deque[_Addend] = deque()
+        self._here: deque[_Addend] = deque()
         self._ordered: deque[tuple[_Addend, Callable[[], Done] | None]] = deque()
+        self._launched: deque[DeviceEvent] = deque()
         self._changed = threading.Condition()
         self._waiting_bytes, self._max_bytes = 0, 0
         self._failure: BaseException | None = None
@@ -161,7 +174,7 @@ class HostSums:
                     raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
                 part, total = grad[bucket.start : bucket.stop], self._totals[id(bucket)]
                 old, result = self._nothing[: len(total)] if first else total, SummedGradient(total) if last else None
-                self._under_way.put(_Addend(bucket, shared.transfers.fetch(part), old, total, result, part.nbytes))
+                self._submitted.put(_Addend(bucket, shared.transfers.fetch(part), old, total, result, part.nbytes))
                 if result is not None:
                     final.append(result)
                     bucket.take(result)
@@ -169,6 +182,12 @@ class HostSums:
             shared.changed.notify_all()
         self._final[unit] = final
         self._hold_back()
+
+    def keep_pace(self) -> None:
+        """See :class:`~gptpar.engine.subscriber.HostGradientSums`."""
+        self._launched.append(self._shared.transfers.now())
+        if len(self._launched) > LAYERS_AHEAD:
+            self._launched.popleft().synchronize()
 
     def squares(self) -> dict[str, float]:
         """See :class:`~gptpar.engine.subscriber.HostGradientSums`."""
@@ -184,7 +203,7 @@ class HostSums:
     def close(self) -> None:
         """End the thread, before the transfers are closed."""
         atexit.unregister(self.close)
-        self._under_way.put(None)
+        self._submitted.put(None)
         self._thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
@@ -194,38 +213,58 @@ class HostSums:
             self._shared.transfers.enter_thread()
         except BaseException as error:  # each addend's turn tells the training loop
             self._failure = error
-        while self._take_next():
-            pass
+        is_open = True
+        while is_open or self._leaving or self._here or self._ordered:
+            while is_open and not (self._submitted.empty() and (self._leaving or self._here or self._ordered)):
+                addend = self._submitted.get()
+                is_open = addend is not None
+                if addend is not None:
+                    self._leaving.append(addend)
+            self._take_next()
 
-    def _take_next(self) -> bool:
-        """Order the next addition, or finish the oldest one; false at the end."""
-        if self._ordered and (len(self._ordered) == MAX_ORDERED or self._under_way.empty()):
+    def _take_next(self) -> None:
+        """Give up the device's memory of finished copies; then order the next addition, or finish the oldest one."""
+        while self._leaving and self._arrives(self._leaving[0]):
+            self._here.append(self._leaving.popleft())
+        if self._ordered and (len(self._ordered) == MAX_ORDERED or not (self._here or self._leaving)):
             self._finish(*self._ordered.popleft())
-            return True
-        addend = self._under_way.get()
-        if addend is not None:
+        elif self._here:
+            addend = self._here.popleft()
             self._ordered.append((addend, self._order(addend)))
-            return True
-        while self._ordered:
-            self._finish(*self._ordered.popleft())
-        return False
+        elif self._leaving:
+            addend = self._leaving.popleft()
+            self._arrives(addend, wait=True)
+            self._here.append(addend)
 
-    def _order(self, addend: _Addend) -> Callable[[], Done] | None:
-        """Put an addition into the kernels' queue when the copy is there; ``None`` after an error."""
-        done = None
+    def _arrives(self, addend: _Addend, *, wait: bool = False) -> bool:
+        """Whether a gradient is in host memory; if so, the device's memory is free.
+
+        Args:
+            wait: until it is. Additions may have the ring's last slots, so they are finished first.
+        """
         try:
-            while self._ordered and not addend.grad.begin(urgent=False):
-                self._finish(*self._ordered.popleft())  # its copy has the ring's last slot
-            grad = addend.grad.tensor()  # after an error, too: the device may still read its memory
+            while wait and self._ordered and not addend.grad.begin(urgent=False):
+                self._finish(*self._ordered.popleft())
+            if wait:
+                addend.grad.tensor()  # after an error, too: the device may still read its memory
+            elif not (addend.grad.begin(urgent=False) and addend.grad.arrived()):
+                return False
             addend.grad.forget_device()
-            if self._failure is None:
-                done = order_sum(addend.total, addend.old, grad, addend.bucket.kernel.threads)
         except BaseException as error:  # the training loop raises it when it waits
             self._failure = error
         with self._changed:
             self._waiting_bytes -= addend.num_bytes
             self._changed.notify_all()
-        return done
+        return True
+
+    def _order(self, addend: _Addend) -> Callable[[], Done] | None:
+        """Put an addition into the kernels' queue; ``None`` after an error."""
+        try:
+            if self._failure is None:
+                return order_sum(addend.total, addend.old, addend.grad.tensor(), addend.bucket.kernel.threads)
+        except BaseException as error:
+            self._failure = error
+        return None
 
     def _finish(self, addend: _Addend, done: Callable[[], Done] | None) -> None:
         bucket, square = addend.bucket, 0.0

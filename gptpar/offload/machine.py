@@ -10,7 +10,7 @@ import torch
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS, StateSize
 from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMemory, max_bytes_waiting
-from gptpar.offload.gpu_transfers import RING_BYTES, GpuTransfers
+from gptpar.offload.gpu_transfers import RING_BYTES, GpuTransfers, summed_ring_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory, Transfers
 from gptpar.optim.cpu_adam import default_threads
@@ -61,7 +61,7 @@ def build_host_optimizer(
         clip_grad=clip_grad,
         kernels=[kernels[update] for update in updates],
         transfers=_make_transfers(
-            [partition.length for partition in partitions], device, itemsize, gradients_leave_at_once
+            [partition.length for partition in partitions], device, itemsize, gradients_leave_at_once, sums
         ),
         folder=folder,
         cores=cores if count > 1 else None,
@@ -71,7 +71,7 @@ def build_host_optimizer(
     )
 
 
-def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_once: bool) -> Transfers:
+def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_once: bool, sums: bool) -> Transfers:
     if device.type == "cpu" and at_once:
         return CopyingSameMemory(max_bytes_waiting(lengths, itemsize))
     if device.type == "cpu":
@@ -79,7 +79,8 @@ def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_
     if at_once:
         return CopyingGpuTransfers(device, lengths, itemsize)
     buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
-    return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
+    ring = summed_ring_bytes(sum(lengths) * itemsize) if sums else RING_BYTES
+    return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize, ring)
 
 
 def room_for_speculation(

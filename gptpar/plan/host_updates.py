@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from gptpar.engine.ranges import Home
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
-from gptpar.offload.gpu_transfers import RING_BYTES
+from gptpar.offload.gpu_transfers import RING_BYTES, SUMMED_PART
 from gptpar.offload.host_sums import sums_bytes
 from gptpar.offload.machine import KEPT_FREE
 from gptpar.plan.hardware import Cluster
@@ -115,7 +115,7 @@ def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
     transfers, there = RING_BYTES, state.elements + state.later
     if job.host_sums:
-        transfers += sums_bytes(there, job.wide_size)
+        transfers = sums_bytes(there, job.wide_size, job.offloaded_gradient_size)
     elif job.gradients_leave_at_once:
         transfers = copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     transfers += int(activations_on_host(job, job.stages.index(part)))
@@ -134,21 +134,21 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)
 
 
-def adding(job: Job, cluster: Cluster, part: StagePart, backward: float) -> float:
+def adding(job: Job, cluster: Cluster, part: StagePart, forward: float, backward: float) -> float:
     """Seconds by which sums on the host prolong a step.
 
-    For each element, a copy arrives, it and the sum are read, and the sum is written. The device waits when the host is
-    two layers behind its backward pass, so that all but these are added beside it, and nothing in the forward pass.
+    For each element, a copy arrives, it and the sum are read, and the sum is written. The backward pass waits when the
+    host is more than the ring's part of the gradients behind; what is in the ring is added in the next forward pass.
 
     Args:
-        backward: seconds of the stage's backward pass of a micro-batch.
+        forward, backward: seconds of the stage's passes of a micro-batch.
     """
     if not job.host_sums:
         return 0.0
     s, size = cluster.sustained, job.offloaded_gradient_size
     rate = ADDING_SHARE * min(s.host_rate, s.host_rate_together / _processes(job, cluster))
     each = job.table(part).length(Home.HOST) * max((2 * size + 2 * job.wide_size) / rate, size / s.bus)
-    return job.num_micro_batches * max(0.0, each - backward)
+    return job.num_micro_batches * max(0.0, each - backward - min(forward, each / SUMMED_PART))
 
 
 def _processes(job: Job, cluster: Cluster) -> int:

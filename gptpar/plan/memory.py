@@ -174,7 +174,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host = float(state.num_bytes + state.elements * state.element_bytes * (offload.offload_speculation == "on"))
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.host_sums:
-        host += RING_BYTES + sums_bytes(there, job.wide_size)
+        host += sums_bytes(there, job.wide_size, job.offloaded_gradient_size)
     elif job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     elif job.ratio and job.device_type == "cuda":

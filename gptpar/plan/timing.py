@@ -301,7 +301,7 @@ class _Costs:
         room = host_updates.speculated_elements(job, self._cluster, part)
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
         stage = self.stage(part)
-        added = host_updates.adding(job, self._cluster, part, stage.backward)
+        added = host_updates.adding(job, self._cluster, part, stage.forward, stage.backward)
         return added + host_updates.waiting(layers, room, self.update(part), speed, lead)
 
     def update(self, part: StagePart) -> float:

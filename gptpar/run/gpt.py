@@ -89,7 +89,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     host = None
     if not tries_memory:
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
-        dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
+        dtypes, reduces = (settings.dtype, settings.wide), topology.mesh.size(*COPIES) > 1 or bool(table.ties)
         partitions, leave = table.offloaded(), again.checkpoint_in_cpu or again.cpu_offloading_num_layers
         host = make_host_optimizer(
             config,
@@ -99,7 +99,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
             device,
             *dtypes,
             tied,
-            sums=sums,
+            sums=settings.adds_gradients and (reduces or not settings.host_sums),
             host_sums=settings.host_sums,
             activation_bytes=int(activations_on_host(Job(config, topology.mesh), topology.stage)) if leave else 0,
         )

@@ -10,8 +10,9 @@ import torch
 
 from gptpar.offload import buckets, host_sums
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.host_sums import HostSums, sums_bytes
+from gptpar.offload.host_sums import LAYERS_AHEAD, HostSums, sums_bytes
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
@@ -177,6 +178,58 @@ def test_the_loop_waits_while_more_than_two_units_keep_the_device_s_memory() -> 
     host.close()
 
 
+def test_copies_leave_the_device_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten, at_an_addition, fetched = [], [], []
+    may_begin = threading.Event()
+
+    class Watched(SameMemory):
+        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+            copy = super().fetch(grad)
+            setattr(copy, "forget_device", lambda: forgotten.append(copy))  # noqa: B010
+            fetched.append(copy)
+            return copy
+
+        def enter_thread(self) -> None:
+            if threading.current_thread().name == "gptpar-gradient-sums":
+                may_begin.wait(60)
+
+    def order(*args: object) -> Callable[[], object]:
+        at_an_addition.append(len(forgotten))
+        return order_sum(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host_sums, "order_sum", order)
+    host, _ = make_host(Watched())
+    loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
+    loop.start()
+    wait_until(lambda: len(fetched) == MAX_UNITS_WAITING + 1)
+    may_begin.set()
+    loop.join(60)
+    host.close()
+    assert at_an_addition[0] >= MAX_UNITS_WAITING
+
+
+def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() -> None:
+    points: list[Signal] = []
+
+    class Late(SameMemory):
+        def now(self) -> DeviceEvent:
+            points.append(Signal())
+            return points[-1]
+
+    host, _ = make_host(Late())
+    assert isinstance(host.sums, HostSums)
+    sums = host.sums
+    loop = threading.Thread(target=lambda: [sums.keep_pace() for _ in range(LAYERS_AHEAD + 3)])
+    loop.start()
+    for number in range(3):
+        wait_until(lambda number=number: len(points) == LAYERS_AHEAD + number + 1)
+        assert loop.is_alive()
+        points[number].pass_()
+    loop.join(60)
+    assert not loop.is_alive()
+    host.close()
+
+
 def test_an_error_of_the_additions_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> Callable[[], None]:
         raise MemoryError("no memory for a sum")
@@ -258,5 +311,6 @@ def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.
 
 
 def test_memory_of_the_sums() -> None:
-    assert sums_bytes(1000, 4) == 8000
-    assert sums_bytes(10**8, 4) == 4 * (10**8 + buckets.BUCKET_ELEMENTS)
+    assert sums_bytes(1000, 4, 2) == 8000 + RING_BYTES
+    assert sums_bytes(10**8, 4, 2) == 4 * (10**8 + buckets.BUCKET_ELEMENTS) + RING_BYTES
+    assert sums_bytes(6 * 10**9, 4, 2) == 4 * (6 * 10**9 + buckets.BUCKET_ELEMENTS) + 4 * 10**9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
+from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_sums import sums_bytes
 from gptpar.plan.report import plan_text
 from tests.unit.plan.plans import OFFLOAD, TEN_B, plan
@@ -17,7 +18,7 @@ def test_sums_on_the_host_leave_the_device_and_take_time_where_the_host_is_slow(
     elements, longest = table.length(), max(unit.length for unit in table.units)
     assert device_stay.gradients == 4 * (elements + stay.job.early_elements) and not leave.job.early_elements
     assert device_leave.gradients == 2 * (MAX_UNITS_WAITING + 1) * longest
-    assert device_leave.host - device_stay.host == sums_bytes(elements, 4) - 2 * stay.job.early_elements
+    assert device_leave.host - device_stay.host == sums_bytes(elements, 4, 2) - RING_BYTES - 2 * stay.job.early_elements
     count = stay.job.num_micro_batches
     assert count > 1 and leave.job.offloaded_gradient_size == 2 and stay.job.offloaded_gradient_size == 4
     each, compute = 12 * elements / 150e9, leave.time.compute / count

@@ -82,7 +82,7 @@ def observed(rank: int, setup: Setup, observe: Any) -> tuple[list[Any], int, Nam
 @pytest.mark.parametrize(
     ("observe", "setup"),
     [
-        *covering([read_plainly, forward], ALONE),
+        *covering([read_plainly], ALONE),
         *covering([read_in_gathered, forward, forward_of_the_module], [*ALONE, *TOGETHER]),
     ],
 )

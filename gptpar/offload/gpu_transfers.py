@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -245,7 +246,8 @@ class _GpuD2HCopy:
 
     def begin(self, *, urgent: bool) -> bool:
         if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):
-            self.start(self._transfers.urgent_stream)
+            with contextlib.suppress(IndexError):  # another thread has taken the last slot meanwhile
+                self.start(self._transfers.urgent_stream)
         return self._slot is not None
 
     def start(self, stream: torch.cuda.Stream) -> None:

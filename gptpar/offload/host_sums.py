@@ -14,6 +14,7 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from gptpar.optim.elementwise import Done
 from gptpar.system import pages
 
 EXIT_SECONDS = 10.0
+
+SLOT_SECONDS = 1e-4
+"""Pause while the updating thread has the ring's last slots, for updates that the kernel is working on."""
 
 LAYERS_AHEAD = 4
 """Forward passes of layers that the training loop may have launched before the device is done with them. The driver's
@@ -247,6 +251,8 @@ class HostSums:
         try:
             while wait and self._ordered and not addend.grad.begin(urgent=False):
                 self._finish(*self._ordered.popleft())
+            while wait and not addend.grad.begin(urgent=True):
+                time.sleep(SLOT_SECONDS)
             if wait:
                 addend.grad.tensor()  # after an error, too: the device may still read its memory
             elif not (addend.grad.begin(urgent=False) and addend.grad.arrived()):

@@ -6,6 +6,6 @@
 
 ``case.py`` says what a case is. ``zoo.py`` and ``oddities/`` hold models, ``scenarios/`` what users do beside training;
 ``cases.py`` has all by name. ``reference.py`` trains them in plain torch, ``harness.py`` with an engine, ``compare.py``
-compares, and ``matrix.py`` does so in processes. ``plain_engine.py`` is an engine in plain torch, on which the
-harness itself is tested, with mistakes planted.
+compares, and ``matrix.py`` does so in processes. That the comparison sees mistakes is shown by
+``tests/mutations``.
 """

@@ -4,7 +4,6 @@ python -m tests.any_module gpt2 --world 2 --stage 3 --ratio 0.6 --accumulation 3
 python -m tests.any_module --list                                                    names of cases
 python -m tests.any_module --full                                                    every case in every layout
 python -m tests.any_module [NAME ...] --full                                         some cases in every layout
-python -m tests.any_module mlp --engine tests.any_module.plain_engine:initialize     the harness's own engine
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step; --full: 1 and 2 in turns")
     parser.add_argument("--clip", type=float, default=0.5, help="largest norm; 0: any")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--engine", default=GPTPAR, help="module:function, or mistake:NAME")
+    parser.add_argument("--engine", default=GPTPAR, help="module:function")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case")
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -21,16 +20,13 @@ from tests.any_module.reference import (
     mean_over_ranks,
 )
 
-GPTPAR = os.environ.get("ANY_MODULE_ENGINE", "gptpar:initialize")
-"""What is proved; the environment may name :data:`PLAIN` instead, to see that the tests themselves are right."""
-PLAIN = "tests.any_module.plain_engine:initialize"
+GPTPAR = "gptpar:initialize"
+"""What is proved."""
 
 
 def initializer(engine: str) -> Callable[..., Any]:
-    """The function of that name: ``module:function``, or ``mistake:NAME`` of the plain engine."""
+    """The function of that name: ``module:function``."""
     module, _, name = engine.partition(":")
-    if module == "mistake":
-        return importlib.import_module("tests.any_module.plain_engine").with_mistake(name)
     return getattr(importlib.import_module(module), name)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 from tests.any_module.case import Case, Setup
 
@@ -37,3 +39,17 @@ def fitting(case: Case, setup: Setup) -> Setup:
 
 def _next(value: T, values: tuple[T, ...]) -> T:
     return values[(values.index(value) + 1) % len(values)]
+
+
+def covering(values: Iterable[Any], setups: Sequence[Setup]) -> list[Any]:
+    """Parameters of a test: each value in the last layout, the sharpest one, and in one of the others in turn."""
+    return [
+        pytest.param(value, setup, id=f"{named(value)}-{named(setup)}")
+        for number, value in enumerate(values)
+        for setup in (setups[number % (len(setups) - 1)], setups[-1])
+    ]
+
+
+def named(value: Any) -> str:
+    """A value's name in the id of a test."""
+    return str(getattr(value, "__name__", getattr(value, "name", value))).replace(", ", "-")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
-from tests.any_module.harness import PLAIN, Training, worst_of_ranks
+from tests.any_module.harness import Training, worst_of_ranks
 from tests.any_module.matrix import Bench
 from tests.any_module.on_rank import resume_half, save_half
 
@@ -29,9 +28,8 @@ PAIRS = [
 ]
 CASES_AND_PAIRS = [("gpt2", pair) for pair in PAIRS]
 CASES_AND_PAIRS += [
-    (name, pair)
-    for name in ("tied_blocks", "frozen_block", "parameter_groups_across_blocks", "clients_schedule")
-    for pair in PAIRS[1:3]
+    (name, PAIRS[1 + number % 2])
+    for number, name in enumerate(("tied_blocks", "frozen_block", "parameter_groups_across_blocks", "clients_schedule"))
 ]
 
 
@@ -95,13 +93,3 @@ def load_nothing(rank: int, setup: Setup, engine: str, folder: str) -> bool:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_empty_folder_is_told(bench: Bench, tmp_path: Path, world: int) -> None:
     assert all(bench.on_ranks(world, load_nothing, Setup(world, 3), bench.engine, str(tmp_path)))
-
-
-def test_lost_moments_are_seen() -> None:
-    """The test itself: a checkpoint of weights alone does not pass."""
-    with Bench(PLAIN) as plain:
-        plain.check("gpt2", resumed((ALONE, ALONE)))
-        plain.engine = "mistake:moments_forgotten"
-        found = plain.deviations("gpt2", resumed((ALONE, ALONE)))
-    assert found["gradient"].size > 1e-4 and found["weight"].size > 1e-4
-    assert torch.isfinite(torch.tensor(found["loss"].size))

@@ -20,6 +20,7 @@ from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
 from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
+from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.reference import Trace, reference
 
@@ -60,8 +61,9 @@ def closes(rank: int, setup: Setup, engine: str, place: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("place", ["between steps", "gathered"])
-@layouts
+@pytest.mark.parametrize(
+    ("place", "setup"), covering(["between steps", "gathered"], SETUPS[:3]) + covering(["gathered"], SETUPS[3:])
+)
 def test_closing_leaves_an_ordinary_module_with_whole_weights(bench: Bench, setup: Setup, place: str) -> None:
     assert bench.on_ranks(setup.world, closes, setup, bench.engine, place) == [[]] * setup.world
 
@@ -116,7 +118,7 @@ def model_loss(model: Any) -> torch.Tensor:
     return model(torch.ones(2, 16, dtype=torch.float64)).square().mean()
 
 
-@layouts
+@pytest.mark.parametrize("setup", [SETUPS[1], SETUPS[3], SETUPS[5]], ids=str)
 def test_a_closed_engine_holds_no_memory(bench: Bench, setup: Setup) -> None:
     setup = replace(setup, accumulation=1)
     model = sum(parameter.nbytes for parameter in CASES["mlp"].make_model().parameters())

@@ -19,22 +19,17 @@ def compiled() -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("way", ["key_eager", "key_aot", "default_aot", "before_aot", "after_aot"])
-@pytest.mark.parametrize(
-    ("name", "setup"),
-    [
-        ("mlp", ALONE),
-        ("mlp", TWO),
-        ("gpt2_checkpointed", TWO),
-        ("recomputation_inside", TWO),
-        ("block_called_under_checkpoint", TWO),
-        ("block_called_under_checkpoint_reentrant", TWO),
-        ("dictionaries", TWO),
-        ("users_hooks", TWO),
-        ("side_outputs", TWO),
-    ],
-    ids=lambda value: str(value).replace(", ", "-"),
-)
+WAYS = ["key_eager", "key_aot", "default_aot", "before_aot", "after_aot"]
+NAMES = [
+    *("gpt2_checkpointed", "recomputation_inside", "block_called_under_checkpoint"),
+    *("block_called_under_checkpoint_reentrant", "dictionaries", "users_hooks", "side_outputs"),
+]
+CASES = [*(("mlp", way, TWO) for way in WAYS), ("mlp", "default_aot", ALONE)]
+CASES += [(name, WAYS[(2 * number + more) % 5], TWO) for number, name in enumerate(NAMES) for more in range(2)]
+"""Each model in two ways, each way with several models."""
+
+
+@pytest.mark.parametrize(("name", "way", "setup"), CASES, ids=lambda value: str(value).replace(", ", "-"))
 def test_compiled_blocks_are_plain_torchs(compiled: Bench, way: str, name: str, setup: Setup) -> None:
     compiled.engine = f"tests.any_module.compiling:{way}"
     compiled.check(name, setup, CompiledTraining)

@@ -12,21 +12,17 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
-from tests.any_module.layouts import fitting
+from tests.any_module.layouts import covering, fitting
 from tests.any_module.matrix import Bench
 from tests.any_module.scenarios import SCENARIOS
 
 SETUPS = [Setup(1, 0, 0.0, 2, steps=6), Setup(1, 3, 0.6, steps=6), Setup(2, 2, 0.0, 2, steps=6)]
 SETUPS += [Setup(2, 3, 0.6, 2, steps=6)]
-layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-
-
 # Others are in files of their own: test_checkpoint.py and test_closed.py.
 NAMES = [name for name, case in SCENARIOS.items() if not case.resumed and name != "trained_on_in_another_engine"]
 
 
-@layouts
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "setup"), covering(NAMES, SETUPS))
 def test_training_stays_the_same(bench: Bench, name: str, setup: Setup) -> None:
     bench.check(name, fitting(SCENARIOS[name], setup))
 

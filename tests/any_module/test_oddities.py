@@ -1,10 +1,11 @@
-"""Every oddity by name, on one process and on two, without ZeRO and with all of it, with and without the CPU."""
+"""Every oddity by name, on two processes with all of ZeRO, and in one of three other layouts."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.any_module.case import Setup
+from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities import ODDITIES
 
@@ -17,7 +18,6 @@ SETUPS = [
 ]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-@pytest.mark.parametrize("name", ODDITIES)
+@pytest.mark.parametrize(("name", "setup"), covering(ODDITIES, SETUPS))
 def test_oddity(bench: Bench, name: str, setup: Setup) -> None:
     bench.check(name, setup)

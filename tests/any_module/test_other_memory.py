@@ -15,10 +15,10 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, Training
+from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 
 SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3, 0.6)]
-layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
 
 Change = Callable[[Training], object]
 
@@ -74,11 +74,12 @@ def added(rank: int, setup: Setup, change: Change) -> str:
     return ""
 
 
-@layouts
-@pytest.mark.parametrize(
-    ("change", "name"), [(new_head, "last.weight"), (new_block, "blocks.3.norm.weight"), (new_parameter, "scale")]
-)
-def test_parameters_that_come_later_are_refused(bench: Bench, setup: Setup, change: Change, name: str) -> None:
+LATER = {new_head: "last.weight", new_block: "blocks.3.norm.weight", new_parameter: "scale"}
+
+
+@pytest.mark.parametrize(("change", "setup"), covering(LATER, SETUPS))
+def test_parameters_that_come_later_are_refused(bench: Bench, setup: Setup, change: Change) -> None:
+    name = LATER[change]
     for said in bench.on_ranks(setup.world, added, setup, change):
         assert re.search(rf"^{name}.* came into the model after gptpar.initialize.*engine.close\(\)", said), said
 
@@ -106,12 +107,9 @@ def changed(rank: int, setup: Setup, change: Change, gathers: bool) -> str:
     return ""
 
 
-@layouts
 @pytest.mark.parametrize("gathers", [False, True], ids=["outside", "gathered"])
 @pytest.mark.parametrize(
-    "change",
-    [cast, cast_engine, cast_a_block, assigned, by_data, another_parameter],
-    ids=lambda change: change.__name__,
+    ("change", "setup"), covering([cast, cast_engine, cast_a_block, assigned, by_data, another_parameter], SETUPS)
 )
 def test_other_memory_is_refused(bench: Bench, setup: Setup, change: Change, gathers: bool) -> None:
     for said in bench.on_ranks(setup.world, changed, setup, change, gathers):

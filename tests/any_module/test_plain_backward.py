@@ -12,6 +12,7 @@ from torch import nn
 import gptpar
 from gptpar.errors import GptparError
 from tests.any_module.case import Setup
+from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.scenarios.beside import LossBackward
 
@@ -31,8 +32,7 @@ SETUPS = [
 ]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "setup"), covering(NAMES, SETUPS))
 def test_a_loss_may_go_backward_without_the_engine(bench: Bench, name: str, setup: Setup) -> None:
     bench.check(name, setup, LossBackward)
 

@@ -17,6 +17,7 @@ from gptpar.offload.events import EventLog, What
 from tests.any_module.case import Case, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
+from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities.late_reads import LATE_READS, DetachedFirstOnLastRank, DetachedInBlocks, HookReads
 from tests.any_module.reference import Named, copy_of_weights
@@ -87,8 +88,7 @@ def assert_same(found: Iterable[Named], wanted: Named) -> None:
 layouts = pytest.mark.parametrize("setup", [*ALONE, *TOGETHER], ids=lambda setup: str(setup).replace(", ", "-"))
 
 
-@pytest.mark.parametrize("setup", [*ALONE, *TOGETHER, *RELEASED], ids=lambda setup: str(setup).replace(", ", "-"))
-@pytest.mark.parametrize("case", LATE_READS, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "setup"), covering(LATE_READS, [*ALONE, *TOGETHER, *RELEASED]))
 def test_reads_by_the_graph(bench: Bench, case: Case, setup: Setup) -> None:
     found = bench.on_ranks(setup.world, by_engine, case, setup)
     assert all(one.num_ahead > 0 for one in found), "the CPU never worked ahead, so that nothing was tested"

@@ -172,8 +172,7 @@ def initialize_model(name: str, setup: Setup) -> None:
     Training(Case(name, MODELS[name][0]), setup, GPTPAR)
 
 
-@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2]], ids=lambda setup: str(setup).replace(", ", "-"))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "setup"), [*((name, SETUPS[0]) for name in MODELS), ("ddp_inside", SETUPS[2])])
 def test_at_initialize(bench: Bench, name: str, setup: Setup) -> None:
     assert_told(bench, setup, MODELS[name][1], initialize_model, name, setup)
 
@@ -349,8 +348,7 @@ def trace_or_told(rank: int, name: str, setup: Setup) -> Trace | str:
         return str(error)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-@layouts
+@pytest.mark.parametrize(("setup", "accumulation"), [(SETUPS[0], 2), (SETUPS[1], 3), (SETUPS[2], 1), (SETUPS[2], 2)])
 @pytest.mark.parametrize("name", EITHER)
 def test_right_or_refused(new_ranks: Bench, name: str, setup: Setup, accumulation: int) -> None:
     setup = replace(setup, steps=4, accumulation=accumulation)

@@ -70,9 +70,11 @@ def train(ratio: float, passes: int, log: EventLog | None = None, **options: boo
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("ratio", [0.6, 1.0])
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"calls": 3}, {"reads_weight": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "passes", "ratio"),
+    [({}, 1, 0.6), ({}, 2, 1.0), ({"calls": 3}, 1, 1.0), ({"calls": 3}, 2, 0.6), ({"reads_weight": True}, 2, 1.0)],
+    ids=str,
+)
 def test_a_partial_gradient_changes_no_bit(ratio: float, passes: int, options: dict[str, bool | int]) -> None:
     expected = train(0.0, passes, **options)
     with logged() as log:

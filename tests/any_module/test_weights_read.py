@@ -15,6 +15,7 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
+from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 
 ALONE = [Setup(1, 0), Setup(1, 3, 1.0), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2)]
@@ -77,8 +78,10 @@ def read(rank: int, setup: Setup, engine: str, reader: Reader) -> list[list[Any]
     return found
 
 
-@layouts
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+@pytest.mark.parametrize(
+    ("reader", "setup"),
+    [*covering(READERS, [*ALONE, TOGETHER[-1]]), *covering([norms], TOGETHER[:-1]), (copies, TOGETHER[1])],
+)
 def test_reading_after_a_step_gives_its_values_or_says_gathered(bench: Bench, setup: Setup, reader: Reader) -> None:
     for found in bench.on_ranks(setup.world, read, setup, bench.engine, reader):
         assert found[0][1] != found[2][1]

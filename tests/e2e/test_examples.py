@@ -72,11 +72,6 @@ TINY = {
 CHANGES_ENGINE_ALONE = {"--zero", "3", "--pipeline", "--pipeline_spec_layers", "--checkpoint-activations"}
 """Flags that plain PyTorch accepts, and that change none of its numbers."""
 
-MORE_COMMANDS = """
-gptpar launch --num_gpus=2 cifar.py --deepspeed_config cifar.json
-gptpar launch --num_gpus=2 gpt_lite.py --deepspeed_config gpt_lite.json --pipeline --checkpoint-activations
-"""
-
 
 def losses(words: list[str]) -> list[float]:
     """Of five steps of a program of a small size, started by ``gptpar WORDS``."""
@@ -94,7 +89,7 @@ def test_commands_of_deepspeeds_tutorials_have_plain_torchs_losses(of: str, llam
     documented = block("examples.md", "Programs of DeepSpeed's tutorials", "bash")
     plain: dict[tuple[str, ...], list[float]] = {}
     checked = 0
-    for words in commands(documented + MORE_COMMANDS, tmp_path):
+    for words in commands(documented, tmp_path):
         few = [word.replace("=8", "=2").replace("FOLDER", str(llama)) for word in words[1:]]
         if of not in few:
             continue
@@ -109,7 +104,7 @@ def test_commands_of_deepspeeds_tutorials_have_plain_torchs_losses(of: str, llam
             plain[tuple(same)] = losses([*same, "--plain"])
         assert losses(few) == pytest.approx(plain[tuple(same)], rel=0, abs=1e-6 * plain[tuple(same)][0]), words
         assert len(plain[tuple(same)]) == 5
-    assert checked == {"cifar.py": 2, "gpt_lite.json": 5}.get(of, 1)
+    assert checked == {"gpt_lite.json": 4}.get(of, 1)
 
 
 def test_compare_reports_the_difference() -> None:

@@ -183,19 +183,13 @@ def test_generate_continues_a_prompt(tmp_path: Path) -> None:
     assert "there is no checkpoint in" in gptpar(f"--load {tmp_path}/none", "generate", expect=1)
 
 
-@pytest.mark.parametrize(
-    ("number", "workers", "more"), [(signal.SIGTERM, 1, "--trace"), (signal.SIGINT, 2, "--breakdown")]
-)
-def test_an_interrupted_benchmark_says_that_there_is_no_result(
-    tmp_path: Path, number: signal.Signals, workers: int, more: str
-) -> None:
-    flags = TINY.replace("--train-iters 20 ", "") + f" --steps 100000 --nproc-per-node {workers} {more}"
-    flags += f" {tmp_path}/trace.json" if more == "--trace" else ""
+def test_an_interrupted_benchmark_says_that_there_is_no_result() -> None:
+    flags = TINY.replace("--train-iters 20 ", "") + " --steps 100000 --nproc-per-node 2 --breakdown"
     process = stepping(command(flags, "benchmark"), taken=1)
     assert process.stdout is not None
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 128 + number
+    assert process.wait(timeout=60) == 130
     assert re.search(r"> ended after \d+ of 10\d+ steps: there is no result", rest) and "Traceback" not in rest
 
 
@@ -213,9 +207,9 @@ def test_benchmark_prints_one_json_line() -> None:
 )
 def test_layouts_are_compared_in_other_formats_too(number_format: str, most: float) -> None:
     """The CPU optimizer's gradients may travel in 16 bits; fp16's first loss scale would overflow in each step."""
-    found = gptpar(f"--{number_format} --no-compile --nproc 2 --only 0.6", "check-layouts")
-    for layout in ("dp2 x tp1 x pp1, ZeRO-3", "dp1 x tp2 x pp1, sequence parallel"):
-        row = re.search(rf"0\.0e\+00 +(\S+) +(\S+) +(\S+) +(\S+)  {layout}, CPU optimizer 0.6\n", found)
-        assert row is not None, found
-        numbers = [float(number) for number in row.groups()]
-        assert max(numbers) < most and max(numbers) > 0, found  # some are none: sums travel as wide as they are
+    layout = "dp2 x tp1 x pp1, ZeRO-3, CPU optimizer 0.6"
+    found = said_by(["check-layouts", f"--{number_format}", "--no-compile", "--nproc", "2", "--only", layout])
+    row = re.search(rf"0\.0e\+00 +(\S+) +(\S+) +(\S+) +(\S+)  {layout}\n", found)
+    assert row is not None, found
+    numbers = [float(number) for number in row.groups()]
+    assert max(numbers) < most and max(numbers) > 0, found  # some are none: sums travel as wide as they are

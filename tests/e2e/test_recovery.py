@@ -104,9 +104,6 @@ def test_a_damaged_mirror_gives_way_to_the_older_one_and_then_to_the_disk(
 AGAIN = """
 if (rank, iteration) == (1, 5): raise RuntimeError("a mistake of the program")
 """
-USERS = """
-if (rank, iteration) == (1, 5): raise GptparError("the data are damaged: mend them.")
-"""
 ALWAYS = """
 if (rank, iteration) == (1, 5): os.kill(me, signal.SIGKILL)
 """
@@ -116,7 +113,6 @@ if (rank, iteration) == (1, 5): os.kill(me, signal.SIGKILL)
     ("faults", "restarts", "last"),
     [
         (AGAIN, 1, r"error: rank 1 ended with exit code 1 .*; it ended there before, so a restart would end there.*"),
-        (USERS, 0, r"error: rank 1 ended with exit code 1 while it was at iteration 5, .*; its message is above"),
         (ALWAYS, 2, r"error: rank 1 was killed by SIGKILL.*; all 2 restarts \(--max-restarts\) are used up"),
     ],
 )

@@ -11,9 +11,8 @@ ONE_ORDER = "tests/unit/engine/test_gradients.py::test_units_are_reduced_in_one_
 PLAIN_LOOP = "tests/unit/run/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
 RATIOS = "tests/unit/offload/test_same_bits.py::test_no_ratio_changes_a_bit"
 RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
-TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
 RECORDED = "tests/unit/deepspeed/engines/test_graph.py"
-TWO_WAYS = "tests/ranks/test_two_processes.py"
+TWO_WAYS = "tests/ranks/test_layouts.py::test_layouts_equal_one_process[two processes]"
 
 GRADIENTS = [
     Mutation(
@@ -49,7 +48,7 @@ GRADIENTS = [
         REDUCER,
         "        oldest.wait()\n        oldest.add()\n",
         "        oldest.add()\n",
-        (TWO_PROCESSES,),
+        (TWO_WAYS,),
     ),
     Mutation(
         "dropped-gradients-added-to-the-next-steps",
@@ -63,7 +62,7 @@ GRADIENTS = [
         REDUCER,
         "        while self._pending:\n            self._finish_oldest()\n",
         "        if self._pending:\n            self._finish_oldest()\n",
-        (TWO_PROCESSES,),
+        (TWO_WAYS,),
     ),
     Mutation(
         "sharded-sum-not-restarted",

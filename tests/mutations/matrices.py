@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-LAYOUTS = ("tests/ranks/test_muon_ranks.py",)
+LAYOUTS = ("tests/ranks/test_layouts.py::test_layouts_equal_one_process[muon]",)
 HOMES = ("tests/unit/engine/test_matrix_homes.py",)
 PHASES = ("tests/unit/offload/test_matrix_phases.py",)
 STEP = "gptpar/engine/matrix_step.py"

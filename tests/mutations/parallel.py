@@ -110,7 +110,7 @@ PARALLEL = [
         "gptpar/pipeline/auxiliary_losses.py",
         "return grad / self._token_splits if self._token_splits > 1 else grad",
         "return grad",
-        ("tests/ranks/test_auxiliary_losses.py::test_all_layouts_compute_the_same",),
+        ("tests/ranks/test_experts.py",),
     ),
     Mutation(
         "bias-before-dropout-summed-after-it",

@@ -98,7 +98,7 @@ STATE = [
         "gptpar/run/trainer.py",
         "place = number * self.topology.mesh.data + self._data_position",
         "place = number * self.topology.mesh.data",
-        ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
+        ("tests/ranks/test_layouts.py::test_layouts_equal_one_process[two processes]",),
     ),
     Mutation(
         "initial-values-without-the-parameters-name",

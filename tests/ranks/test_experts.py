@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from gptpar.cli.check_layouts import SMALL, case_config
-from gptpar.cli.check_layouts.compare import difference, step_difference
-from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts import SMALL
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config import Config
 from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import ALONE, TOLERANCE, VARIANTS, chained_outcomes
-from tests.spawn import spawn
+from tests.ranks.layout_cases import Family, assert_equals_one_process, at, run_alone
 
-NUM_EXPERTS, TOPK, SAVED, STEPS = 8, 2, 2, 3
+NUM_EXPERTS, TOPK = 8, 2
 SIZES = "--global-batch-size 16 --micro-batch-size 2 --num-layers 4"
 EXPERTS = (
     "--position-embedding-type rope --normalization RMSNorm "
@@ -38,21 +31,31 @@ SOFTMAX = (
     "--window-pattern SF"
 )
 MODELS = {"sigmoid": SIGMOID, "softmax": SOFTMAX}
-EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
-CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
-TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
-CASES = [
-    (Mesh(data=2, context=2, expert=4), f"{EP4} {CP2} --zero-stage 2 --micro-batch-size 4"),
-    (Mesh(context=4), f"{CP4} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['full recompute'])}"),
-    (Mesh(data=2, tensor=2), f"--zero-stage 2 --sequence-parallel {' '.join(VARIANTS['selective'])}"),
-    (Mesh(tensor=2, pipeline=2), f"{TWO_STAGES} {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
-    (Mesh(data=2, pipeline=2), f"--zero-stage 1 --micro-batch-size 4 {' '.join(VARIANTS['all on the CPU'])}"),
-    (Mesh(tensor=4), " ".join(VARIANTS["every 2"])),
-    (Mesh(data=4, expert=2), f"{EP2} --zero-stage 3 --micro-batch-size 1 {' '.join(VARIANTS['CPU optimizer 0.6'])}"),
-    (Mesh(tensor=2, context=2, expert=2), f"{EP2} {CP2} --cp-comm-type allgather --zero-stage 2 --sequence-parallel"),
-    (Mesh(data=2, pipeline=2, expert=2), f"{EP2} --zero-stage 1 {TWO_STAGES} {' '.join(VARIANTS['full recompute'])}"),
-    (Mesh(data=2, tensor=2, expert=2), f"{EP2} --zero-stage 3 --optimizer muon"),
-]
+SPLIT_TOKENS, TWO_STAGES = "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank 2"
+CASES = {
+    "sigmoid": [
+        at("dp2 cp2 ep4", "--zero-stage 2 --micro-batch-size 4"),
+        at("cp4", "--zero-stage 3 --micro-batch-size 1", "full recompute"),
+        at("dp2 tp2", f"--zero-stage 2 {SPLIT_TOKENS}", "selective"),
+        at("tp2 pp2", TWO_STAGES, "CPU optimizer 0.6"),
+        at("dp4 ep2", "--zero-stage 3 --micro-batch-size 1", "CPU optimizer 0.6"),
+        at("tp2 cp2 ep2", f"--cp-comm-type allgather --zero-stage 2 {SPLIT_TOKENS}"),
+        at("dp2 pp2 ep2", f"--zero-stage 1 {TWO_STAGES}", "full recompute"),
+    ],
+    "softmax": [
+        at("dp4 ep4", "--zero-stage 3 --cpu-parameters", "all on the CPU"),
+        at("dp2 pp2", "--zero-stage 1 --micro-batch-size 4", "all on the CPU"),
+        at("tp4", "", "every 2"),
+        at("dp4 ep2", "--zero-stage 0 --micro-batch-size 4", "all on the CPU"),
+        at("tp2 cp2 ep2", f"--cp-comm-type allgather --zero-stage 2 {SPLIT_TOKENS}"),
+        at("dp2 tp2 ep2", "--zero-stage 3 --micro-batch-size 1", "selective"),
+    ],
+    "muon, full experts": [
+        at("dp2 tp2 ep2", "--zero-stage 3"),
+        at("dp2 cp2 ep2", "--zero-stage 3 --cp-comm-type allgather --micro-batch-size 1"),
+        at("cp4", "", "full recompute"),
+    ],
+}
 
 
 class ExtremeLoads(CaseRun):
@@ -67,24 +70,15 @@ class ExtremeLoads(CaseRun):
             self.trainer.experts.load(state)
 
 
-def words_of(model: str) -> list[str]:
-    return [*SMALL.split(), *SIZES.split(), *EXPERTS.split(), *MODELS[model].split(), "--fp64"]
-
-
-def run_alone(words: list[str]) -> Outcome:
-    run = ExtremeLoads(case_config(words, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
-    run.train(0, STEPS)
-    run.trainer.close()
-    return run.outcome
+def family(name: str, model: str, *more: str) -> Family:
+    words = [*SMALL.split(), *SIZES.split(), *EXPERTS.split(), *MODELS[model].split(), "--fp64", *more]
+    return Family(words, CASES[name], ExtremeLoads)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
     """Also after a resume from the layout before, of another micro-batch."""
-    how: dict[str, Any] = {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
-    elementwise = [one for one in CASES if "muon" not in one[1]]
-    found = spawn(partial(chained_outcomes, **how), 4, tmp_path, elementwise, words_of(model), timeout_s=300.0)[0]
-    alone = run_alone(words_of(model))
+    alone = assert_equals_one_process(family(model, model), tmp_path)
     counts_LE = alone.weights[-1]["choices of experts"]
     tokens = 16 * 16
     assert counts_LE.sum(1).tolist() == [tokens * TOPK] * len(counts_LE)
@@ -92,36 +86,17 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
         assert counts_LE[:, 0].tolist() == [tokens] * 3 and counts_LE[:, 1].tolist() == [0] * 3
         assert len(alone.steps[0]) == 2 + 3  # both losses of experts, and the fullest expert
         assert alone.steps[0][-1] == pytest.approx(NUM_EXPERTS / TOPK)
-    for (mesh, flags), outcome in zip(elementwise, found, strict=True):
-        named = f"{mesh.describe()} {flags}"
-        assert difference([(outcome.initial, alone.initial)]) == 0, named
-        assert step_difference(outcome.steps, alone.steps) <= TOLERANCE, named
-        assert difference(zip(outcome.gradients, alone.gradients, strict=True)) <= TOLERANCE, named
-        assert difference(zip(outcome.weights, alone.weights, strict=True)) <= TOLERANCE, named
-        for one, other in zip(outcome.weights, alone.weights, strict=True):
-            for name in ("expert bias", "choices of experts"):
-                assert torch.equal(one[name], other[name]), f"{named}: {name}"
 
 
 def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(tmp_path: Path) -> None:
-    words = [*words_of("softmax"), *["--optimizer", "muon", "--moe-expert-capacity-factor", "0.75"]]
-    ((mesh, flags),) = (one for one in CASES if "muon" in one[1])
-    cases = [
-        (mesh, flags),
-        (Mesh(data=2, context=2, expert=2), f"{flags} {CP2} --cp-comm-type allgather --micro-batch-size 1"),
-        (Mesh(context=4), f"{CP4} --optimizer muon {' '.join(VARIANTS['full recompute'])}"),
-    ]
-    how: dict[str, Any] = {"saved": SAVED, "steps": STEPS, "kind": ExtremeLoads}
-    found = spawn(partial(chained_outcomes, **how), 4, tmp_path, cases, words, timeout_s=300.0)[0]
-    alone = run_alone(words)
-    for outcome in found:
-        assert difference(zip(outcome.weights, alone.weights, strict=True)) <= TOLERANCE
+    more = ("--optimizer", "muon", "--moe-expert-capacity-factor", "0.75")
+    assert_equals_one_process(family("muon, full experts", "softmax", *more), tmp_path)
 
 
 def test_a_step_that_is_skipped_moves_no_bias() -> None:
     """With a loss scale that overflows fp16, neither weights nor bias nor counts change."""
-    words = [*(word for word in words_of("sigmoid") if word != "--fp64"), "--fp16", "--initial-loss-scale", "1e30"]
-    run = CaseRun(case_config(words, ALONE, 1), Topology(Mesh(), 0, torch.device("cpu")))
+    words = [word for word in family("sigmoid", "sigmoid").words if word != "--fp64"]
+    run = run_alone(Family([*words, "--fp16", "--initial-loss-scale", "1e30"], ()))
     run.train(0, 1)
     assert run.outcome.steps[0][1] != run.outcome.steps[0][1]  # no norm: it was skipped
     after = run.trainer.experts.tensors()

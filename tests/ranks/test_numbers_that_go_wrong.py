@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from pathlib import Path
 
-import pytest
 import torch
 
 from gptpar.cli.check_layouts import case_config
-from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config import Config
@@ -17,20 +15,8 @@ from gptpar.errors import GptparError
 from gptpar.run.health.replicas import ReplicaCheck
 from gptpar.topology.groups import make_topology
 from gptpar.topology.mesh import Mesh
-from tests.ranks.layout_cases import FEWER_SAMPLES, TOLERANCE, WORDS, case, outcomes_and_reference
+from tests.ranks.layout_cases import FEWER_SAMPLES, WORDS, Family, assert_equals_one_process, at, case
 from tests.spawn import spawn
-
-DATA, TENSOR, PIPELINE = Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)
-HOST = "--cpu-optimizer --cpu-optimizer-ratio"
-CASES = [
-    (DATA, f"--zero-stage 0 {HOST} 0.5"),
-    (DATA, "--zero-stage 2"),
-    (DATA, f"--zero-stage 3 {HOST} 0.5"),
-    (TENSOR, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    (TENSOR, f"--tensor-model-parallel-size 2 {HOST} 1"),
-    (PIPELINE, "--pipeline-model-parallel-size 2"),
-]
-"""Each goes on from the checkpoint of the case before, the first from its own."""
 
 FLAGS = [*FEWER_SAMPLES, *["--skip-step-sigma", "8", "--skip-step-window", "4", "--log-layer-norms-interval", "1"]]
 SPIKE, SAVED, STEPS = 4, 5, 7
@@ -46,12 +32,6 @@ class SpikedRun(CaseRun):
         return [MicroBatch(torch.zeros_like(one.tokens_BS), torch.zeros_like(one.labels_BS)) for one in batches]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    run_all = partial(outcomes_and_reference, saved=SAVED, steps=STEPS, kind=SpikedRun)
-    return spawn(run_all, 2, tmp_path_factory.mktemp("spikes"), CASES, FLAGS, timeout_s=300)[0]
-
-
 def skipped(outcome: Outcome) -> list[int]:
     """The steps that left all weights as they were."""
     states = [outcome.initial, *outcome.weights]
@@ -59,17 +39,21 @@ def skipped(outcome: Outcome) -> list[int]:
     return [step for step, (old, new) in pairs if all(torch.equal(old[name], new[name]) for name in old)]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[flags for _, flags in CASES])
-def test_the_same_step_is_skipped_and_norms_are_those_of_one_process(outcomes: list[Outcome], number: int) -> None:
-    found, alone = outcomes[number], outcomes[-1]
-    assert skipped(alone) == skipped(found) == [SPIKE]
+def test_the_same_step_is_skipped_and_norms_are_those_of_one_process(tmp_path: Path) -> None:
+    cases = [
+        at("dp2", "--zero-stage 0", "CPU optimizer 0.6"),
+        at("dp2", "--zero-stage 3", "CPU optimizer 0.6"),
+        at("tp2", "--sequence-parallel", "all on the CPU"),
+        at("pp2"),
+    ]
+    alone = assert_equals_one_process(Family(FLAGS, cases, SpikedRun, SAVED, STEPS), tmp_path)
+    assert skipped(alone) == [SPIKE]
     assert len(alone.steps[0]) > 2 + 3 * 4  # loss, norm, and three norms a layer
-    assert step_difference(found.steps, alone.steps) <= TOLERANCE
-    assert difference(zip(found.weights, alone.weights, strict=True)) <= TOLERANCE
 
 
 # Replicas.
 
+DATA, TENSOR, PIPELINE = Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)
 REPLICAS = [
     (DATA, "--zero-stage 0", "layers.0.attention.qkv.weight"),
     (DATA, "--zero-stage 2", "layers.0.attention.qkv.weight"),

@@ -201,7 +201,7 @@ NORMS = "--qk-layernorm --qk-layernorm-scope width --norm-placement peri --atten
 
 def compiled(rank: int) -> dict[tuple[str, bool], Result]:
     found = {}
-    for flags, sequence_parallel in ((ONE_BLOCK, False), (ONE_BLOCK, True), (f"{ONE_BLOCK} {NORMS}", False)):
+    for flags, sequence_parallel in ((ONE_BLOCK, True), (f"{ONE_BLOCK} {NORMS}", False)):
         axis = axis_of(rank, 2, sequence_parallel)
         stage = build(flags, axis)
         stage.compile_layers(["layers.0"])

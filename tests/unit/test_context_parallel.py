@@ -25,6 +25,7 @@ from gptpar.plan.timing import step_time
 from gptpar.tensor_parallel.cost import Cost
 from gptpar.topology.mesh import Mesh
 from tests.one_by_one import OneByOne
+from tests.pairs import every_pair
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
@@ -127,25 +128,23 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31]])
-@pytest.mark.parametrize("has_kernel", [False, True])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(
-    ("size", "heads", "groups", "at_once"), [(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)]
+@every_pair(
+    divided=[(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)],
+    starts=[None, [0, 3, 4, 5, 16, 20, 31]],
+    has_kernel=[False, True],
+    batch=[1, 2],
+    has_sinks=[False, True],
 )
 def test_keys_and_values_are_gathered_again(
     monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    heads: int,
-    groups: int,
-    at_once: int,
+    divided: tuple[int, int, int, int],
     has_sinks: bool,
     batch: int,
     has_kernel: bool,
     starts: list[int] | None,
 ) -> None:
     """Outputs and gradients are those of one process, and of others' tokens nothing is kept for the backward pass."""
+    size, heads, groups, at_once = divided
     monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: has_kernel)
     monkeypatch.setattr(context_parallel, "varlen_attention", _kernel)
     monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * 16 * 8 * 8)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from gptpar.adapter.pipeline_module import PipelineModule
@@ -18,6 +19,7 @@ print(type(model).__module__, [one.tolist() for one in model.parameters()])
 """
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_the_former_name_loads_in_a_new_process(tmp_path: Path) -> None:
     model = PipelineModule([torch.nn.Linear(3, 2), torch.tanh], num_stages=1)
     written = pickle.dumps(model, protocol=2)  # torch.save's protocol: names are text

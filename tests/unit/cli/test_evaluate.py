@@ -84,7 +84,7 @@ def test_all_problems_are_told_before_a_worker_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
 def test_several_processes(saved: tuple[Path, list[str], dict], flags: str) -> None:
     folder, files, said = saved
     words = ["--load", str(folder), "--dtype", "fp64", "--nproc-per-node", "2", *flags.split(), "--eval-tasks", *files]

@@ -195,6 +195,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_json_lines_and_picture(tmp_path: Path) -> None:
     file, picture = tmp_path / "lines.jsonl", tmp_path / "sweep.png"
     answers = [

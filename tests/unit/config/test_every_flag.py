@@ -92,6 +92,7 @@ def resolved(words: str, world_size: int = 4) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_every_flag_has_a_reader() -> None:
     """In what the run is made of; or it says another field, which has one."""
     unread = {spec.name for _, spec in FIELDS} - {*names_read(), *NOTHING_ELSE, *SAID_BY_OTHERS}

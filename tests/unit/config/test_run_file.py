@@ -40,6 +40,7 @@ def samples(one: FlagField) -> list[list[str]]:
     return [[name, *values], *([name, value] for value in values)] if kind.several else [[name, v] for v in values]
 
 
+@pytest.mark.slow
 def test_every_flag_survives_its_file(tmp_path: Path) -> None:
     for one, words in ((field, words) for field in FIELDS for words in samples(field)):
         typed = parse_flags(words)

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from gptpar.data import gpt_dataset, index_cache, kernels
 from gptpar.data.gpt_dataset import ARRAYS, GPTDataset
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.errors import DataError, NativeBuildError
+from tests.pairs import in_turns
 
 
 def corpus(folder: Path, lengths: list[int], dtype: str = "int32") -> IndexedDataset:
@@ -112,9 +114,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("lengths, n", SHAPES)
-@pytest.mark.parametrize("seq, x", [(4, 1), (4, 0), (7, 1), (1, 1)])
-def test_indices_and_samples_are_megatrons(tmp_path: Path, lengths: list[int], n: int | None, seq: int, x: int) -> None:
+@in_turns(shape=SHAPES, sample=[(4, 1), (4, 0), (7, 1), (1, 1)])
+def test_indices_and_samples_are_megatrons(tmp_path: Path, shape: Any, sample: tuple[int, int]) -> None:
+    (lengths, n), (seq, x) = shape, sample
     documents, rows, shuffle, separate = reference(lengths, n, seq, 1234, x)
     dataset = GPTDataset(corpus(tmp_path, lengths), (0, len(lengths)), n, seq, 1234, add_extra_token=x)
     assert dataset.plan.separate_last is separate
@@ -159,8 +161,7 @@ def test_too_little_data_is_refused_with_numbers(tmp_path: Path) -> None:
         GPTDataset(indexed, (0, 3), None, 4, 1)[2]
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32, np.int64])
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 258, 5000, 65537])
+@in_turns(n=[0, 1, 2, 3, 255, 256, 257, 258, 5000, 65537], dtype=[np.uint8, np.uint16, np.uint32, np.int32, np.int64])
 def test_native_shuffle_is_numpys(n: int, dtype: type) -> None:
     assert kernels._library() is not None
     ours, theirs = np.random.RandomState(n), np.random.RandomState(n)
@@ -241,8 +242,7 @@ def spoil(path: Path, kind: str) -> None:
         np.save(path, np.load(path).astype(np.int16))
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("kind", ["empty", "cut", "zeroed", "other length", "other dtype"])
+@in_turns(kind=["empty", "cut", "zeroed", "other length", "other dtype"], name=list(ARRAYS))
 def test_a_damaged_cache_is_told_and_built_again(tmp_path: Path, always_cached: None, name: str, kind: str) -> None:
     indexed = corpus(tmp_path, [7, 9, 4])
     expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))

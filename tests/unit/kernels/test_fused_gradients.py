@@ -14,6 +14,7 @@ from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
 from gptpar.model.rotary import Rotary, rotate
+from tests.pairs import every_pair
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -91,12 +92,14 @@ def plain_heads(
     return tuple(torch.stack(some, dim=1) for some in found if some)
 
 
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rotated", [0, 4])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("from_one", [False, True])
+@every_pair(
+    normalization=["LayerNorm", "RMSNorm"],
+    queries=[1, 3],
+    gated=[False, True],
+    rotated=[0, 4],
+    has_bias=[False, True],
+    from_one=[False, True],
+)
 def test_norms_of_heads_form_all_gradients(
     normalization: str, queries: int, gated: bool, rotated: int, has_bias: bool, from_one: bool
 ) -> None:

@@ -12,6 +12,7 @@ from gptpar.model import attention_sinks as sinks_module
 from gptpar.model import core_attention as core
 from gptpar.model.core_attention import core_attention, document_mask
 from gptpar.model.key_value_cache import CachePlace, KeyValueCache
+from tests.pairs import every_pair
 from tests.unit.model.test_document_attention import cu_seqlens_of, inputs, same, with_gradients
 
 BATCH, LENGTH = 2, 24
@@ -83,10 +84,7 @@ def flash_backward(
     return d_q, d_k, d_v
 
 
-@pytest.mark.parametrize("lengths", DOCUMENTS)
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("has_kernel", [False, True])
+@every_pair(lengths=DOCUMENTS, window=[None, 1, 4], groups=[4, 2, 1], has_kernel=[False, True])
 def test_sinks_take_part_in_the_softmax(
     lengths: list[int] | None, window: int | None, groups: int, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,12 +89,10 @@ DOCUMENTS = (3, 1, 12, 16)
     "flags",
     [
         "",
-        "--num-query-groups 2",
         LLAMA,
-        "--mlp-activation geglu --untie-embeddings-and-output-weights",
+        "--mlp-activation geglu --untie-embeddings-and-output-weights --num-query-groups 2",
         "--qk-layernorm --disable-bias-linear",
-        WIDTH_NORM,
-        GATE + ROPE,
+        WIDTH_NORM + GATE + ROPE,
         "--use-parallel-residual --kv-channels 12",
         "--norm-placement peri --num-layers 3",
     ],
@@ -133,7 +131,7 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
 
 @pytest.mark.parametrize(
     "modules",
-    [("mlp",), ("core_attn",), ("layernorm",), ("mlp_act",), ("mlp", "layernorm"), ("core_attn", "mlp", "layernorm")],
+    [("mlp_act",), ("core_attn", "mlp", "layernorm"), pytest.param(("mlp", "layernorm"), marks=pytest.mark.slow)],
 )
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)
@@ -142,10 +140,14 @@ def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     assert attention == counted("")[1] * (7 / 6 if "core_attn" in modules else 1)
 
 
-@pytest.mark.parametrize("modules", [(), ("mlp",)])
 @pytest.mark.parametrize(
-    "flags",
-    ["", "--swiglu --moe-router-topk 3", SHARED + "--swiglu", SHARED + "--moe-shared-expert-gate --moe-router-topk 1"],
+    ("flags", "modules"),
+    [
+        ("", ("mlp",)),
+        ("--swiglu --moe-router-topk 3", ()),
+        (SHARED + "--swiglu", ("mlp",)),
+        (SHARED + "--moe-shared-expert-gate --moe-router-topk 1", ()),
+    ],
 )
 def test_flops_of_experts(flags: str, modules: tuple[str, ...]) -> None:
     """Those of the experts to which a token goes, and of the router; each expert's own product, on the CPU."""

@@ -17,6 +17,7 @@ from gptpar.model.attention_dropout import _one_call_a_group
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from tests.gpu.training import run
+from tests.pairs import in_turns
 
 BATCH, LENGTH, WIDTH = 2, 24, 8
 DOCUMENTS = {
@@ -69,9 +70,9 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("lengths", "room"), CASES)
-@pytest.mark.parametrize(("window", "groups"), [(None, 4), (1, 2), (4, 1), (LENGTH, 2), (4, 4), (None, 1)])
-def test_documents_are_apart(lengths: list[int], room: int, window: int | None, groups: int) -> None:
+@in_turns(documents=[case.values for case in CASES], heads=[(None, 4), (1, 2), (4, 1), (LENGTH, 2), (4, 4), (None, 1)])
+def test_documents_are_apart(documents: tuple[list[int], int], heads: tuple[int | None, int]) -> None:
+    (lengths, room), (window, groups) = documents, heads
     parts = inputs(groups)
     y = core_attention(*parts, cu_seqlens_of(lengths, room), None, window, 0.3)
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
@@ -118,12 +119,13 @@ def varlen_attn(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("lengths", "room"), CASES)
-@pytest.mark.parametrize("window", [None, 4, LENGTH])
-@pytest.mark.parametrize("groups", [4, 2])
+@in_turns(
+    documents=[case.values for case in CASES], heads=[(None, 4), (4, 2), (LENGTH, 4), (None, 2), (4, 4), (LENGTH, 2)]
+)
 def test_a_gpus_kernel_is_given_documents_and_windows(
-    lengths: list[int], room: int, window: int | None, groups: int, monkeypatch: pytest.MonkeyPatch
+    documents: tuple[list[int], int], heads: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (lengths, room), (window, groups) = documents, heads
     monkeypatch.setattr(core, "has_varlen_kernel", lambda *_: True)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn, raising=False)
     monkeypatch.setattr(varlen, "_GROUPS", {}, raising=False)

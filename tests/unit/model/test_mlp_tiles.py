@@ -10,6 +10,7 @@ from gptpar.model.block import MLP
 from gptpar.model.linear import Linears
 from gptpar.model.mlp_tiles import tiled_mlp
 from tests.helpers import tiny_config
+from tests.pairs import every_pair
 
 TOKENS, WIDTH = 11, 32
 
@@ -37,9 +38,7 @@ def pair(flags: str, tiles: int, dtype: torch.dtype) -> tuple[MLP, MLP, torch.Te
     return whole, tiled, torch.randn(TOKENS, WIDTH, dtype=dtype)
 
 
-@pytest.mark.parametrize("tiles", [2, 4, 11, 100])
-@pytest.mark.parametrize("bias", ["", "--disable-bias-linear "])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@every_pair(tiles=[2, 4, 11, 100], bias=["", "--disable-bias-linear "], name=list(FUNCTIONS))
 def test_output_and_gradients_are_those_of_the_whole(name: str, bias: str, tiles: int) -> None:
     whole, tiled, x = pair(flags_of(name) + bias, tiles, torch.float64)
     for got, wanted in zip(trained(tiled, x), trained(whole, x), strict=True):
@@ -57,6 +56,7 @@ def test_sums_over_tiles_are_wide() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--swiglu --disable-bias-linear "])
+@pytest.mark.slow
 def test_the_operator_keeps_a_compilers_rules(flags: str) -> None:
     _, tiled, x = pair(flags, 3, torch.float64)
     up, down = tiled.up, tiled.down

@@ -17,6 +17,7 @@ from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBu
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from tests.pairs import every_pair
 from tests.unit.offload.host_optimizers import wait_until
 from tests.unit.offload.test_copying_transfers import Signal, train
 from tests.unit.offload.tiny_runs import ALL
@@ -26,9 +27,11 @@ UNITS = tuple(OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 100),
 THREE = "--global-batch-size 6"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-@pytest.mark.parametrize("length", [1, 63, 1000, 70_001])
+@every_pair(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    wide=[torch.float32, torch.float64],
+    length=[1, 63, 1000, 70_001],
+)
 def test_a_sum_by_the_kernel_is_torch_s(dtype: torch.dtype, wide: torch.dtype, length: int) -> None:
     old, addend = torch.randn(length, dtype=wide), torch.randn(length).to(dtype)
     old[-1:], addend[-1:] = 1e-41, 0.0  # denormal

@@ -12,6 +12,7 @@ from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, numbers, step_numbers
 from gptpar.optim.cpu_adam import CpuAdam, _library
 from gptpar.optim.elementwise import clipped_divisor, power
+from tests.pairs import every_pair
 from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
 
 
@@ -29,9 +30,7 @@ def steps_to_take() -> list[AdamStep]:
     return [AdamStep(*HOW, step, divisors[i % len(divisors)]) for i, step in enumerate(STEPS)]
 
 
-@pytest.mark.parametrize("isa", [0, 1, 2])
-@pytest.mark.parametrize("grad", FORMATS, ids=str)
-@pytest.mark.parametrize("low", FORMATS, ids=str)
+@every_pair(isa=[0, 1, 2], grad=FORMATS, low=FORMATS)
 def test_every_instruction_set_computes_the_definition(isa: int, grad: torch.dtype, low: torch.dtype) -> None:
     library = _library()
     if library is None or not library.lasting.cpu_adam_isa(isa):

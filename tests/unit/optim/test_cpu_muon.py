@@ -10,6 +10,7 @@ import torch
 from gptpar.optim.cpu_adam import CpuMuon, _library
 from gptpar.optim.muon import MUON, MuonHyperparameters
 from gptpar.optim.torch_kernels import MatrixHostKernel
+from tests.pairs import every_pair
 
 RANGES = [(0, 5), (64, 1000), (1000, 4163)]
 LENGTH = 4200
@@ -26,10 +27,12 @@ def vectors(*dtypes: torch.dtype) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("isa", [-1, 0, 1])
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("nesterov", [True, False])
+@every_pair(
+    isa=[-1, 0, 1],
+    low=[torch.bfloat16, torch.float16, torch.float32],
+    grad=[torch.float32, torch.bfloat16],
+    nesterov=[True, False],
+)
 def test_it_is_torchs_operators(nesterov: bool, grad: torch.dtype, low: torch.dtype, isa: int) -> None:
     library = _library()
     if library is None or library.lasting.cpu_adam_isa(isa) is None:

@@ -17,14 +17,14 @@ from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
 from gptpar.run import resume
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.optim.lion_runs import STEPS, TOLERANCE, alone, plain_loop
+from tests.unit.optim.plain_runs import LION_WORDS, STEPS, TOLERANCE, alone, lion, plain_loop
 from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import DONE, inputs_of
 
 
 @pytest.fixture(scope="module")
 def wanted() -> list[Tensors]:
-    return plain_loop(STEPS)
+    return plain_loop(LION_WORDS, lion())
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def wanted() -> list[Tensors]:
 )
 def test_training_follows_a_plain_loop(tmp_path: Path, flags: str, wanted: list[Tensors]) -> None:
     """Each step's weights, the last one's after a resume at ratio 0.6."""
-    run = alone(flags.split())
+    run = alone(LION_WORDS, flags.split())
     run.train(0, STEPS - 1)
     run.save(tmp_path, STEPS - 1)
     run.trainer.close()
-    resumed = alone(("--cpu-optimizer", "--cpu-optimizer-ratio", "0.6"))
+    resumed = alone(LION_WORDS, ("--cpu-optimizer", "--cpu-optimizer-ratio", "0.6"))
     resumed.resume(tmp_path)
     resumed.train(STEPS - 1, STEPS)
     resumed.trainer.close()
@@ -73,7 +73,7 @@ def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> 
 
 
 def test_state_and_bytes_follow_from_the_description() -> None:
-    run = alone(())
+    run = alone(LION_WORDS, ())
     assert list(run.trainer.engine.optimizer.state_tensors()) == ["weights", "exp_avg"]
     assert run.trainer.engine.optimizer.bytes_of(0) == 3 * 8
     run.trainer.close()

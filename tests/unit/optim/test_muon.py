@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.optim import Muon as TorchMuon
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptpar.cli.check_layouts.compare import difference
 from gptpar.optim.muon import COEFFICIENTS, MUON, Muon, MuonHyperparameters, coefficients, numbers
 from gptpar.topology.matrices import WHOLE, Interleaved
+from tests.unit.optim import plain_runs
+from tests.unit.optim.plain_runs import STEPS, TOLERANCE
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 6), (33, 32)]
 SIMPLE = replace(MUON, iterations=coefficients("simple", 5))
@@ -112,3 +115,11 @@ def test_what_is_a_matrix_of_a_qkv_weight() -> None:
     chosen = {qkv: replace(MUON, qkv=qkv).matrices(groups) for qkv in ("split", "heads", "fused")}
     assert chosen == {"split": groups, "heads": groups.heads, "fused": WHOLE}
     assert replace(MUON, qkv="heads").matrices(WHOLE) == WHOLE
+
+
+def test_training_follows_a_plain_loop() -> None:
+    run = plain_runs.alone(plain_runs.MUON_WORDS, ())
+    run.train(0, STEPS)
+    run.trainer.close()
+    wanted = plain_runs.plain_loop(plain_runs.MUON_WORDS, plain_runs.muon())
+    assert difference(zip(run.outcome.weights, wanted, strict=True)) <= TOLERANCE

@@ -57,6 +57,7 @@ def test_a_short_host_is_not_told_to_hold_more() -> None:
     assert not any("--cpu-parameters" in remedy.flags() for remedy in remedies(planner, planned))
 
 
+@pytest.mark.slow
 def test_a_search_counts_each_layout_once() -> None:
     """Where none fits, the candidates are judged three times; what is told is of the last time."""
     flags = f"{CALM} --preset 13B --seq-length 2048 --world-size 2 --global-batch-size 8 --gpu-memory 16 --search"

@@ -49,7 +49,10 @@ def test_every_layout_is_proved_in_every_way() -> None:
     assert "dp1 x tp2 x pp2, interleaved, every 2" in names
 
 
-@pytest.mark.parametrize(("num_processes", "count"), [(2, 52), (4, 54), (8, 64)])
+@pytest.mark.parametrize(
+    ("num_processes", "count"),
+    [(2, 52), pytest.param(4, 54, marks=pytest.mark.slow), pytest.param(8, 64, marks=pytest.mark.slow)],
+)
 def test_few_combinations_have_every_pair(num_processes: int, count: int) -> None:
     every = list(to_prove(typed(WORDS), num_processes))
     few = pairwise(every)

@@ -38,6 +38,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--no-async-save", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_one_failed_save_costs_a_run_nothing(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def test_measuring_changes_no_number(plain: Ran, tmp_path: Path, run: Run) -> No
     assert all(a[name] == b[name] for a, b in both for name in names)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_decides_as_the_uninterrupted_one(skipping: Ran, tmp_path: Path, run: Run) -> None:
     whole = steps(skipping[0])
     first = next(one["iteration"] for one in whole if one["outlier_iterations"])
@@ -145,6 +146,7 @@ def test_a_skipped_outlier_counts_for_the_schedule(plain: Ran, skipping: Ran) ->
     assert rates[0] == rates[1]
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
@@ -155,6 +157,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, run: Run, monkeypatch:
     assert os.listdir(tmp_path / "spikes") == []
 
 
+@pytest.mark.slow
 def test_only_the_first_are_kept(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MAX_BUNDLES", 1)
     run(tmp_path, OFTEN)
@@ -162,6 +165,7 @@ def test_only_the_first_are_kept(tmp_path: Path, run: Run, monkeypatch: pytest.M
     assert os.listdir(tmp_path / "spikes") == [f"iter_{first:07d}"]
 
 
+@pytest.mark.slow
 def test_without_bundles_there_is_no_folder(tmp_path: Path, run: Run) -> None:
     assert "was skipped as an outlier" in run(tmp_path, f"{OFTEN} --no-spike-bundle")
     assert not (tmp_path / "spikes").exists()

@@ -21,6 +21,7 @@ def freezing_again() -> Iterator[None]:
         gc.freeze()
 
 
+@pytest.mark.slow
 def test_collections_look_at_younger_objects_alone() -> None:
     with pytest.raises(ZeroDivisionError), LongLived() as long_lived:
         for _ in range(NUM_STEPS):

@@ -87,7 +87,7 @@ def built_before(csrc: Path) -> Path:
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["14 bytes", "1000 bytes", "a quarter", "a half", "all but one byte", "zeroed half"])
+@pytest.mark.parametrize("damage", ["14 bytes", "a half", "zeroed half"])
 def test_a_damaged_library_is_never_loaded_but_made_again(csrc, damage):
     """The loader maps what the file's header promises: such files end a process with SIGBUS or SIGSEGV."""
     library = built_before(csrc)
@@ -258,6 +258,7 @@ def test_a_prebuilt_library_needs_no_compiler(csrc, tmp_path, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("compiler", ["", "/nonexistent/c++"], ids=["compiler", "no compiler"])
+@pytest.mark.slow
 def test_a_wheel_carries_the_helpers(tmp_path, csrc, monkeypatch, compiler):
     """Built in a copy, unpacked elsewhere and loaded from another directory; sources alone if no compiler."""
     pytest.importorskip("setuptools", minversion="77")

@@ -274,6 +274,7 @@ def test_a_block_is_exchanged_only_where_memory_has_room() -> None:
     assert [read(snapshot, tensor) for tensor in tensors] == before and not snapshot.needs(block)
 
 
+@pytest.mark.slow
 def test_what_is_being_copied_is_waited_for_before_an_exchange() -> None:
     """A block that is given away while a copier reads it could be lent again, and overwritten, meanwhile."""
     block, tensors = parts_of_a_block()

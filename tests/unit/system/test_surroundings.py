@@ -63,6 +63,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_letters_that_the_locale_lacks_are_escaped(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "r\u00fcn/corpus", np.uint16) as writer:
         writer.add_document([1, 2])

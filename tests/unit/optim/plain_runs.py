@@ -1,0 +1,113 @@
+"""Runs that train with Lion or Muon, and the plain loop beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptpar.cli.check_layouts import MODELS, SMALL, case_config
+from gptpar.cli.check_layouts.outcome import Tensors
+from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.model.gpt import gpt_model
+from gptpar.pipeline import Stage
+from gptpar.topology.groups import Topology
+from gptpar.topology.mesh import Mesh
+from tests.ranks.layout_cases import case
+
+COMMON = [*SMALL.split(), *MODELS["llama"].split(), "--fp64", "--lr", "1e-3", "--weight-decay", "0.3"]
+"""A model with query groups and gates: a QKV weight has three matrices, and gate and up projection are two. It has no
+key biases: their gradient is zero but for rounding, and Lion would take the sign of that."""
+LION_WORDS = [*COMMON, *("--num-layers", "2", "--optimizer", "lion", "--lion-beta2", "0.95")]
+MUON_WORDS = [*COMMON, *("--num-layers", "4", "--optimizer", "muon", "--muon-coefficient-type", "simple")]
+
+STEPS = 3
+TOLERANCE = 1e-12
+HEAD, QUERIES = 4, 2
+"""Rows of a head, and heads of queries in a group."""
+
+Update = Callable[[str, Tensor, Tensor, float, int], None]
+"""Changes a decayed parameter of a name by its gradient, at a learning rate, in a step that is counted from 1."""
+
+
+def plain_loop(words: Sequence[str], update: Update) -> list[Tensors]:
+    """Every parameter after each step; nothing but torch, in fp64."""
+    run = alone(words, ())
+    model = Stage(gpt_model(run.config.model).specs)
+    model.place({name: value.clone() for name, value in run.outcome.initial.items()})
+    named, found = model.global_parameters(), []
+    for step in range(STEPS):
+        model.zero_grad()
+        for batch in run._batches(step):
+            logits = model(batch.tokens_BS, {"seq_length": batch.tokens_BS.shape[1]})
+            (F.cross_entropy(logits, batch.labels_BS.flatten()) / len(run._batches(step))).backward()
+        torch.nn.utils.clip_grad_norm_(list(named.values()), 0.5)
+        lr = run.trainer.schedule.learning_rate(8.0 * (step + 1))
+        with torch.no_grad():
+            for name, p in named.items():
+                assert p.grad is not None
+                p.mul_(1 - lr * (0.3 if p.dim() > 1 else 0.0))
+                update(name, p, p.grad, lr, step + 1)
+        found.append({name: p.detach().clone() for name, p in named.items()})
+    run.trainer.close()
+    return found
+
+
+def lion() -> Update:
+    """Lion's update, which remembers its momenta."""
+    momenta: Tensors = {}
+
+    def update(name: str, p: Tensor, grad: Tensor, lr: float, step: int) -> None:
+        momentum = momenta.get(name, torch.zeros_like(p))
+        p.sub_(lr * torch.sign(0.9 * momentum + (1 - 0.9) * grad))
+        momenta[name] = 0.95 * momentum + (1 - 0.95) * grad
+
+    return update
+
+
+def muon() -> Update:
+    """Muon's update of the matrices of blocks and Adam's of the others, which remember their moments."""
+    state: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def update(name: str, p: Tensor, grad: Tensor, lr: float, step: int) -> None:
+        first, second = state.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
+        if name.startswith("layers.") and p.dim() > 1:
+            first.lerp_(grad, 1 - 0.95)
+            p.sub_(lr * _of_each_matrix(name, grad.lerp(first, 0.95)))
+            return
+        first.lerp_(grad, 1 - 0.9)
+        second.mul_(0.999).addcmul_(grad, grad, value=1 - 0.999)
+        root = (second / (1 - 0.999**step)).sqrt() + 1e-6
+        p.sub_(lr / (1 - 0.9**step) * first / root)
+
+    return update
+
+
+def _of_each_matrix(name: str, update: Tensor) -> Tensor:
+    """The update of a block's weight, whose logical matrices are orthogonalized one by one."""
+    if "qkv" not in name:
+        matrices = update.view(-1, *update.shape[-2:])
+        return torch.stack([_orthogonal(matrix) for matrix in matrices]).view_as(update)
+    groups = update.view(-1, (QUERIES + 2) * HEAD, update.shape[1])
+    kinds = groups.split([QUERIES * HEAD, HEAD, HEAD], dim=1)
+    done = [_orthogonal(kind.reshape(-1, update.shape[1])).view_as(kind) for kind in kinds]
+    return torch.cat(done, 1).view_as(update)
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """As torch.optim.Muon has it, without its cast to bf16, and with the scale of AdamW's learning rates."""
+    (rows, columns), (a, b, c) = x.shape, (3.4445, -4.7750, 2.0315)
+    x = x.T if rows > columns else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return 0.2 * math.sqrt(max(rows, columns)) * (x.T if rows > columns else x)
+
+
+def alone(words: Sequence[str], flags: Sequence[str]) -> CaseRun:
+    """A run of one process."""
+    return CaseRun(case_config(words, case(Mesh(), *flags), 1), Topology(Mesh(), 0, torch.device("cpu")))

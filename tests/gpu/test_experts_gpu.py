@@ -53,9 +53,13 @@ def outcome(
 @pytest.mark.parametrize("flags", ["", "--moe-expert-capacity-factor 0.75", BIASES])
 @pytest.mark.parametrize("loads", LOADS)
 def test_bf16_computes_what_fp64_does(loads: str, flags: str, compiled: bool) -> None:
-    """Both take the experts that fp64 has chosen; experts without tokens have gradients of 0."""
+    """All take the experts that fp64 has chosen; experts without tokens have gradients of 0.
+
+    Where the terms of a sum cancel, as in the router's bias, bf16 on the CPU differs more: so may the GPU.
+    """
     wide, narrow = layer_of(torch.float64, "cpu", flags), layer_of(torch.bfloat16, DEVICE, flags)
-    for layer in (wide, narrow):
+    on_cpu = layer_of(torch.bfloat16, "cpu", flags)
+    for layer in (wide, narrow, on_cpu):
         layer.router.bias_E = torch.zeros(NUM_EXPERTS, device=layer.up.device)
         for expert, bias in LOADS[loads].items():
             layer.router.bias_E[expert] = bias
@@ -63,8 +67,9 @@ def test_bf16_computes_what_fp64_does(loads: str, flags: str, compiled: bool) ->
     choice_NK = no_choice(TOKENS, TOPK, x_ND.device)
     wanted = outcome(wide, x_ND.double(), choice_NK)
     found = outcome(narrow, x_ND.to(DEVICE), choice_NK.to(DEVICE), compiled=compiled)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.cpu().double() - other).norm() <= TOLERANCE * other.norm()
+    for one, other, rounded in zip(found, wanted, outcome(on_cpu, x_ND, choice_NK), strict=True):
+        usual = (rounded.double() - other).norm()
+        assert (one.cpu().double() - other).norm() <= max(TOLERANCE * other.norm(), 1.1 * usual)
     names = [name for name, _ in narrow.named_parameters()]
     gradients = dict(zip(names, found[-len(names) :], strict=True))
     for expert in (expert for expert, bias in LOADS[loads].items() if bias < 0):

@@ -67,7 +67,7 @@ FAMILIES = {
             at("cp4", f"{A2A} --zero-stage 3"),
             at("tp2 pp2", TWO_STAGES, "selective", "CPU optimizer 0.05"),
             at("dp2 pp2", "--zero-stage 1", "CPU optimizer 0.95"),
-            at("pp2 cp2", f"{A2A} --zero-stage 1", "gradient sums on the host"),
+            at("pp2 cp2", f"{A2A} --zero-stage 1", "some gradient sums on the host"),
             at("dp2 pp2", f"--zero-stage 3 {ON_HOST}", "norms, activation"),
             at("dp2 tp2", f"--zero-stage 2 {SPLIT_TOKENS}", "CPU optimizer 0.6"),
             at("tp2 pp2", "", "all on the CPU"),

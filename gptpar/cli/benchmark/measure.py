@@ -172,6 +172,7 @@ def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[s
     return {
         "cpu_optimizer_ratio": config.offload.ratio,
         "offload_gradients": config.offload.gradients_leave_at_once,
+        "offload_gradients_ratio": config.offload.summed_ratio,
         "cpu_optimizer_wait_ms": _rounded(statistics.median(t.waited for t in times)),
         "cpu_optimizer_busy_ms": _rounded(statistics.median(t.busy for t in times)),
         "cpu_optimizer_ahead": _rounded(sum(t.num_ahead for t in times) / updated if updated else None),

@@ -263,7 +263,7 @@ VARIANTS = (
     Option({**_MLP_AGAIN.changes, d.OFFLOADED_LAYERS: 4}, "saved tensors on the host"),
     *(Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: r}, f"CPU optimizer {r}") for r in (0.05, 0.6, 0.95)),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
-    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, d.OFFLOAD_GRADIENTS: "on"}, "gradient sums on the host"),
+    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, **d.HALF_OF_THE_SUMS}, "some gradient sums on the host"),
 )
 """Variants of recomputation and offload that are proved in every layout."""
 

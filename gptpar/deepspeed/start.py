@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -95,14 +94,7 @@ def initialize(
 def _former_engine(model: nn.Module) -> Any:
     """The engine that has trained this whole model so far; ``None``: there is none."""
     former = next((owner_of(parameter).engine for parameter in model.parameters()), None)
-    if former is None or former.module is not model:
-        return None
-    warnings.warn(
-        "this model has an engine already, and two cannot train it: the former one is closed, and the new one goes on "
-        "with its weights, without its moments.",
-        stacklevel=3,
-    )
-    return former
+    return former if former is not None and former.module is model else None
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

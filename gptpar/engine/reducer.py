@@ -119,6 +119,7 @@ class GradientReducer:
         Args:
             final: unit -> (first element in its shard, values in fp32 or wider), on device or host.
         """
+        assert self._tensor_group is None and not self._tied, "a former final gradient would be summed over them twice"
         self._summed.clear()
         self._final_before = dict(final)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import torch
@@ -105,11 +106,13 @@ class ParameterTable:
         A tied unit is never among them: its copies are summed over stages at the end of a step, on the device.
 
         Args:
-            ratio: the share of units, which are spread over the model: so the host's work is spread over the backward
-                pass. All processes of a stage choose the same ones; those without elements for the host are left out.
+            ratio: the share of units, the first among them, spread over the model: so the host's work is spread over
+                the backward pass. All processes of a stage choose the same ones; those without elements for the host
+                are left out.
         """
+        share = Fraction(ratio).limit_denominator(1000)  # 0.07 is a little more than 7 / 100
         units = [unit for unit in self.units if unit.name not in self.ties]
-        chosen = (unit for n, unit in enumerate(units) if math.ceil((n + 1) * ratio) > math.ceil(n * ratio))
+        chosen = (unit for n, unit in enumerate(units) if math.ceil((n + 1) * share) > math.ceil(n * share))
         lengths = {unit.name: unit.shard_length - self.on_device[unit.name] for unit in chosen}
         return {unit: length for unit, length in lengths.items() if length}
 

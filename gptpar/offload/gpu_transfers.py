@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -32,15 +32,15 @@ from gptpar.system.pinned import (
 )
 
 RING_BYTES = 1 << 30
-"""Pinned memory for copies in flight, whatever the model's size."""
+"""Pinned memory for copies in flight, whatever the model's size; sums on the host may take more."""
 
 SUMMED_PART = 3
 """One part in three of a micro-batch's gradients may be in flight where the host adds them up. The forward pass takes a
 third of the time, and submits none: meanwhile the host adds what is in the ring."""
 
 RESERVED = 2
-"""Slots that only the updating thread may take. Without them, gradients that it does not need yet could fill the ring,
-and it would wait for ever."""
+"""Slots for copies that a thread waits for: the updating thread's, or an addend's. Without them, gradients that nobody
+needs yet could fill the ring, and the threads would wait for ever."""
 
 NUMBERS = 16
 """Places for scalars that are being copied, used in turn; at most two are in use at once."""
@@ -105,7 +105,7 @@ class GpuTransfers:
         self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
         self._out_views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._turn, self._shared = 0, incoming // 2
+        self._turn, self._shared, self._lock = 0, incoming // 2, threading.Lock()
         self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
             torch.cuda.Stream(device) for _ in range(4)
         )
@@ -128,10 +128,15 @@ class GpuTransfers:
             slot = None
         coming = _GpuD2HCopy(self, grad, slot)
         if slot is not None:
-            coming.start(self._reserved)
-        elif len(self.free) > RESERVED:
-            coming.start(self.d2h_stream)
+            coming.start(self._reserved, slot)
+        elif (free := self.take_slot(RESERVED)) is not None:
+            coming.start(self.d2h_stream, free)
         return coming
+
+    def take_slot(self, keep: int) -> StagingBuffer | None:
+        """Take a slot out of the ring if it has more than ``keep``; several threads do."""
+        with self._lock:
+            return self.free.pop() if len(self.free) > keep else None
 
     def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
         return [None] * len(sizes)
@@ -139,7 +144,7 @@ class GpuTransfers:
     def hold_back(self) -> None: ...
 
     def reserve_staging(self) -> StagingBuffer | None:
-        return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
+        return self.take_slot(max(self._shared, RESERVED + 1))
 
     def now(self) -> DeviceEvent:
         point = waitable_event()
@@ -237,7 +242,8 @@ class _GpuD2HCopy:
         self._made = self._there = waitable_event()
         self._made.record(current_stream())
         self._is_made = False
-        self._slot = self._own = own
+        self._slot: StagingBuffer | None = None
+        self._own = own
         self._here: torch.Tensor | None = None
 
     def made(self) -> bool:
@@ -245,14 +251,13 @@ class _GpuD2HCopy:
         return self._is_made
 
     def begin(self, *, urgent: bool) -> bool:
-        if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):
-            with contextlib.suppress(IndexError):  # another thread has taken the last slot meanwhile
-                self.start(self._transfers.urgent_stream)
+        if self._slot is None and (free := self._transfers.take_slot(0 if urgent else RESERVED)) is not None:
+            self.start(self._transfers.urgent_stream, free)
         return self._slot is not None
 
-    def start(self, stream: torch.cuda.Stream) -> None:
+    def start(self, stream: torch.cuda.Stream, slot: StagingBuffer) -> None:
         assert self._grad is not None
-        self._slot = self._own or self._transfers.free.pop()
+        self._slot = slot
         let_follow(stream, self._made)
         # A copy that was released unread may still be writing to the slot.
         let_follow(stream, cast(torch.cuda.Event, self._slot[1]))

@@ -252,6 +252,7 @@ class HostSums:
             while wait and self._ordered and not addend.grad.begin(urgent=False):
                 self._finish(*self._ordered.popleft())
             while wait and not addend.grad.begin(urgent=True):
+                self._shared.raise_failure()
                 time.sleep(SLOT_SECONDS)
             if wait:
                 addend.grad.tensor()  # after an error, too: the device may still read its memory

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from gptpar.offload.bucket_state import SPECULABLE, BucketState
 from gptpar.offload.buckets import Bucket
+from gptpar.offload.host_sums import SummedGradient
 from gptpar.offload.transfers import DeviceEvent
 
 NEAR = 4
@@ -104,7 +105,8 @@ def begin_copies(buckets: Sequence[Bucket]) -> bool:
     Returns:
         Whether the first computed gradient in forward order is being copied.
     """
-    coming = [bucket.grad for bucket in buckets if bucket.grad is not None]
+    gradients = (bucket.grad for bucket in buckets if bucket.grad is not None)
+    coming = [grad for grad in gradients if not isinstance(grad, SummedGradient) or grad.made()]
     first = list(takewhile(lambda grad: grad.made(), coming))
     # The backward pass goes from last to first: before a gradient that is not computed, none is.
     last = takewhile(lambda grad: grad.made(), reversed(coming[len(first) :]))

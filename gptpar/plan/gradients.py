@@ -11,12 +11,6 @@ from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes
 
-SHARES = (0.25, 0.5, 0.75)
-"""Shares of the layers whose sums ``auto`` tries to form on the host, before that of all."""
-
-MARGIN = 0.05
-"""Part of the GPU's memory that stays free where sums could be on the host as well: the prediction's error."""
-
 
 @dataclass(frozen=True)
 class GradientChoice:
@@ -24,7 +18,6 @@ class GradientChoice:
 
     Attributes:
         leave_at_once: whether gradients are copied to host memory as soon as they are final.
-        ratio: the share of layers whose sums over micro-batches are formed there.
         needed: bytes of GPU memory that the run is expected to need if they stay.
         free: bytes of GPU memory that the run can have, including the process's context.
     """
@@ -32,7 +25,6 @@ class GradientChoice:
     leave_at_once: bool
     needed: float
     free: float
-    ratio: float = 1.0
 
     @property
     def reason(self) -> str:
@@ -42,8 +34,7 @@ class GradientChoice:
 
     def applied_to(self, config: Config) -> Config:
         """The configuration with ``auto`` replaced."""
-        word = "on" if self.leave_at_once else "off"
-        return config.update("offload", offload_gradients=word, offload_gradients_ratio=self.ratio)
+        return config.update("offload", offload_gradients="on" if self.leave_at_once else "off")
 
 
 def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) -> GradientChoice | None:
@@ -66,14 +57,8 @@ def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) ->
         return None
     if offload.ratio == "auto":
         config = config.update("offload", cpu_optimizer_ratio=1.0)
-
-    def needed(word: str, ratio: float = 1.0) -> float:
-        changed = config.update("offload", offload_gradients=word, offload_gradients_ratio=ratio)
-        return stage_memory(replace(job, config=changed), 0, sustained).total
-
-    stay = needed("off")
-    if stay <= free or needed("on") >= stay:
-        return GradientChoice(False, stay, free)
-    shares = SHARES if job.num_micro_batches > 1 else ()
-    ratio = next((share for share in shares if needed("on", share) < free * (1 - MARGIN)), 1.0)
-    return GradientChoice(True, stay, free, ratio)
+    stay, leave = (
+        stage_memory(replace(job, config=config.update("offload", offload_gradients=word)), 0, sustained).total
+        for word in ("off", "on")
+    )
+    return GradientChoice(leave < stay and stay > free, stay, free)

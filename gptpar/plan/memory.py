@@ -217,12 +217,14 @@ def _peaks(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float])
     size = job.offloaded_gradient_size
     there = job.table(part).length(Home.HOST)
     leaving = size * (there if job.num_micro_batches == 1 or job.host_sums else job.early_elements)
+    # Without micro-batches to be summed, gradients of the other units wait for the CPU.
+    waiting = job.wide_size * (there - summed_on_host(job, part)) * (job.num_micro_batches == 1 and job.host_sums > 0)
     loss, backward, end = _loss_buffers(job, part), _backward_buffers(job, part, groups), _end_buffers(job, part)
     most = max(loss, backward, end)
     if job.gradients_leave_at_once:
         lengths = job.gradient_lengths(part)
         yield _Peak(0.0, None, loss)
-        yield _Peak(min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), None, backward)
+        yield _Peak(waiting + min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), None, backward)
     elif not job.graph:
         yield _Peak(job.early_elements * size, None, most)
         table = job.table(part)

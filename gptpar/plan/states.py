@@ -26,6 +26,8 @@ def gradient_bytes(
         micro_batches: number of micro-batches of a step.
         host_sums: the share of units whose sums over micro-batches are on the host.
     """
+    if host_sums and zero_stage == 1:  # each micro-batch's gradient is reduced to shards
+        zero_stage = 2
     whole = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
     elements = table.length(Home.DEVICE)
     if zero_stage == 1:

@@ -51,8 +51,8 @@ class OffloadConfig:
     )
     offload_gradients_ratio: float = flag(
         1.0,
-        "with --offload-gradients on: the share of layers whose gradients over micro-batches are added up in host "
-        "memory, above 0; the others' sums stay on the GPU (4 bytes a parameter); --offload-gradients auto chooses it",
+        "with --offload-gradients on: the share of layers, embedding and LM head among them, whose gradients over "
+        "micro-batches are added up in host memory, above 0; the others' sums stay on the GPU (4 bytes a parameter)",
         metavar="X",
         least=0,
         most=1,
@@ -107,7 +107,7 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
                 yield f"{flag_name(name)} needs --cpu-optimizer."
     elif o.offload_gradients_ratio == 0:
         yield "--offload-gradients-ratio 0 is --offload-gradients off: say that."
-    elif o.offload_gradients == "off" and o.offload_gradients_ratio != 1:
+    elif o.offload_gradients != "on" and o.offload_gradients_ratio != 1:
         yield f"--offload-gradients-ratio {o.offload_gradients_ratio:g} needs --offload-gradients on."
     if o.gradients_leave_at_once:
         for obstacle in offload_gradients_obstacles(flags, world_size):

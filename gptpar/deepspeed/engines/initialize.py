@@ -28,7 +28,13 @@ from gptpar.deepspeed.engines.client_optimizer import ClientOptimizer, groups_of
 from gptpar.deepspeed.engines.dataset import make_loader
 from gptpar.deepspeed.engines.engine import ModuleEngine
 from gptpar.deepspeed.engines.graph import check_graph
-from gptpar.deepspeed.engines.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
+from gptpar.deepspeed.engines.initialize_layers import (
+    Layer,
+    check_pipeline,
+    close_former,
+    engine_of_pipeline,
+    make_pipeline,
+)
 from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
 from gptpar.deepspeed.engines.schedulers import ClientScheduler, scheduler_of
 from gptpar.deepspeed.engines.training_engine import TIMEOUT_MINUTES, TrainingEngine
@@ -163,8 +169,7 @@ def _engine_of(
         trained = {parameter for group in groups for parameter in group["params"]}
         plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
     require_same_model(model, groups)
-    if former is not None:
-        former.close()
+    close_former(former)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
     def note(place: str, alike: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -103,8 +104,7 @@ def engine_of_pipeline(
     with all_or_none(topology.mesh.world_size):  # of the processes of a stage all fail, or none
         if topology.group(DATA) is not None:
             require_same_model(pipeline, groups, topology.group(DATA))
-    if former is not None:
-        former.close()
+    close_former(former)
     stages = LayerStages(pipeline, plan)
     if options.dtype is not None:
         pipeline.expect_dtype(options.dtype)
@@ -116,6 +116,17 @@ def engine_of_pipeline(
 
 
 @torch.no_grad()
+def close_former(engine: TrainingEngine | None) -> None:
+    """Close the engine that has had the model so far, with a warning."""
+    if engine is not None:
+        warnings.warn(
+            "this model has an engine already, and two cannot train it: the former one is closed, and the new one goes "
+            "on with its weights, without its moments.",
+            stacklevel=5,
+        )
+        engine.close()
+
+
 def _follow_first(layer: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Give all stages' copies of a layer the first stage's values."""
     for tensor in (*layer.parameters(), *layer.buffers()):

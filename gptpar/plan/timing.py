@@ -22,8 +22,8 @@ from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 KERNELS_OF_CHUNK, SUMS_OF_CHUNK = 6, 2
 """Kernels of each chunk of tokens in the LM head's loss, and its sums of a few numbers a token over the tensor axis."""
 EXCHANGES = 5
-"""Messages of a layer over the expert axis in the forward pass: numbers, choices, tokens, weights, outputs. The three of
-the backward pass are counted as five, too."""
+"""Messages of a layer over the expert axis in the forward pass: numbers, choices, tokens, weights, outputs. The three
+of the backward pass are counted as five, too."""
 MAX_SIMULATED = 20_000
 """A schedule with at most this many actions is simulated to find its idle time; a longer one gets a formula."""
 

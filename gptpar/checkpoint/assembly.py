@@ -159,7 +159,7 @@ class Assembly:
 
     ===============  ===============================================================================================
     ``_begun``       the blocks that are begun
-    ``_complete``    complete blocks, for which no writer has started
+    ``_complete``    complete blocks that no writer has taken yet
     ``_written``     all blocks that are complete or written: they are not begun again
     ``_in_memory``   number of blocks that have memory: begun, complete, or being written
     ``_free``        memory of written blocks, for the next ones

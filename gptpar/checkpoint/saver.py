@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.5
 """Time between two looks at the progress of a save on all processes."""
 
 INTERRUPTED_SECONDS = 3.0
-"""Time for which Ctrl-C waits until an unfinished checkpoint is removed."""
+"""After Ctrl-C, the longest wait for the removal of an unfinished checkpoint."""
 
 MEMORY_LOOK_SECONDS = 1.0
 """Time between two checks whether the machine is short of memory."""
@@ -62,7 +62,7 @@ class Saver:
     ``_failures``,      folder -> number of failed saves in a row, and iteration of the newest save on the disk: the
     ``_newest``         same on all processes, because :meth:`finish` alone writes them
     ``_group``          the process group of saves, made by the first save of several processes
-    ``_stood_s``,       seconds for which training has stood still for the save, and whether the save has clones on
+    ``_stood_s``,       seconds that the save has stopped training, and whether the save has clones on
     ``_cloned``         the GPU
     ``_spare``          host memory for copies, kept from save to save; ``_looked``: the time of its last check
     ``_ends_at_exit``   whether the handler for the end of the process is registered

@@ -5,7 +5,12 @@ adds it to its bucket's sum in fp32 or wider. The additions are those of a sum o
 bit of the sum changes. Meanwhile the device computes the next layers, or the next micro-batch: the ring holds a third
 of the gradients, so the additions may go on in the next forward pass.
 
-A gradient goes through four queues of the thread: submitted, leaving the device, in host memory, being added.
+An addend goes through four queues, in order. The training loop puts it into the first, and only the thread takes it on:
+
+``_submitted``  its copy has begun, or waits for a slot of the ring
+``_leaving``    the same; the thread knows of it
+``_here``       it is in host memory, and the device's memory is free
+``_ordered``    its addition is in the kernels' queue; at the end, its slot is given back
 """
 
 from __future__ import annotations

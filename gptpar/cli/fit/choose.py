@@ -20,7 +20,7 @@ from gptpar.reporting.console import format_duration
 from gptpar.topology.mesh import Mesh
 
 CPU_MAX_STEPS = 2000
-"""Steps for which data are prepared on a CPU, where the minutes end a run."""
+"""Number of steps to prepare data for on a CPU, where the minutes end a run."""
 WHOLE_COMMAND_MINUTES = 12.0
 CLOSING_MINUTES = 0.6
 """Starting the training, the evaluations, the sample and the picture, on a machine that does nothing else."""

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 ACTIVITIES = "gptpar-activity-"
-"""The beginning of the names of folders in which workers note what they are doing."""
+"""Prefix of the names of folders with the workers' records of activity."""
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:

@@ -21,7 +21,7 @@ from gptpar.system.processes import is_stopped
 from gptpar.system.restart import Restart, forget_final, is_final
 
 QUIET_SECONDS = 15.0
-"""Time for which the launcher waits for another machine before it says so."""
+"""The launcher's wait for another machine, before it reports that it waits."""
 
 
 @contextlib.contextmanager

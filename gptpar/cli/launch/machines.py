@@ -21,10 +21,10 @@ from gptpar.system.restart import MEMORY_VARIABLE, SHARES_NO_STORE, VARIABLE
 from gptpar.system.stop import Stopped
 
 READ_SECONDS = 900
-"""Time for which torchrun waits for an answer from the rendezvous's host; Linux then gives the connection up."""
+"""The longest wait of torchrun for an answer from the rendezvous's host; Linux then gives the connection up."""
 
 JOIN_SECONDS = 1800
-"""Time for which torchrun waits for all machines: longer than a cut network, and workers that time out by it."""
+"""The longest wait of torchrun for all machines: longer than a cut network, and workers that time out by it."""
 
 
 def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -> Failure | None:

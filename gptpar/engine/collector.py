@@ -148,7 +148,7 @@ class GradientCollector:
         last_first = names[::-1]
         for name in sorted(last_first, key=self._handed_on_last.__contains__):
             final = last and self._last_stage[name] == virtual_stage
-            if final or not self._memory.keeps_sum(self._units[name]):
+            if final or name not in self._memory.kept_whole:
                 self._waiting[name] = self._units[name], final
 
     def enter_backward(self, task: int) -> None:
@@ -268,7 +268,7 @@ class GradientCollector:
         for name, param in unit.params.items():
             if name not in self._arrived:
                 total[param.start : param.stop].zero_()
-        if not self._memory.keeps_sum(unit):
+        if unit.name not in self._memory.kept_whole:
             self._arrived_before |= self._arrived & unit.params.keys()
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)

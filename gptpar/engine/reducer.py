@@ -163,10 +163,10 @@ class GradientReducer:
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
-        if self._memory.sums_on_host(unit):
+        if unit.name in self._memory.summed_on_host:
             self._add_on_host(unit, shard, last)
             return
-        if not (self._memory.single or self._memory.keeps_sum(unit)):
+        if not (self._memory.single or unit.name in self._memory.kept_whole):
             total = self._memory.shard_sum_of(unit)
             # A new sum begins here and not with the step: the subscriber may read the last step's sum until it has
             # updated the unit. By now it has, because the unit's forward pass waited for the update.

@@ -290,7 +290,7 @@ class Trainer:
 
     def _own(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This process's tokens of its micro-batches."""
-        return [self._split.own_batch(batch) for batch in batches]
+        return list(batches) if self._split.size == 1 else [self._split.own_batch(batch) for batch in batches]
 
     def _on_device(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         return [batch.to(self.topology.device, non_blocking=True) for batch in batches]

@@ -52,7 +52,7 @@ class ContextSplit:
 
     @staticmethod
     def of(topology: Topology, comm_type: str) -> ContextSplit:
-        """This process's, by ``--cp-comm-type``."""
+        """This process's place on the context axis, with the exchange that ``--cp-comm-type`` names."""
         return ContextSplit(topology.mesh.context, topology.position(CONTEXT), comm_type == "allgather")
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
@@ -243,7 +243,7 @@ class _GatheredAgain(torch.autograd.Function):
 
 
 class _Saved:
-    """What attention saves for its backward pass.
+    """Tensors and sizes that attention saves for its backward pass.
 
     Attributes:
         gathered: the gathered keys and values; they are gathered again, and not saved.

@@ -104,7 +104,7 @@ class Copies:
         return [held for held, _ in leaders]
 
     def _own(self) -> tuple[dict[Key, _Held], list[str]]:
-        """This machine's copies, and what cannot be read of them: other machines may have it."""
+        """(this machine's copies, sentences about files that cannot be read: other machines may have these)."""
         held: dict[Key, _Held] = {}
         problems = []
         for number, path in folders.find_checkpoints(self.folder):

@@ -82,7 +82,7 @@ def load_checkpoint(
         remedy: what to do where the checkpoint does not match, for the error.
         apart: that one of the roots which each machine has for itself, with the files that its processes read; its path
             may differ.
-        report: rank 0 tells here of each damaged checkpoint it skips.
+        report: called on rank 0 with a sentence about each damaged checkpoint that is skipped.
 
     Raises:
         DamagedCheckpoint: none is whole; all are listed with their damage.

@@ -110,7 +110,7 @@ class EngineSettings:
 
 
 class Gradients:
-    """Tells the collector and the reducer how far the step is."""
+    """The gradients of one step: its passes begin and end here, for the collector, the memory and the reducer."""
 
     def __init__(self, memory: GradientMemory, collector: GradientCollector, reducer: GradientReducer):
         self.memory, self.collector, self.reducer = memory, collector, reducer
@@ -301,7 +301,7 @@ class Engine:
             self.subscriber.close()
 
     def release(self) -> None:
-        """After the end: leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
+        """Leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
         self.gradients.collector.unwatch()
         del self.optimizer, self.gradients
 

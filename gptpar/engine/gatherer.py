@@ -29,7 +29,7 @@ class _Copied:
 
 
 class PresenceWatch(Protocol):
-    """Is told when a unit's parameters become readable, and when they stop being so."""
+    """Watches when a unit's parameters become readable, and when they stop being so."""
 
     def arrived(self, unit: str) -> None:
         """Kernels launched from now on read the unit's current parameters; may be called twice in a row."""
@@ -80,7 +80,7 @@ class ParameterGatherer:
             be all padding): all processes gather at the same places.
 
     Attributes:
-        watch: is told which units are readable; ``None``: nobody is told.
+        watch: called when units become readable and stop being so; ``None``: nothing is called.
         changes: how often the shards got new values.
     """
 

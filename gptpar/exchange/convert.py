@@ -46,7 +46,7 @@ def import_model(source: Path, target: Path) -> Path:
 
 
 def _reader(source: Path, target: Path) -> ForeignReader:
-    """What reads the source.
+    """The reader for the format of the source.
 
     Raises:
         CheckpointError: nothing does, or the target would change the source.

@@ -91,7 +91,7 @@ class Run:
         The numbers of a step are read while the device works on the next one, so nothing ever waits for a reading.
 
         Args:
-            each_step: is told when the loop begins, after each step's launch, and when the device has finished.
+            each_step: called when the loop begins, after each step's launch, and when the device has finished.
         """
         listener = each_step or StepListener()
         listener.begin()

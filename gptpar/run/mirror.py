@@ -136,7 +136,7 @@ def open_copies(config: Config, say: Callable[[str], None]) -> Copies | None:
 
 
 def restore(copies: Copies | None, trainer: Trainer) -> None:
-    """Before the newest copy is loaded: bring back what this machine has lost of it."""
+    """Bring back what this machine has lost of the newest copy, before that is loaded."""
     if copies is not None:
         copies.complete(checkpoint_tensors(trainer))
 

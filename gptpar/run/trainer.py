@@ -58,7 +58,7 @@ class Trainer:
         config: resolved, with the padded vocabulary filled.
         topology: this process's place.
         schedule: learning rate and weight decay.
-        activity: is told what this process is doing.
+        activity: records what this process is doing.
         tries_memory: see :func:`~gptpar.run.gpt.make_engine`.
     """
 
@@ -105,7 +105,7 @@ class Trainer:
         self._norms_of_outputs: Norms = {}
 
     def close(self) -> None:
-        """Before the processes part."""
+        """Free the recorded step and close the engine, before the processes part."""
         if self._graph is not None:
             self._graph.release()
         self.engine.close()

@@ -65,17 +65,17 @@ class TensorAxis:
         return Split(dim, full, self.range_of(full)[0], -(-full // self.size))
 
     def split(self, dim: int, full: int) -> Placement:
-        """Of a parameter of which each rank has a range of a dimension of length ``full``."""
+        """The placement of a parameter whose dimension of length ``full`` the ranks divide into ranges."""
         return Placement({TENSOR: self.split_of(dim, full)})
 
     @property
     def between_layers(self) -> Placement:
-        """Of a replicated parameter that acts on hidden states between layers, where ranks may have other tokens."""
+        """The placement of a replicated parameter that acts between layers, where ranks may have other tokens."""
         return ADDENDS if self.splits_tokens else REPLICATED
 
     @property
     def inside_layers(self) -> Placement:
-        """Of a replicated parameter that acts on a column layer's output, of which ranks have different features."""
+        """The placement of a replicated parameter on a column layer's output; ranks have different features there."""
         return ADDENDS if self.size > 1 else REPLICATED
 
 

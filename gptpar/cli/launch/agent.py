@@ -75,8 +75,8 @@ class Agent(LocalElasticAgent):
     Args:
         spec: torchrun's.
         folder: of the workers' records of activity.
-        failed: is given the first failure of each start of the workers.
-        rendezvous: torch's handler -> one that tells what it waits for.
+        failed: called with the first failure of each start of the workers.
+        rendezvous: torch's handler -> one that reports what it waits for.
         options: of torchrun's agent.
     """
 

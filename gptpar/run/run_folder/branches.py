@@ -106,7 +106,7 @@ def leave_branch(
         root: the run's folder, which this process owns.
         iteration: that the run goes on from; -1 to begin anew.
         tensorboard: where this run's event files are. Outside ``root`` other runs may write there: nothing is touched.
-        say: is told what was moved where; not called where there is nothing to move.
+        say: called with a sentence about what was moved where, if anything was.
         damaged: the later checkpoints could not be loaded.
     """
     beyond = sorted(number for number, _ in folders.find_checkpoints(root) if number > iteration)

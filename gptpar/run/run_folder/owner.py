@@ -102,7 +102,7 @@ class Owner:
 
     Args:
         root: the folder, created where missing.
-        say: is told if a dead run's folder is taken over.
+        say: called with a sentence if a dead run's folder is taken over.
 
     Attributes:
         token: of the claim.

@@ -129,7 +129,7 @@ class Copies:
                 folders.remove_checkpoint(path)
 
     def _spread_manifest(self, iteration: int, parts: list[_Held | None]) -> None:
-        """Give each machine that lacks the manifest a folder with it and the tokenizer; one with another goes."""
+        """Give each machine that lacks the manifest a folder with it and the tokenizer; another copy's folder goes."""
         lacking = [machine for machine, part in enumerate(parts) if part is None]
         if not lacking:
             return

@@ -222,7 +222,7 @@ def _require_match(
     remedy: str,
     report: Report,
 ) -> None:
-    """Names, shapes and dtypes, over all ranks, before anything is read."""
+    """Require matching names, shapes and dtypes on all ranks, before anything is read."""
     gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets, may_cast)))
     wanted = set().union(*(names for names, _ in gathered))
     stored = {name for name in manifest.tensors if name in wanted or not may_stay(name)}

@@ -250,7 +250,7 @@ def _make_temporary(root: Path, iteration: int) -> Path:
 
 
 def _require_shared(directory: Path) -> None:
-    """One rename publishes all ranks' files, so all must see rank 0's directory; network mounts may lag."""
+    """Require that every rank sees rank 0's directory, for one rename publishes all files; network mounts may lag."""
     give_up = time.monotonic() + _SHARED_DIRECTORY_SECONDS
     while not directory.is_dir():
         if time.monotonic() > give_up:

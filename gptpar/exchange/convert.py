@@ -49,7 +49,7 @@ def _reader(source: Path, target: Path) -> ForeignReader:
     """The reader for the format of the source.
 
     Raises:
-        CheckpointError: nothing does, or the target would change the source.
+        CheckpointError: there is none, or the target would change the source.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist")

@@ -179,7 +179,7 @@ class Run:
         return asked.stop
 
     def _keep_spike(self, step: Step, loss: float, grad_norm: float) -> None:
-        """Tell of an outlier; all processes measure it, and the main one writes its bundle."""
+        """Report an outlier; all processes measure it, and the main one writes its bundle."""
         skip_step, layers = self.trainer.skip_step, self.trainer.layer_norms
         assert skip_step is not None
         norms = dict(step.layer_norms)
@@ -354,7 +354,7 @@ class Run:
         return [((turn * count + number) * batch, batch) for number in range(count)]
 
     def _keeps_all(self) -> bool:
-        """While steps are skipped: the weights may be broken, and an older checkpoint the last good one."""
+        """Whether no checkpoint may go: while steps are skipped, an older one may have the last good weights."""
         if self.config.checkpoint.num_kept is None or not self.skipped_in_a_row:
             return False
         if not self.told_that_all_are_kept:

@@ -78,7 +78,7 @@ def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
 
 
 def refuse_foreign_folders(config: Config) -> None:
-    """Saving beside checkpoints that are not this run's would fail hours later, or hide them; say so first.
+    """Refuse to save beside checkpoints that are not this run's: it would fail hours later, or hide them.
 
     Raises:
         ConfigError: ``--load`` or ``--save`` holds another program's checkpoint, or ``--save`` another run's.
@@ -229,7 +229,7 @@ def _is_rounded(name: str, stored: torch.dtype, here: torch.dtype) -> bool:
 
 
 def _tell_other_formats(manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]) -> None:
-    """Tell what a resume did to moments that the checkpoint has in another number format."""
+    """Report what a resume did to moments that the checkpoint has in another number format."""
     for kind in STATES:
         names = [name for name in targets if kind_of(name) == kind and name in manifest.tensors]
         if any(_is_rounded(name, manifest.tensors[name].dtype, targets[name].dtype) for name in names):

@@ -237,7 +237,7 @@ class Saving:
         return Late(blocks, partial(tensors_to_save, self._trainer, views))
 
     def poll(self) -> None:
-        """Tell of a save that is over by now."""
+        """Report a save that is over by now."""
         self._saver.poll()
 
     def finish(self, *, required: bool = False) -> None:

@@ -92,7 +92,7 @@ class Trainer:
                 quiet=engine.optimizer.guard.wait_until_read,
             )
         self._passes = PipelinePasses(self.engine, self.pipeline, self._note)
-        # Of the loss of each micro-batch, where all tokens of a step are to count alike.
+        # Divides the loss of each micro-batch where all tokens of a step count alike.
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
@@ -122,7 +122,7 @@ class Trainer:
         self.engine.optimizer.expect_step(self._hyperparameters(progress), self.loss_scale.value)
 
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
-        """A step's, by parameter group."""
+        """A step's hyperparameters, by parameter group."""
         lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
         return self._groups.hyperparameters(
             self.config.optimizer,

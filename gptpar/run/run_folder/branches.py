@@ -139,7 +139,7 @@ def _advice(branch: Path) -> str:
 
 
 def finish_branches(root: Path, say: Callable[[str], None]) -> None:
-    """Do the rest for a run that was killed while it left a branch; called by the folder's owner, before it loads."""
+    """Finish for a run that was killed while it left a branch; the folder's owner calls this before it loads."""
     folder = root / FOLDER_NAME
     for staged in folder.iterdir() if folder.is_dir() else ():
         if _STAGED.fullmatch(staged.name):
@@ -173,7 +173,7 @@ def read_journal(branch: Path) -> Journal | None:
 
 
 def _publish(root: Path, journal: Journal) -> Path:
-    """A branch with copies of the histories and nothing moved yet; it appears by one rename."""
+    """Make a branch with copies of the histories; nothing is moved yet, and it appears by one rename."""
     folder = root / FOLDER_NAME
     staged = folder / f".new-{secrets.token_hex(4)}"
     staged.mkdir(parents=True)

@@ -32,7 +32,7 @@ class GradientMemory:
         shards: the same by unit.
         kept_whole: names of units whose whole sum is kept over micro-batches; each micro-batch's sum of the others is
             reduced to shards, which are added up.
-        summed_on_host: names of units whose elements of the subscriber are added up over micro-batches by it.
+        summed_on_host: names of units whose gradients the subscriber adds up over micro-batches, of its own elements.
         single: whether the step has one micro-batch.
         undivided: units that the device's optimizer updates wholly.
     """
@@ -74,7 +74,7 @@ class GradientMemory:
         self._shard_sums: dict[str, torch.Tensor] = {}
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Between two steps: from now on, sums are in this dtype, in new memory."""
+        """Allocate new memory for sums of this dtype, between two steps."""
         self._allocate(dtype)
 
     @property
@@ -83,7 +83,7 @@ class GradientMemory:
         return len(self.kept_whole) == len(self._table.units)
 
     def begin(self, num_micro_batches: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.single = num_micro_batches == 1
         for unit in self._divided.values() if self.ahead else ():
             self.sum_of(unit)
@@ -117,7 +117,7 @@ class GradientMemory:
         return views
 
     def release(self, unit: Unit) -> None:
-        """The unit's sum has been handed on: the receiver holds a reference as long as it needs one."""
+        """Let go of a unit's sum after it was handed on: the receiver holds a reference as long as it needs one."""
         if unit.name not in self._fixed and (self.single or unit.name not in self.kept_whole):
             self._sums.pop(unit.name, None)
 

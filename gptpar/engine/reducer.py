@@ -104,7 +104,7 @@ class GradientReducer:
         self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
 
     def begin(self) -> None:
-        """A step begins; reductions of a step that was dropped write no more, and are not added."""
+        """Begin a step; reductions of a step that was dropped write no more, and are not added."""
         self.zeros.zero_()
         while self._pending:
             dropped = self._pending.popleft()  # holds the tensors until they are usable
@@ -114,7 +114,7 @@ class GradientReducer:
         self.has_begun = False
 
     def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
-        """Sums begin anew within a step; to each that is final again, its unit's former final gradient is added.
+        """Begin sums anew within a step; to each that is final again, its unit's former final gradient is added.
 
         Args:
             final: unit -> (first element in its shard, values in fp32 or wider), on device or host.
@@ -207,7 +207,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All passes are over: wait for the reductions, and complete the units that wait for the end of the step."""
+        """Wait for the reductions after all passes, and complete the units that wait for the end of the step."""
         while self._pending:
             self._finish_oldest()
         self._final_before.clear()

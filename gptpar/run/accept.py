@@ -184,7 +184,7 @@ def _corpora(stored: StoredRun) -> Corpora:
     return same_run.corpora_named(stored.config.data) if stored.corpora is None else stored.corpora
 
 
-def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+def report_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
     """Report differences that were accepted: people change these flags on purpose, or asked for the change."""
     differ = same_run.differing(Rule.REPORTED, stored.config, config, stored.known)
     if not config.logging.skip_train:
@@ -204,10 +204,10 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
     if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
         say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")
     if not config.logging.skip_train:
-        _tell_new_order(config, inputs, stored, say)
+        _report_new_order(config, inputs, stored, say)
 
 
-def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+def _report_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
     there = stored.schedule["total"] / (config.model.seq_length if stored.schedule["in_tokens"] else 1)
     here = BatchPlan.of(config.batch, stored.progress).train_samples
     if same_run.reshuffled(config, inputs.corpora, there, here):
@@ -217,7 +217,7 @@ def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Call
         )
 
 
-def tell_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
+def report_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
     there, known, _ = stored_config(meta.get("config"), same_run.COMPARED)
     if differ := same_run.differing(Rule.MODEL, there, config, known):
         say(printable(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}"))

@@ -71,7 +71,7 @@ class Run:
     skipped_in_a_row: int = 0
     cpu_optimizer_before: tuple[float, float, int, int, int] = (0.0, 0.0, 0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
-    told_that_all_are_kept: bool = False
+    said_that_all_are_kept: bool = False
     fitted_length: FittedLength | None = None
 
     def __post_init__(self) -> None:
@@ -357,10 +357,10 @@ class Run:
         """Whether no checkpoint may go: while steps are skipped, an older one may have the last good weights."""
         if self.config.checkpoint.num_kept is None or not self.skipped_in_a_row:
             return False
-        if not self.told_that_all_are_kept:
+        if not self.said_that_all_are_kept:
             self.say(
                 "  no older checkpoint is deleted while steps are skipped (the gradient is not finite): "
                 "the newest may hold broken weights"
             )
-        self.told_that_all_are_kept = True
+        self.said_that_all_are_kept = True
         return True

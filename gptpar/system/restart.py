@@ -53,7 +53,7 @@ class Restart:
         return {VARIABLE: json.dumps(dataclasses.asdict(dataclasses.replace(self, started=time.monotonic())))}
 
 
-def is_told_how_to_go_on() -> bool:
+def has_launcher_that_restarts() -> bool:
     """Whether one launcher starts all workers again, so that all of them know whether the run has begun."""
     return VARIABLE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 

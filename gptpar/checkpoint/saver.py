@@ -242,18 +242,14 @@ class Saver:
             self._newest[save.folder] = save.iteration
             return
         self._failures[save.folder] = self._failures.get(save.folder, 0) + 1
-        self._require_folder(save)
-        if required:
-            raise NotSavedError(f"{_sentence(error)} {self._not_saved(save)}") from error
-
-    def _require_folder(self, save: Save) -> None:
-        """Raise on all processes if another run has taken the folder; other errors there are reported already."""
         try:
             Ranks(None).lead(save.permit)
         except FolderTakenError:
             raise
-        except CheckpointError:
+        except CheckpointError:  # it is reported already
             pass
+        if required:
+            raise NotSavedError(f"{_sentence(error)} {self._not_saved(save)}") from error
 
     def _wait(self, save: Save, required: bool) -> tuple[bool, bool]:
         """Wait as long as any process's save moves pieces. Each step is short, so that no collective waits long.

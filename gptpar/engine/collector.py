@@ -194,12 +194,9 @@ class GradientCollector:
         while self._waiting:
             self._hand_on(next(iter(self._waiting)))
         if self._learns:
-            self._learn()
-
-    def _learn(self) -> None:
-        for name, arrivals in self._arrivals.items():
-            self._expected[name] = max(arrivals, self._expected[name])
-        self._has_learned = True
+            for name, arrivals in self._arrivals.items():
+                self._expected[name] = max(arrivals, self._expected[name])
+            self._has_learned = True
 
     def _take(self, name: str, unit: Unit, parameter: torch.Tensor) -> None:
         grad = parameter.grad

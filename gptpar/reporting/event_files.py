@@ -41,7 +41,10 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
         if end == 0:
             path.unlink()
         elif end is not None:
-            _keep_beginning(path, end)
+            temporary = path.with_name(f".cut-{os.getpid()}.tmp")  # not a name that TensorBoard reads
+            with open_regular(path) as old, atomic_output(path, temporary) as new:
+                while (left := end - new.tell()) > 0:
+                    new.write(old.read(min(left, 1 << 20)))
 
 
 def _end(path: Path, iteration: int, samples: int) -> int | None:
@@ -80,10 +83,3 @@ def _step(event: bytes) -> int:
         if byte < 0x80:
             break
     return step
-
-
-def _keep_beginning(path: Path, end: int) -> None:
-    temporary = path.with_name(f".cut-{os.getpid()}.tmp")  # not a name that TensorBoard reads
-    with open_regular(path) as old, atomic_output(path, temporary) as new:
-        while (left := end - new.tell()) > 0:
-            new.write(old.read(min(left, 1 << 20)))

@@ -80,7 +80,12 @@ class RecordFile:
                 if not self._fails:  # report it before a new file is made
                     raise OSError(errno.ENOENT, "it was removed, with what it held")
             if self._fd is None:
-                self._open()
+                if self._prepare is not None:
+                    self._prepare()
+                    self._prepare = None
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                self._end = os.fstat(self._fd).st_size
             self._write(b"".join([b"" if self._end else self._header, *self._waiting]))
         except OSError:
             self._fails = True
@@ -109,14 +114,6 @@ class RecordFile:
             return self._fd is not None and os.fstat(self._fd).st_nlink == 0
         except OSError:  # a network's stale handle
             return True
-
-    def _open(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
-            self._prepare = None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._end = os.fstat(self._fd).st_size
 
     def _release(self) -> None:
         if self._fd is not None:

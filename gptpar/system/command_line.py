@@ -282,7 +282,10 @@ def prepare_process() -> None:
         GptparError: the working folder was removed, or too few files may be open at once.
     """
     open_standard_streams()
-    _require_working_folder()
+    try:
+        os.getcwd()
+    except OSError:
+        raise GptparError("the current folder was removed: change to another one (cd), and start again.") from None
     _require_open_files()
 
 
@@ -303,13 +306,6 @@ def open_standard_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - open as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may know fewer letters than a path or a text has
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _require_working_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError:
-        raise GptparError("the current folder was removed: change to another one (cd), and start again.") from None
 
 
 def _require_open_files() -> None:

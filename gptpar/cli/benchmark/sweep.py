@@ -56,7 +56,11 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
         ConfigError: mistakes that concern all combinations.
     """
     count = workers_wanted(parsed.flags.parallel.nproc_per_node)
-    _refuse_what_concerns_all(parsed)
+    problems = [*parsed.problems, *range_problems(parsed.flags), *contradictions(parsed)]
+    if is_worker():
+        problems.append("--sweep starts the processes itself: run it without torchrun.")
+    if problems:
+        raise ConfigError(problems)
     everything = combinations(parsed, count)
     if not everything:
         raise ConfigError([f"no layout of {count} process(es) has the sizes that the command line gives."])
@@ -83,14 +87,6 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
         draw(rows, png, about)
         print(f"wrote {png}")
     return INTERRUPTED if interrupted else int(not measured)
-
-
-def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
-    problems = [*parsed.problems, *range_problems(parsed.flags), *contradictions(parsed)]
-    if is_worker():
-        problems.append("--sweep starts the processes itself: run it without torchrun.")
-    if problems:
-        raise ConfigError(problems)
 
 
 def _queue(

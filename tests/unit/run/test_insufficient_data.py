@@ -73,14 +73,6 @@ def test_evaluations_repeat_what_does_not_suffice_and_say_so_once(tmp_path: Path
     assert said == []  # weights repeat by themselves, as a single corpus does
 
 
-def test_sharded_cyclic_data_smaller_than_one_micro_batch_everywhere_are_refused(tmp_path: Path) -> None:
-    path = f"--split 1 --data-path {corpus(tmp_path / 'a', 1)} {corpus(tmp_path / 'b', 2)} --eval-iters 0"
-    cyclic = f"{path} --train-iters 9 --micro-batch-size 4 --dataloader-type cyclic"
-    assert loaders_of(cyclic)["train"] is not None
-    with pytest.raises(DataError, match="takes 4 samples, the data set has 3"):
-        loaders_of(f"{cyclic} --data-sharding")
-
-
 def test_full_validation_is_one_pass_over_all_corpora(tmp_path: Path) -> None:
     a, b = corpus(tmp_path / "a", 13), corpus(tmp_path / "b", 4)
     flags = "--train-iters 10 --global-batch-size 4 --full-validation --eval-iters 0"
@@ -110,12 +102,6 @@ def test_flags_that_do_not_go_together(tmp_path: Path, flags: str, message: str)
     with pytest.raises(ConfigError, match=message.replace("^", r"\^")) as error:
         config_of(f"--train-iters 10 {flags}".format(a=corpus(tmp_path / "a", 3)))
     assert len(error.value.problems) == 1
-
-
-def test_what_full_validation_and_cyclic_take() -> None:
-    parsed = parse_flags(["--no-data-sharding", "--dataloader-type", "cyclic"])
-    assert parsed.problems == [] and "--data-sharding" in parsed.without_effect[0]
-    assert config_of("--mock-data --train-iters 1 --seed 4294967295").data.seed == 2**32 - 1
 
 
 def test_a_resumed_run_reads_in_the_same_order() -> None:

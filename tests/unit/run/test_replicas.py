@@ -15,7 +15,6 @@ def by_hand(values: torch.Tensor) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-@pytest.mark.fast
 def test_it_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1001, generator=torch.Generator().manual_seed(1)) * 1e30
     assert checksum(values).item() == by_hand(values)
@@ -23,7 +22,6 @@ def test_it_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checksum(values).item() == by_hand(values)
 
 
-@pytest.mark.fast
 def test_halves_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges that the host updates and those of the device are summed apart."""
     monkeypatch.setattr(replicas, "BLOCK", 64)
@@ -31,8 +29,7 @@ def test_halves_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checksum(values) == checksum(values[:100]) + checksum(values[100:], 100)
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_flipped_bit_of_any_element_changes_the_checksum(dtype: torch.dtype) -> None:
     values = torch.zeros(40, dtype=dtype)
     bits = values.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])

@@ -16,10 +16,9 @@ from gptpar.errors import CheckpointError
 from gptpar.run import resume, same_run
 from gptpar.run.progress import Progress
 from gptpar.run.resume import progress_to_resume
-from gptpar.run.same_run import Rule
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.run import saved_runs
-from tests.unit.run.saved_runs import DONE, inputs_of, saved, with_fields
+from tests.unit.run.saved_runs import DONE, inputs_of, with_fields
 
 
 def corpus(prefix: Path, documents: int, length: int = 50, seed: int = 0) -> Path:
@@ -84,45 +83,6 @@ def test_a_run_on_another_corpus_is_refused(tmp_path: Path) -> None:
         go_on(tiny_config())
     assert go_on(data(b), data__override_data=True) == DONE
     assert go_on(data(b), logging__skip_train=True) == DONE and go_on(data(b), checkpoint__finetune=True) == Progress()
-
-
-def test_a_checkpoint_from_before_corpora_were_identified_goes_on(tmp_path: Path) -> None:
-    a, b = corpus(tmp_path / "a", 40), corpus(tmp_path / "b", 30)
-    run = tmp_path / "run"
-
-    def forget(meta: dict[str, Any]) -> None:
-        del meta["corpora"], meta["config"]["model"]["norm_epsilon"]
-        meta["config"]["data"] |= {"mock_data": False, "data_path": ["3", str(a), "1", str(b)], "split": "969, 30, 1"}
-
-    saved(run, change=forget)
-    elsewhere = corpus(tmp_path / "c", 40)
-    config = with_fields(data(3, elsewhere, 1, b), {"checkpoint.load": str(run), "model.norm_epsilon": 0.5})
-    said: list[str] = []
-    assert resume.load(make_trainer(config), inputs_of(config), said.append) == DONE
-    assert said[-1] == f" > unlike the checkpoint: --data-path {a} there, {elsewhere} here"
-    config = with_fields(data(1, a, 1, b), {"checkpoint.load": str(run)})
-    with pytest.raises(
-        CheckpointError, match=r"other data \(the weight of corpus 1 of --data-path 0.75 there, 0.5 here"
-    ):
-        progress_to_resume(config, inputs_of(config))
-
-
-def test_other_data_for_evaluation_are_told(tmp_path: Path) -> None:
-    a, b = str(corpus(tmp_path / "a", 40)), str(corpus(tmp_path / "b", 30))
-    parts = {"data.mock_data": False, "data.train_data_path": (a,), "data.valid_data_path": (b,)}
-    there = with_fields(tiny_config(), parts)
-
-    def told(there: Config, here: Config) -> list[str]:
-        corpora = (same_run.corpora_of(config.data) for config in (there, here))
-        return list(same_run.other_evaluation(there, next(corpora), here, next(corpora)))
-
-    assert told(there, there) == [] == told(data(a), with_fields(data(a), {"data.split": "96.9,3,.1"}))
-    assert told(there, with_fields(there, {"data.valid_data_path": (a,)})) == [
-        "--valid-data-path other corpora there than here"
-    ]
-    half = with_fields(data(a), {"data.split": "969,1,30"})
-    assert told(data(a), half) == ["--split 969, 30, 1 there, 969,1,30 here"]
-    assert same_run.differing(Rule.DATA, data(a), half, same_run.COMPARED) == []
 
 
 def test_a_longer_run_that_reads_a_corpus_again_is_told_of_the_new_order(tmp_path: Path) -> None:

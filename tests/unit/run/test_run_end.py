@@ -74,29 +74,6 @@ def test_an_evaluation_ends_on_request(
     assert [json.loads(line)["iteration"] for line in text.splitlines()] == [1, 2] and "validation" not in text
 
 
-def test_the_evaluation_after_the_last_step_ends_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_batch(monkeypatch, 12, ask_to_stop)  # 5 at iteration 2, 5 at 4, then the test data
-    assert run(tmp_path, EVALUATES) == signal.SIGTERM
-    output = capsys.readouterr().out
-    assert "left the evaluation on test data after 2 of 5 batches" in output and "> stopped by SIGTERM" in output
-    assert load_meta(tmp_path)["progress"]["iteration"] == 4
-
-
-@pytest.mark.parametrize("flags", ["--skip-train", "--train-iters 4"])
-def test_what_saved_nothing_does_not_say_where_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
-) -> None:
-    """It only evaluates, or nothing is left to train."""
-    run(tmp_path / "trained", "--train-iters 4 --eval-iters 0")
-    on_batch(monkeypatch, 2, ask_to_stop)
-    folder = tmp_path / ("trained" if "4" in flags else "other")
-    load = f"--load {tmp_path / 'trained'} --eval-iters 5 --eval-interval 2 --train-iters 4"
-    assert run(folder, f"{load} {flags}") == signal.SIGTERM
-    assert capsys.readouterr().out.splitlines()[-1] == " > stopped by SIGTERM"
-
-
 def test_a_stop_during_start_up_is_an_end_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(Trainer, "initialise", lambda self: ask_to_stop())

@@ -41,16 +41,6 @@ def test_a_slow_cpu_gets_the_largest_model_that_it_can_teach(seconds: float, pre
     assert course.steps >= course.lesson.steps
 
 
-def test_the_choice_of_a_smaller_model_is_one_sentence_with_the_numbers() -> None:
-    assert taught(6.0).preset.reason == (
-        "the largest model that this machine can teach something in the time: about 283 steps of its 85.50 M "
-        "parameters fit into 8 minutes; of the 350M model about 80 fit, and about 150 are needed"
-    )
-    assert taught(2.0).preset.reason == (
-        "about 240 steps of its 302.90 M parameters fit into 8 minutes, and about 150 teach it something"
-    )
-
-
 def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -> None:
     course = taught(2000.0)
     assert (course.preset.value, course.steps) == ("31M", 14)
@@ -151,13 +141,6 @@ def test_the_length_is_decided_again_where_steps_become_slower() -> None:
         if length.is_due():
             steps, _ = length.decide(taken, *length.measured())
     assert 470 < now <= 480 and steps == taken
-
-
-def test_a_run_that_goes_on_keeps_its_length() -> None:
-    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000, train_minutes=8)
-    assert FittedLength.of(batch, Progress(iteration=4, consumed_samples=8)) is not None
-    assert FittedLength.of(batch, Progress(iteration=40, fitted_iters=231)) is None
-    assert FittedLength.of(BatchConfig(micro_batch_size=1, global_batch_size=1, train_iters=5), Progress()) is None
 
 
 def test_a_resumed_run_has_the_same_plan() -> None:

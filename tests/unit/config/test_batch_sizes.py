@@ -17,7 +17,6 @@ from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config, complete
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.flags import parse_flags
-from gptpar.config.sections.precision import graph_obstacles
 from gptpar.config.stored import stored_config
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
@@ -101,13 +100,6 @@ def test_every_problem_of_a_schedule_is_told_at_once() -> None:
     )
 
 
-def test_sizes_are_not_held_against_a_micro_batch_that_is_not_known() -> None:
-    start = MODEL.replace("--micro-batch-size 2 ", "")
-    assert problems("--train-iters 5 --micro-batch-size x", "0:3", start=start) == [
-        "--micro-batch-size x: a whole number is needed."
-    ]
-
-
 # --- what follows from it -------------------------------------------------------------------------------------------
 
 
@@ -168,12 +160,6 @@ def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -
     for consumed in (n for n in near if n >= 0):
         size = full if consumed > samples else min(full, start + int(consumed / span) * increment)
         assert sizes.at(consumed) == size, consumed
-
-
-def test_what_depends_on_equal_steps_knows_of_the_schedule() -> None:
-    config = resolved("--train-iters 5", "0:2 32:2")
-    assert config.batch.adds_gradients(1)
-    assert "--step-batch-size-schedule changes the number of micro-batches" in list(graph_obstacles(config, 1))
 
 
 def test_other_verbs_take_the_last_size() -> None:
@@ -247,21 +233,6 @@ def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(
     assert resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[0] == config
 
 
-def test_the_banner_tells_which_end_comes_first() -> None:
-    def derived(flags: str) -> list[tuple[object, str]]:
-        found = resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[1]
-        return [(d.value, d.reason) for d in found if d.name in ("train samples", "last iteration")]
-
-    assert derived("--train-samples 20 --train-tokens 64") == [
-        (4, "64 tokens / 16 a sample, reached before --train-samples 20")
-    ]
-    assert derived("--train-samples 4 --train-tokens 640") == [(4, "reached before --train-tokens 640")]
-    assert derived("--train-iters 10 --train-tokens 64") == [
-        (2, "64 tokens / 16 a sample, reached before --train-iters 10")
-    ]
-    assert derived("--train-iters 2 --train-tokens 640") == [(2, "reached before --train-tokens 640")]
-
-
 def test_tokens_end_a_growing_batch_and_a_schedule_and_a_resumed_run() -> None:
     ramp = resolved(
         "--train-samples 99 --train-tokens 384 --global-batch-size 8 --rampup-batch-size 2 2 24"
@@ -276,18 +247,6 @@ def test_tokens_end_a_growing_batch_and_a_schedule_and_a_resumed_run() -> None:
     assert sizes_of(BatchPlan.of(schedule.batch, there), there) == [4, 4, 4]
     larger = resolved("--train-iters 10 --train-tokens 384 --global-batch-size 8")
     assert sizes_of(BatchPlan.of(larger.batch, there), there) == [8, 8]  # 6 + 16 samples of 24
-
-
-def test_schedules_in_tokens_end_with_the_tokens() -> None:
-    config = resolved("--train-samples 100 --train-tokens 640 --lr-warmup-tokens 64 --weight-decay 0.1")
-    schedule = make_schedule(config, BatchPlan.of(config.batch).train_samples)
-    assert (schedule.in_tokens, schedule.warmup, schedule.decay, schedule.total) == (True, 64, 640, 640)
-
-
-def test_steps_and_samples_exclude_each_other_as_in_megatron() -> None:
-    for more in ("", " --train-tokens 64"):
-        (problem,) = problems(f"--train-iters 3 --train-samples 5{more}")
-        assert problem == "how long to train is said twice (--train-iters and --train-samples): keep one."
 
 
 def test_a_run_without_a_step_is_told() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli import make_corpus
 from gptpar.data import standard_library
 from gptpar.errors import DataError
 
@@ -61,16 +60,3 @@ def test_a_limit_keeps_the_first_documents(library: Path, tmp_path: Path):
     with pytest.raises(DataError, match="is already larger than 0 bytes"):
         standard_library.make_corpus(str(tmp_path / "none"), library, max_bytes=0)
     assert not list(tmp_path.glob("none*"))
-
-
-def test_a_library_that_is_not_there(tmp_path: Path):
-    with pytest.raises(DataError, match="holds 0 bytes of readable source, at least 1,000,000 are needed"):
-        standard_library.make_corpus(str(tmp_path / "c.jsonl"), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_this_python_has_enough(tmp_path: Path):
-    assert make_corpus.main(["--output", str(tmp_path / "c.jsonl"), "--max-megabytes", "1.5"]) == 0
-    documents = read(tmp_path / "c.jsonl")
-    assert 1_000_000 < sum(len(text.encode()) for _, text in documents) <= 1_500_000

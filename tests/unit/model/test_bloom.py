@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 import torch
 
-from gptpar.errors import ConfigError
-from gptpar.exchange.megatron.arguments import model_of
 from gptpar.model.attention import head_slopes, with_distances
 from gptpar.model.block import Block
-from gptpar.model.families import config_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.key_value_cache import cached
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
@@ -115,7 +109,6 @@ def test_slopes_of_ranks_are_those_of_all_heads() -> None:
     "flags",
     [
         "",
-        "--normalization RMSNorm --qk-layernorm",
         "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri",
     ],
 )
@@ -140,15 +133,3 @@ def test_a_weight_less_one_computes_the_same(flags: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("flag", ["--apply-layernorm-1p", "--embed-layernorm", "--position-embedding-type alibi"])
-def test_no_family_is_said_to_compute_the_same(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)no model of transformers computes.*{flag.split()[0]} is"):
-        config_of(tiny_config(flag).model, 64)
-
-
-def test_megatrons_norms_less_one_are_taken() -> None:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "kv_channels": 8}
-    arguments = Namespace(**sizes, ffn_hidden_size=128, max_position_embeddings=16, apply_layernorm_1p=True)
-    assert model_of(arguments, 64, Path("x")).apply_layernorm_1p

@@ -79,25 +79,6 @@ def test_a_text_that_a_tokenizer_cannot_say_is_told(model: dict[str, Any], told:
         preprocess([*flags, "--output-prefix", str(tmp_path / "c")])
 
 
-@pytest.mark.parametrize(
-    ("panics", "told"),
-    [
-        (
-            {"model": BPE | {"merges": [["a", "b"]], "continuing_subword_prefix": "##"}},
-            "is not a tokenizer.json: slice",
-        ),
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
-    ],
-    ids=["load", "encode"],
-)
-def test_panics_of_the_library_are_told(panics: dict[str, Any], told: str, tmp_path: Path):
-    tokenizer_of(tmp_path, BPE)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | panics))
-    with pytest.raises(TokenizerError, match=f"{path}.*{told}"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(path)).encode("a")
-
-
 def processed(folder: Path, texts: list[str], flags: str) -> list[list[int]]:
     corpus = folder / "c.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,32 +76,3 @@ def test_all_problems_are_told_before_a_worker_starts(
     assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", bad, *three]) == 1
     err = capsys.readouterr().err
     assert f"1. --eval-tasks {bad}" in err and f"2. there is no checkpoint in {tmp_path}" in err
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("read_tasks", "error: interrupted"),
-        ("Evaluator.evaluate", " > stopped after 0 of 1 tasks: there is no result"),
-    ],
-    ids=["while texts become tokens", "between batches"],
-)
-def test_a_request_to_stop_is_answered_at_once(
-    saved: tuple[Path, list[str], dict],
-    place: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder, files, _ = saved
-    owner, name = (evaluate.Evaluator, "evaluate") if place == "Evaluator.evaluate" else (evaluate, place)
-    real = getattr(owner, name)
-
-    def asked(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(owner, name, asked)
-    assert main(["evaluate", "--load", str(folder), "--eval-tasks", files[0]]) == 130
-    out, err = capsys.readouterr()
-    assert out == "" and err.splitlines()[-1] == said

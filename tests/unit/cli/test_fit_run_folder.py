@@ -75,14 +75,6 @@ def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:
     assert f"whose content has changed since ({text})" in refusal("--run", run, "--data", text)
 
 
-def test_all_differences_are_told_at_once(tmp_path: Path, text: Path) -> None:
-    run = tmp_path / "run"
-    main(["--run", str(run), "--minutes", "3"])
-    said = refusal("--run", run, "--minutes", 5, "--preset", "124M", "--data", text)
-    assert "made with PRESET=350M, and this command gives PRESET=124M" in said
-    assert "made with MINUTES=3, and this command gives MINUTES=5" in said and f"names DATA={text}" in said
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "iter_0000010").mkdir()
     assert "holds iter_0000010 and no made_with.json" in refusal("--run", tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from gptpar.cli import launch
 from gptpar.cli.launch import relay, worker
@@ -29,9 +27,6 @@ from gptpar.topology.world import world_from_environment
 
 ROOT = Path(__file__).parents[3]
 OURS = Program("module", "gptpar", ("pretrain",))
-FAILED_AT_START = (
-    "error: stopped by SIGINT, but rank 0 ended with exit code 1 while it was at start-up; its message is above"
-)
 # The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
 LAUNCHER = """
 import sys
@@ -105,17 +100,6 @@ def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
     assert list(tmp_path.iterdir()) == [] and FOLDER_VARIABLE not in os.environ
 
 
-def test_a_signal_before_there_are_workers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch, "run_torchrun", lambda words, folder, memory: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(relay, "children", lambda pid: set())
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.main(SEVERAL) == 143
-    assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> None:
     process, pid = started(HANGS, tmp_path, GPTPAR_STOP_SECONDS="0.5")
     process.send_signal(signal.SIGTERM)
@@ -139,34 +123,6 @@ def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[s
     Activity(1, tmp_path).note(START)
     assert its_relay.exit_code(Failure(1, -signal.SIGTERM, last_activity(tmp_path, 1))) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "failure", "code", "said"),
-    [
-        (
-            OURS,
-            Failure(0, 1, START, final=True),
-            1,
-            FAILED_AT_START,
-        ),
-        (
-            Program("script", "own.py", ()),
-            Failure(0, 1, START),
-            1,
-            FAILED_AT_START,
-        ),
-    ],
-    ids=["an error", "a script's error"],
-)
-def test_ctrl_c_in_start_up(
-    program: Program, failure: Failure, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A script that makes no engine notes nothing: what it has learnt until then is not known."""
-    its_relay = relay.Relay(tmp_path, 1.0, relay.Children(), program)
-    its_relay.signal = signal.SIGINT
-    assert its_relay.exit_code(failure) == code
-    assert capsys.readouterr().err == f"{said}\n"
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["first start", "restart"])
@@ -220,20 +176,6 @@ def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselv
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert world_from_environment() == (0, 0, 1)
-
-
-@pytest.mark.parametrize("error", [RendezvousTimeoutError(), RendezvousConnectionError("the store\nis away")])
-def test_machines_that_do_not_meet_are_told_also_by_an_error_without_text(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def run(words: argparse.Namespace) -> None:
-        assert "read_timeout=900" in words.rdzv_conf and "join_timeout=7" in words.rdzv_conf
-        raise error
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    what = "the store" if str(error) else "RendezvousTimeoutError"
-    with pytest.raises(GptparError, match=rf"did not meet at node1:29500 \({what}\): see"):
-        launch.main(["--rdzv-endpoint", "node1:29500", "--rdzv-conf", "join_timeout=7", *SEVERAL])
 
 
 def test_a_run_that_another_machines_launcher_was_asked_to_stop_ends_with_143(

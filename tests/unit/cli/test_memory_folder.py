@@ -17,7 +17,6 @@ from gptpar.cli.launch.memory import (
     UNNAMED_SECONDS,
     folder_in_memory,
     keep_copies,
-    owned_folder,
     remove_abandoned,
 )
 from gptpar.system.processes import Process
@@ -84,14 +83,3 @@ def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
     remove_abandoned(tmp_path)
     left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
     assert left == {"alive", "elsewhere", "other-container", "being-made", "gptpar-else"}
-
-
-def test_a_killed_launchers_notes_are_removed_by_the_next_launcher(tmp_path: Path) -> None:
-    dead = tmp_path / "gptpar-activity-dead"
-    dead.mkdir()
-    (dead / OWNER).write_text(json.dumps({**Process.this().to_dict(), "started": "long ago"}))
-    with owned_folder(tmp_path, "gptpar-activity-") as mine:
-        assert list(tmp_path.iterdir()) == [mine]
-        with owned_folder(tmp_path, "gptpar-activity-") as other:
-            assert set(tmp_path.iterdir()) == {mine, other}
-    assert not list(tmp_path.iterdir())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from gptpar.cli import main as cli
 from gptpar.cli.benchmark.combinations import Combination, combinations
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
-from gptpar.cli.benchmark.runner import Completed, reason
+from gptpar.cli.benchmark.runner import Completed
 from gptpar.cli.benchmark.sweep import shared_words, sweep, sweep_flags
 from gptpar.cli.benchmark.table import Measurement, table
 from gptpar.config.validate import resolve
@@ -24,7 +22,6 @@ from gptpar.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --sweep "
-OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def found(flags: str, count: int = 4) -> tuple[list[Combination], list[Combination]]:
@@ -85,12 +82,6 @@ def test_the_documents_command_has_its_combinations() -> None:
     assert "8 of 12 combinations" in section and "not started: 4" in section
 
 
-def test_what_is_typed_stays() -> None:
-    accepted, _ = found("--micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2")
-    assert [one.mesh.describe() for one in accepted] == ["dp2 x tp1 x pp2", "dp1 x tp2 x pp2"]
-    assert all(one.typed.batch.global_batch_size == 16 for one in accepted)
-
-
 def test_sequence_parallel_goes_to_layouts_with_a_tensor_axis() -> None:
     accepted, refused = found("--micro-batch-size 2 --sequence-parallel --sweep-layouts dp4 tp2pp2")
     assert not refused
@@ -148,20 +139,6 @@ def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture
     assert len({len(line) for line in lines[start + 1 : start + 4]}) == 1
 
 
-def test_ctrl_c_shows_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    file = tmp_path / "new" / "lines.jsonl"
-    status, runner = run(
-        f"--sweep-micro-batches 1 --json-lines {file}",
-        [Completed(result(2048.0)), KeyboardInterrupt, Completed(None)],
-    )
-    assert status == 130 and len(runner.commands) == 2
-    output = capsys.readouterr().out
-    assert "interrupted after 1 of 3" in output and re.search(r"dp2 x tp1 x pp1 +1 +2,048\.0 +500\.0", output)
-    assert len(file.read_text().splitlines()) == 1
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 # --- what plan expects ----------------------------------------------------------------------------------------------
 
 
@@ -194,22 +171,6 @@ def test_plans_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan does not know --log-params-norm" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="name one with --sweep-gpu"):
         run("--sweep-micro-batches 1 --sweep-top 1", [])
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("output", "status", "words"),
-    [
-        (f"Traceback\n{OUT_OF_MEMORY}\nerror: rank 0 ended with exit code 1 while", 1, "out of GPU memory"),
-        ("error: rank 1 was killed by SIGKILL, as Linux does", 1, "killed by SIGKILL, as when the machine's memory"),
-        ("error: no room in host memory.\nerror: rank 0 ended with exit code 1", 1, "no room in host memory"),
-        ("nothing of use", 3, "exit status 3"),
-    ],
-)
-def test_reasons_are_a_few_words(output: str, status: int, words: str) -> None:
-    assert reason(output, status).startswith(words)
 
 
 # --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------

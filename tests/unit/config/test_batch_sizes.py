@@ -67,15 +67,12 @@ def test_thresholds_are_tokens_with_suffixes_as_in_megatron() -> None:
     ("text", "told"),
     [
         ("16", "'16': TOKENS:SIZE is needed, for example 2.4B:320"),
-        ("17:16", "the first size must begin at 0 tokens, for example 0:16"),
         (",", "the first size must begin at 0 tokens, for example 0:16"),
         (
             "0:2 x:4 9:-4 1Q:2",
             "'x:4': 'x' is not a number, with K, M, B or T behind it if need be; '9:-4': -4 is not bet",
         ),
         ("0:2 1e999999999:4", "1e999999999 is not between 0 and 100,000,000,000,000,000"),
-        ("0:2 inf:4", "'inf' is not a number"),
-        ("0:2 16:2.5", "2.5 is not a whole number"),
         ("0:2 16:0", "a size must be at least 1"),
         ("0:2 16:4 17:6", "the sizes 4 and 6 begin at the same sample (1, of 16 tokens each)"),
     ],
@@ -83,21 +80,6 @@ def test_thresholds_are_tokens_with_suffixes_as_in_megatron() -> None:
 def test_a_schedule_that_cannot_be_read_is_told(text: str, told: str) -> None:
     (problem,) = problems("--train-iters 5", text)
     assert problem.startswith("--step-batch-size-schedule: ") and told in problem
-
-
-def test_every_problem_of_a_schedule_is_told_at_once() -> None:
-    flags = "--train-iters 5 --global-batch-size 8 --rampup-batch-size 2 2 9 --gradient-accumulation-steps 2"
-    found = problems(flags, "0:2 32:6 64:12", 4)
-    assert [problem.split(":")[0] for problem in found] == [
-        "--step-batch-size-schedule and --rampup-batch-size both say how the batch grows",
-        "--gradient-accumulation-steps is the same for all steps, which --step-batch-size-schedule is not",
-        "--step-batch-size-schedule",
-        "--global-batch-size 8 is not the last size 12 of --step-batch-size-schedule",
-        "--rampup-batch-size needs --train-samples or --train-tokens alone",
-    ]
-    assert found[2].startswith(
-        "--step-batch-size-schedule: 2, 6, 12: not a multiple of --micro-batch-size 2 x 4 data-parallel process(es) = 8"
-    )
 
 
 # --- what follows from it -------------------------------------------------------------------------------------------
@@ -216,11 +198,8 @@ def test_a_schedule_is_its_sequence_of_batches_also_where_it_is_resumed(tmp_path
     ("flags", "steps", "samples"),
     [
         ("--train-samples 20 --train-tokens 64", 2, 4),
-        ("--train-samples 20 --train-tokens 63", 2, 4),
-        ("--train-samples 4 --train-tokens 640", 2, 4),
         ("--train-iters 10 --train-tokens 64", 2, 4),
         ("--train-iters 2 --train-tokens 640", 2, 4),
-        ("--train-tokens 64", 2, 4),
     ],
 )
 def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(
@@ -247,12 +226,3 @@ def test_tokens_end_a_growing_batch_and_a_schedule_and_a_resumed_run() -> None:
     assert sizes_of(BatchPlan.of(schedule.batch, there), there) == [4, 4, 4]
     larger = resolved("--train-iters 10 --train-tokens 384 --global-batch-size 8")
     assert sizes_of(BatchPlan.of(larger.batch, there), there) == [8, 8]  # 6 + 16 samples of 24
-
-
-def test_a_run_without_a_step_is_told() -> None:
-    for flags in ("--train-samples 1", "--train-tokens 16", "--train-iters 5 --train-tokens 16"):
-        (problem,) = problems(flags)
-        assert problem.startswith(
-            "the run has no step: it ends after 1 samples, and its first batch has 2: train on more"
-        )
-    assert BatchPlan.of(resolved("--train-tokens 17").batch).num_iterations() == 1  # the second sample's first token

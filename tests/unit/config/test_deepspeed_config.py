@@ -46,24 +46,6 @@ def test_the_example_resolves() -> None:
     ]
 
 
-# --- the flags ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--deepspeed", "--deepspeed needs --deepspeed_config FILE, DeepSpeed's JSON: give it, or drop --deepspeed."),
-        ("--deepspeed_config ds.json", "--deepspeed_config ds.json is read with --deepspeed only: add it."),
-        (
-            "--deepspeed --deepspeed-config no.json",
-            "--deepspeed_config no.json: cannot be read (No such file or directory): name a file.",
-        ),
-    ],
-)
-def test_flags_that_do_not_lead_to_a_file(folder: Path, flags: str, expected: str) -> None:
-    assert parse_flags(flags.split()).problems == [expected]
-
-
 # --- JSON with comments ---------------------------------------------------------------------------------------------
 
 

@@ -91,11 +91,3 @@ def test_gradients_are_sent_in_the_format_asked_for_or_a_wider_one(folder: Path,
     assert resolved(file)[0].parallel.grad_reduce_in_bf16 is sent
     told = "communication_data_type: gradients are sent in fp32"
     assert (told in parsed_with(file, "").without_effect) == (word == "fp16")
-
-
-@pytest.mark.parametrize(("word", "meant"), [("yes", True), ("off", False)])
-def test_sections_that_deepspeed_checks_take_true_and_false_as_texts(folder: Path, word: str, meant: bool) -> None:
-    config = resolved({**BATCH, **RATE, "bf16": {"enabled": word}, "zero_optimization": {"cpu_offload": word}})[0]
-    assert (config.precision.dtype == "bf16", config.offload.cpu_optimizer) == (meant, meant)
-    parsed = parsed_with({**BATCH, **RATE, "tensorboard": {"enabled": word}}, "")
-    assert (parsed.flags.logging.tensorboard_dir is not None) == meant

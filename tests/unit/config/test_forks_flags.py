@@ -8,7 +8,6 @@ import pytest
 
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 from tests.helpers import TINY
 from tests.unit.config.test_megatron_flags import problems, resolved
 
@@ -65,21 +64,6 @@ def test_an_interval_of_0_is_none_as_in_megatron(flag: str) -> None:
     assert problems(f"{flag} -15") == [f"{flag} is -15; it must be at least 0."]
 
 
-def test_text_in_place_of_a_data_set_is_told_with_the_command_that_makes_one(tmp_path: Path) -> None:
-    words = [word for word in TINY.split() if word != "--mock-data"]
-    for name, remedy in (
-        ("a.jsonl", "gptpar preprocess makes them from text"),
-        ("a.bin", "give the path without .bin or .idx"),
-    ):
-        (tmp_path / name).touch()
-        path = tmp_path / name
-        with pytest.raises(ConfigError) as caught:
-            resolve(parse_flags([*words, "--data-path", str(path)]), 1)
-        assert caught.value.problems == [
-            f"the data set {path} is not complete: {path}.bin and {path}.idx not found; {remedy}."
-        ]
-
-
 def test_a_process_that_flags_alone_place_among_others_does_not_train_by_itself() -> None:
     told = (
         "but 1 process(es) take part; torchrun starts more, and sets RANK and WORLD_SIZE in the environment, which "
@@ -88,21 +72,6 @@ def test_a_process_that_flags_alone_place_among_others_does_not_train_by_itself(
     assert problems("--rank 3 --world-size 8") == [f"--world-size is 8 and --rank is 3, {told}"]
     assert problems("--rank a") == [f"--rank is a, {told}"]
     assert resolve(parse_flags([*TINY.split(), "--rank", "1", "--world-size", "2"]), 2)
-
-
-def test_rotary_positions_of_llama_3_by_the_names_of_mindspeed() -> None:
-    start = "--position-embedding-type rope"
-    words = (
-        "--rope-scaling-type llama3 --rope-scaling-factor 8.0 --low-freq-factor 1.0 --high-freq-factor 4.0 "
-        "--original-max-position-embeddings 8192"
-    )
-    assert resolved(f"{start} {words}") == resolved(f"{start} --use-rope-scaling") != resolved(start)
-    assert resolved("--output-logit-softcapping 30") == resolved("--logit-softcap 30")
-    assert resolved("--use-deter-comp") == resolved("--deterministic-mode")
-    assert resolved(f"{start} {words} --high-freq-factor 8") != resolved(f"{start} --use-rope-scaling")
-    yarn = f"{start} --rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 4096"
-    megatron = f"{start} --rope-type yarn --rotary-scaling-factor 4 --original-max-position-embeddings 4096"
-    assert resolved(yarn) == resolved(megatron) == resolved(f"{yarn} --beta-fast 32 --yarn-beta-slow 1")
 
 
 @pytest.mark.parametrize(
@@ -115,13 +84,9 @@ def test_rotary_positions_of_llama_3_by_the_names_of_mindspeed() -> None:
             "--rope-scaling-type llama3 --low-freq-factor 4",
             "--low-freq-factor 4 must be less than --high-freq-factor 4",
         ),
-        ("--rope-scaling-type yarn --beta-slow 32", "--yarn-beta-slow 32 must be less than --yarn-beta-fast 32"),
-        ("--rope-scaling-type yarn --rotary-base 1", "with --rotary-base 1 all are equal"),
         ("--rope-scaling-type dynamic --rotary-percent 0.25", "and a head turns one"),
-        ("--rope-pattern RX", "--rope-pattern RX may hold the letters R (rotary) and N (none) alone"),
         ("--no-rope-freq 4x", "--no-rope-freq 4x: a number from 1 to 10,000, or a list of 0 and 1 such as [0]*3+[1]"),
         ("--no-rope-freq 2 --rope-pattern RRN", "--no-rope-freq is --rope-pattern RN, and RRN is given"),
-        ("--window-size 4 --window-attn-skip-freq [2]", "--window-attn-skip-freq [2]: a number from 1"),
     ],
 )
 def test_positions_that_contradict_each_other_are_refused(flags: str, told: str) -> None:
@@ -150,13 +115,3 @@ def test_a_switch_is_turned_off_by_either_of_megatrons_words(name: str) -> None:
     off, disabled = (parse_flags([f"--{word}-{name}"]) for word in ("no", "disable"))
     assert (disabled.flags, disabled.problems, disabled.without_effect) == (off.flags, [], off.without_effect)
     assert off.flags != parse_flags([]).flags or off.without_effect
-
-
-@pytest.mark.parametrize("words", ["--recompute-activations", ""])
-def test_how_whole_blocks_are_recomputed_may_be_said_where_none_are(words: str) -> None:
-    more = "" if words else "--recompute-method uniform"
-    given = f"{words} --recompute-num-layers 1 --checkpoint-num-layers 1 {more}"
-    config, derived = resolve(parse_flags([*TINY.split(), *given.split()]), 1)
-    assert config == resolved(words)
-    told = {one.name for one in derived if one.reason.startswith("no whole blocks are recomputed")}
-    assert told == {"recompute num layers", "checkpoint num layers", *(["recompute method"] if more else [])}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gptpar.config import RecomputeConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from tests.unit.config.flag_problems import GOOD, problems
@@ -41,39 +40,6 @@ WORLD = 8
             ],
         ),
         (
-            "--num-layers-per-virtual-pipeline-stage 5 --pipeline-model-parallel-size 2",
-            [
-                "--num-layers 12 is not divisible by --pipeline-model-parallel-size 2 x "
-                "--num-layers-per-virtual-pipeline-stage 5 = 10: choose other numbers, or give "
-                "--num-virtual-stages-per-pipeline-rank, which takes any number of layers."
-            ],
-        ),
-        (
-            "--no-pipeline-parallel --pipeline-model-parallel-size 2",
-            ["--no-pipeline-parallel contradicts --pipeline-model-parallel-size > 1: drop one of them."],
-        ),
-        (
-            "--zero-stage 0 --use-distributed-optimizer",
-            ["--zero-stage 0 contradicts --use-distributed-optimizer, which is stage 1: drop one of them."],
-        ),
-        (
-            "--fp64 --grad-reduce-in-bf16",
-            ["--grad-reduce-in-bf16 rounds the gradients that --fp64 is to keep exact: drop one of them."],
-        ),
-        (
-            "--partition-method best",
-            [
-                "--partition-method best: unknown; it takes parameters, flops, uniform, type:REGEX, or boundaries such "
-                "as 0,7,14."
-            ],
-        ),
-        (
-            "--partition-method 0,9,16",
-            [
-                "--partition-method 0,9,16: these are 2 part(s), but stages x virtual stages is 1: give 2 boundaries.",
-            ],
-        ),
-        (
             "--partition-method 0,7,14 --pipeline-model-parallel-size 2",
             [
                 "--partition-method 0,7,14: the last boundary is 14, but there are 16 layers (4 beside the blocks: "
@@ -95,28 +61,6 @@ WORLD = 8
                 "--checkpoint-in-cpu, which keeps the inputs of those that are in host memory, or "
                 "--recompute-granularity selective.",
             ],
-        ),
-        (
-            "--recompute-activations --recompute-modules mlp gelu",
-            ["--recompute-modules gelu: unknown; it takes one of core_attn, mlp, mlp_act, layernorm."],
-        ),
-        (
-            "--checkpoint-activations --checkpoint-num-layers 2 --recompute-num-layers 3",
-            [
-                "--checkpoint-num-layers 2 means --recompute-method uniform --recompute-num-layers 2, but uniform and "
-                "3 are asked for, too: keep one."
-            ],
-        ),
-        (
-            "--checkpoint-activations --partition-activations --tensor-model-parallel-size 2 --sequence-parallel",
-            [
-                "--distribute-saved-activations (--partition-activations) saves nothing with --sequence-parallel, "
-                "where each process holds only its own tokens already: drop it."
-            ],
-        ),
-        (
-            "--context-parallel-size 3 --seq-length 1023",
-            ["8 processes cannot be cut into groups of 1 x 1 x 3 = 3 (tensor x pipeline x context): start a multiple"],
         ),
         (
             "--context-parallel-size 4 --seq-length 30 --num-attention-heads 6 --attention-dropout 0",
@@ -181,18 +125,3 @@ def test_zero_stage_follows_from_the_layout(flags: str, world_size: int, stage: 
     assert config.parallel.zero_stage == stage
     reasons = {d.name: d.reason for d in derived}
     assert "zero stage" not in reasons if reason is None else reasons["zero stage"].startswith(reason)
-
-
-def test_flags_for_recomputation_by_all_their_names() -> None:
-    def resolved(flags: str) -> RecomputeConfig:
-        return resolve(parse_flags(f"{GOOD} {flags}".split()), 2)[0].recompute
-
-    r = resolved("--checkpoint-activations --checkpoint-num-layers 3 --checkpoint-in-cpu")
-    assert (r.recompute_granularity, r.recompute_method, r.recompute_num_layers) == ("full", "uniform", 3)
-    assert r.checkpoint_in_cpu and r.recompute_modules == ()
-    r = resolved("--recompute-activations")
-    assert (r.recompute_granularity, r.recompute_modules) == ("selective", ("core_attn",))
-    r = resolved("--recompute-granularity selective --recompute-modules mlp layernorm")
-    assert r.recompute_modules == ("mlp", "layernorm")
-    r = resolved("--recompute-granularity full --partition-activations --tensor-model-parallel-size 2")
-    assert r.distribute_saved_activations and r.recompute_method is None

@@ -24,12 +24,6 @@ def problems(flags: str) -> list[str]:
     return caught.value.problems
 
 
-def test_ways_of_context_parallelism_that_are_not_there_become_those_that_are() -> None:
-    """A ring computes the same, more slowly."""
-    for way, becomes in (("p2p", "auto"), ("a2a+p2p", "auto"), ("all_gather", "allgather"), ("a2a", "a2a")):
-        assert resolved(f"--cp-comm-type {way} --ds-sequence-parallel-size 1").parallel.cp_comm_type == becomes
-
-
 def test_strategies_of_sharding_are_zero_stages() -> None:
     for flags, stage in (
         ("--use-torch-fsdp2", 3),
@@ -73,26 +67,6 @@ def test_older_and_other_names_mean_the_same() -> None:
     assert (logged.wandb_project, logged.wandb_entity) == ("p", "e")
     assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3
     assert resolved("--check-weight-hash-across-dp-replicas-interval 5").health.check_replicas_interval == 5
-
-
-def test_older_names_of_recomputation() -> None:
-    r = resolved("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2").recompute
-    assert (r.recompute_granularity, r.recompute_method, r.recompute_num_layers) == ("full", "uniform", 2)
-    assert (
-        resolved("--activations-checkpoint-method block").recompute
-        == resolved("--recompute-granularity full --recompute-method block").recompute
-    )
-    assert resolved("--pp-partition-method uniform").parallel.pipeline_partition_method == "uniform"
-
-
-def test_both_files_of_gpt2_name_its_tokenizer() -> None:
-    config = resolved("--vocab-file v.json --merge-file m.txt")
-    assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
-    assert resolved("--vocab-file v.json").tokenizer.tokenizer_type is None
-    by_file = resolved("--tokenizer-type HFTokenizer --vocab-file t.json").tokenizer
-    assert by_file.tokenizer_model == "t.json"
-    by_name = resolved("--tokenizer-type PretrainedFromHF --tokenizer-name-or-path folder").tokenizer
-    assert by_name.tokenizer_model == "folder"
 
 
 def test_the_words_of_the_data_may_be_in_files(tmp_path: Path) -> None:
@@ -191,18 +165,3 @@ def test_a_constant_scale_of_a_loss_is_neutral_without_fp16() -> None:
     assert [one.reason for one in derived if one.name == "loss scale"] == [
         "without --fp16: the constant 12 would be divided out again"
     ]
-
-
-@pytest.mark.parametrize(
-    ("flag", "hint"),
-    [
-        ("--num-layer", "--num-layers"),
-        ("--load-tag", "--ckpt-step"),
-        ("--use-z-los", "--use-z-loss"),
-        ("--tokenizer-prompt-format", ""),
-    ],
-)
-def test_a_hint_means_nearly_the_same(flag: str, hint: str) -> None:
-    (told,) = parse_flags([*TINY.split(), flag]).problems
-    expected = f"; did you mean {hint}?" if hint else "; see --help for the flags there are."
-    assert told == f"unknown flag {flag}{expected}"

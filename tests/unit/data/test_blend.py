@@ -146,15 +146,3 @@ def test_impossible_blends_are_refused_with_numbers() -> None:
         BlendedDataset([Numbers(0, 0)])
     with pytest.raises(DataError, match="1 to 32,767 data sets, not 0"):
         BlendedDataset([])
-
-
-def test_a_small_blend_of_many_needs_only_the_samples_wanted() -> None:
-    """Rounding up each share makes it longer than wanted; Megatron dies of samples that would never be read."""
-    weights, n = [0.9, *[0.025] * 4], 4
-    sets = [Numbers(j, size) for j, size in enumerate(sizes_per_dataset(n, weights))]
-    blend = BlendedDataset(sets, weights, n)
-    assert [len(data) for data in sets] == [5, 2, 2, 2, 2] and len(blend) == 8
-    expected = reference(normalize(normalize(weights).tolist()).tolist(), 8)
-    assert [j for j, _ in located(blend)] == [j for j, _ in expected]
-    assert located(blend)[:n] == expected[:n] and max(i for j, i in expected if j == 0) == 6
-    assert [i for j, i in located(blend) if j == 0] == [0, 1, 2, 3, 4, 0, 1]

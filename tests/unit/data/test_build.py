@@ -45,14 +45,6 @@ def test_an_empty_split_that_is_needed_is_refused(tmp_path: Path) -> None:
     assert build_train_valid_test((10, 4, 4), SPEC, data_path=[prefix], split="90,10")[2] is None
 
 
-def test_legacy_ranges(tmp_path: Path) -> None:
-    prefix = corpus(tmp_path / "a", 0, 50)
-    train, valid, test = build_train_valid_test(
-        (600, 60, 5), SPEC, data_path=[prefix], split="949,50,1", split_rule="legacy"
-    )
-    assert tokens(train) == set(range(48)) and tokens(valid) == {48, 49} and test is None
-
-
 def test_a_weighted_blend(tmp_path: Path) -> None:
     path = ["3", corpus(tmp_path / "a", 100), "1", corpus(tmp_path / "b", 200)]
     train, valid, _ = build_train_valid_test((100, 10, 0), SPEC, data_path=path, split="90,10")
@@ -99,12 +91,6 @@ def test_a_blend_without_weights_is_read_once(tmp_path: Path) -> None:
     train, _, _ = build_train_valid_test((None, 0, 0), SPEC, data_path=path, split="1")
     assert len(train) == 124 + 62
     assert len(build_train_valid_test((500, 0, 0), SPEC, data_path=path, split="1")[0]) == 186
-
-
-def test_only_validation_may_keep_its_last_sample(tmp_path: Path) -> None:
-    prefix = corpus(tmp_path / "a", 100)
-    kept = build_train_valid_test((None, None, 0), SPEC, data_path=[prefix], split="50,50", drop_last_valid=False)
-    assert [len(dataset) for dataset in kept[:2]] == [499 // 8, math.ceil(499 / 8)]
 
 
 def test_mock_samples_are_functions_of_seed_split_and_index() -> None:

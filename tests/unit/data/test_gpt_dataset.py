@@ -270,11 +270,3 @@ def test_a_lock_that_is_never_released_is_waited_for_with_a_message_and_a_limit(
         "waiting up to 0.3 s for",
         f"another process has held {lock} for 0.3 s",
     ]
-
-
-def test_an_unwritable_cache_falls_back_to_memory(tmp_path: Path, always_cached: None) -> None:
-    indexed = corpus(tmp_path, [7, 9, 4])
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.warns(UserWarning, match="cannot write the index cache .* give a writable folder"):
-        dataset = GPTDataset(indexed, (0, 3), 50, 4, 3, cache_dir=tmp_path / "file")
-    assert samples(dataset) == samples(GPTDataset(indexed, (0, 3), 50, 4, 3, cache_dir=tmp_path / "good"))

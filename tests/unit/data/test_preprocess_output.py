@@ -81,17 +81,6 @@ def test_an_error_leaves_earlier_files_and_no_others(tmp_path: Path):
     assert names(tmp_path) == listing
 
 
-def test_texts_that_are_all_empty_are_no_data_set(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": ""}, {"text": ""})
-    with pytest.raises(DataError) as caught:
-        main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
-    assert str(caught.value) == (
-        f"{corpus}: the texts of all 2 documents are empty, and nothing can be trained on no token: name the key of "
-        "the texts (--json-keys text has none)"
-    )
-    assert names(tmp_path) == ["c.jsonl"]
-
-
 def test_files_of_a_killed_run_are_removed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
     ended = subprocess.Popen([sys.executable, "-c", ""])

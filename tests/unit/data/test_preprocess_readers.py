@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from gptpar.data.readers import find_inputs, parse_block, read_blocks, read_documents
+from gptpar.data.readers import parse_block, read_blocks, read_documents
 from gptpar.errors import DataError
 
 TEXTS = ["one", "", "zwei é\n\t", "日本😀\u2028", "x" * 5000]
@@ -49,15 +48,6 @@ def test_a_compressed_file_that_is_cut_short_or_damaged(name: str, tmp_path: Pat
             list(read_blocks([str(path)]))
 
 
-def test_zst_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setitem(sys.modules, "compression", None)
-    with pytest.raises(DataError, match=r"gptpar\[zst\]"):
-        list(read_blocks([str(path)]))
-
-
 def test_a_text_file_is_one_document(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\n\ntwo\n")
     (tmp_path / "b.txt").write_bytes(b"")
@@ -88,14 +78,3 @@ def test_a_bad_line_names_file_and_line(line: bytes, problem: str, tmp_path: Pat
     bad: list[str] = []
     assert parse(path, bad=bad) == [("good",)] * 8
     assert len(bad) == 1 and bad[0].startswith(f"{path}, line 8: ")
-
-
-def test_all_bad_inputs_at_once(tmp_path: Path):
-    for name in ("a.jsonl", "b.md"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError) as caught:
-        find_inputs([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl", f"{tmp_path}/b.md", f"{tmp_path}/none.txt"])
-    none, unknown, twice = str(caught.value).split("\n")
-    assert none.startswith(f"{tmp_path}/none.txt: no such file")
-    assert unknown.startswith(f"{tmp_path}/b.md: unknown kind of file")
-    assert twice == f"{tmp_path}/a.jsonl is named twice, which would repeat its documents"

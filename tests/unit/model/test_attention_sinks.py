@@ -11,7 +11,6 @@ import torch
 from gptpar.model import attention_sinks as sinks_module
 from gptpar.model import core_attention as core
 from gptpar.model.core_attention import core_attention, document_mask
-from gptpar.model.key_value_cache import CachePlace, KeyValueCache
 from tests.pairs import every_pair
 from tests.unit.model.test_document_attention import cu_seqlens_of, inputs, same, with_gradients
 
@@ -107,16 +106,3 @@ def test_a_sink_keeps_its_bits_in_bf16() -> None:
     y = core_attention(q, k, v, None, None, None, 0.3, sinks_H)[0, :, :, 0].double()
     n = torch.arange(1, 9, dtype=torch.float64)
     torch.testing.assert_close(y, n / (n + sinks_H.double().exp()[:, None]), rtol=2**-7, atol=0)
-
-
-def test_a_cache_has_the_sink_too() -> None:
-    """Token by token, and the first tokens at once."""
-    window, parts, sinks_H = 3, [part.detach() for part in inputs(2)], sinks().detach()
-    wanted = core_attention(*parts, None, None, window, 0.3, sinks_H)
-    place = CachePlace(slice(0, BATCH))
-    attend = KeyValueCache(BATCH, LENGTH, place)
-    found = [attend(*(part[:, :, :5] for part in parts), None, None, window, 0.3, sinks_H)]
-    for at in range(5, LENGTH):
-        place.positions_BS, place.length = torch.full((BATCH, 1), at), at + 1
-        found.append(attend(*(part[:, :, at : at + 1] for part in parts), None, None, window, 0.3, sinks_H))
-    torch.testing.assert_close(torch.cat(found, 2), wanted, rtol=1e-12, atol=1e-13)

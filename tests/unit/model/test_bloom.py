@@ -8,7 +8,6 @@ import torch
 from gptpar.model.attention import head_slopes, with_distances
 from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
-from gptpar.model.key_value_cache import cached
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
 from gptpar.pipeline import Stage
 from tests.helpers import random_tokens, tiny_config
@@ -64,24 +63,6 @@ def test_logits_equal_blooms(heads: int) -> None:
         found = stage(tokens, {"seq_length": 16})
         wanted = theirs(tokens).logits.flatten(0, 1)[:, :60]
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # its slopes are fp32
-
-
-def test_text_is_continued_with_the_same_distances() -> None:
-    """A token that reads the cache has the logits that it has in a whole sample."""
-    stage, weights = stage_of(BLOOM)
-    generator = torch.Generator().manual_seed(3)
-    for value in weights.values():
-        value.normal_(std=0.3, generator=generator)
-    tokens = random_tokens(1, 15, 60)
-    with torch.no_grad(), cached(stage, 1, 16) as place:
-        wanted = stage(tokens, {"seq_length": 16})
-        place.rows = slice(0, 1)
-        stage(tokens[:, :9], {"seq_length": 9})
-        for at in range(9, 16):
-            positions = torch.tensor([[at]])
-            place.positions_BS, place.length = positions, at + 1
-            found = stage(tokens[:, at : at + 1], {"seq_length": 1, "position_ids": positions})
-            torch.testing.assert_close(found[0], wanted[at], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-5), (torch.float16, 2e-6)])

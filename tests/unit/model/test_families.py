@@ -304,17 +304,10 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             "gptpar lacks attention over latent keys and values .*; gptpar knows",
         ),
         ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),
-        ({**OLMOE, "num_experts": 1}, "olmoe: no block has two experts or more"),
         ({**LLAMA, "model_type": "mixtral"}, "num_experts_per_tok is missing in the config.json: a mixtral model"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ({**GPT2, "activation_function": "mish"}, "activation_function is 'mish', and gptpar has gelu_new"),
         ({**LLAMA, "model_type": "llama", "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
         ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope', and gptpar"),
-        (
-            {**LLAMA, "model_type": "llama", "rope_parameters": {**ROTARY_31, "low_freq_factor": 4.0}},
-            "low_freq_factor of the rotary positions is 4; less than high_freq_factor, 4, is needed.",
-        ),
-        ({**SMOLLM3, "no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers, and the model has 3 layers."),
         *(
             (
                 {**LLAMA, "model_type": kind, "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5}},
@@ -322,7 +315,6 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             )
             for kind in ("llama", "smollm3")
         ),
-        ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),
         (
             {**LLAMA, "model_type": "llama", "num_attention_heads": 0, "rms_norm_eps": "1e-5", "attention_bias": 1},
             "(?s)attention_bias is 1; true or false is needed..*num_attention_heads is 0; a whole number from 1 is "
@@ -340,8 +332,6 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             "gpt_oss: rope_parameters is missing, and transformers would",
         ),
         ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
-        ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, and gptpar computes with 1.702 alone"),
-        ({**GPT2, "n_head": 2.0}, "gpt2: n_head is 2.0; a whole number from 1 is needed."),
         ({**NEOX, "quantization_config": {"quant_method": "gptq"}}, "quantization_config is set, and gptpar has no"),
     ],
 )

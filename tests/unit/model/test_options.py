@@ -220,7 +220,6 @@ def test_mups_initial_values_and_multipliers_are_the_papers() -> None:
     [
         ("--mup", "give --mup-base-hidden-size"),
         ("--window-size 4 --window-pattern SLF", "--window-pattern SLF may hold the letters S"),
-        ("--qk-layernorm --qk-layernorm-scope width", "there for --normalization RMSNorm alone, not for LayerNorm"),
         ("--swiglu --glu-activation reglu", "--swiglu and --glu-activation reglu are different gates: keep one"),
         ("--activation-func-clamp-value 7", "--activation-func-clamp-value: an MLP without a gate has neither"),
         ("--swiglu --glu-linear-offset 1 --mlp-chunks-for-training 2", "--mlp-chunks-for-training has no such gate"),

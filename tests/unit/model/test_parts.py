@@ -8,9 +8,7 @@ import torch.nn.functional as F
 
 from gptpar.kernels import plain_loss
 from gptpar.kernels.plain_loss import LossTerms
-from gptpar.model.attention import Attention
 from gptpar.model.gpt import gpt_model
-from gptpar.model.linear import Linears
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.axis import ALONE
@@ -181,58 +179,6 @@ def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     both = stage(tokens, {"position_ids": positions, "cu_seqlens": documents, "seq_length": 16})
     torch.testing.assert_close(both[:6], stage(tokens[:, :6], {"seq_length": 6}), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(both[6:], stage(tokens[:, 6:], {"seq_length": 10}), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("normalization", "positions", "groups"),
-    [("LayerNorm", "none", 2), ("LayerNorm", "rope", 4), ("RMSNorm", "rope", 2)],
-)
-def test_attention_with_head_norms_equals_its_definition(normalization: str, positions: str, groups: int) -> None:
-    """Head by head: normalise, turn, attend. Output and each gradient, the bias of the projection's among them."""
-    flags = f"--qk-layernorm --normalization {normalization} --num-query-groups {groups}"
-    model = tiny_config(f"{flags} --position-embedding-type {positions}").model
-    attention = Attention(Linears(model)).double()
-    generator = torch.Generator().manual_seed(5)
-    for parameter in attention.parameters():
-        parameter.data.normal_(generator=generator)
-    parameters = dict(attention.named_parameters())
-    x_ND = torch.randn(2 * 16, 32, dtype=torch.float64, generator=generator)
-
-    def norm(name: str, head_NK: torch.Tensor) -> torch.Tensor:
-        if normalization == "RMSNorm":
-            scaled = head_NK / (head_NK.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-            return scaled * parameters[f"{name}.weight"]
-        centred = head_NK - head_NK.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-        return scaled * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
-
-    def turned(head_SK: torch.Tensor) -> torch.Tensor:
-        if positions == "none":
-            return head_SK
-        angles_SR = torch.arange(16)[:, None].double() * 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
-        turns_SR = torch.polar(torch.ones(16, 4).double(), angles_SR)
-        both_SR = torch.complex(head_SK[:, :4], head_SK[:, 4:]) * turns_SR
-        return torch.cat((both_SR.real, both_SR.imag), dim=-1)
-
-    mixed_NO = x_ND @ parameters["qkv.weight"].t() + parameters["qkv.bias"]
-    samples = []
-    for sample in mixed_NO.split(16):
-        outputs = []
-        for group_SO in sample.chunk(groups, dim=-1):
-            *queries, key_SK, value_SK = group_SO.split(8, dim=-1)
-            key_SK = turned(norm("key_norm", key_SK))
-            for query_SK in queries:
-                scores_SS = turned(norm("query_norm", query_SK)) @ key_SK.t() / 8**0.5
-                later_SS = torch.ones(16, 16).triu(1).bool()
-                outputs.append(scores_SS.masked_fill(later_SS, -torch.inf).softmax(-1) @ value_SK)
-        samples.append(torch.cat(outputs, dim=-1))
-    wanted = torch.cat(samples) @ parameters["out.weight"].t() + parameters["out.bias"]
-    found = attention(x_ND, None, None, 16)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9 if positions == "none" else 1e-5)
-    into = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-    gradients = [torch.autograd.grad((y * into).sum(), list(parameters.values())) for y in (found, wanted)]
-    for name, got, plain in zip(parameters, *gradients, strict=True):
-        torch.testing.assert_close(got, plain, rtol=1e-6, atol=1e-9 if positions == "none" else 1e-4, msg=name)
 
 
 def test_initial_values_depend_on_seed_and_name_alone() -> None:

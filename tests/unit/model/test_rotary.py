@@ -30,23 +30,6 @@ def llama(width: int, base: int, factor: float) -> Rotary:
     return Rotary(width, base, "llama3" if factor > 1 else None, factor, 8192, (1.0, 4.0))
 
 
-@pytest.mark.parametrize(("factor", "base", "width"), [(32.0, 500_000, 64), (8.0, 10_000, 16)])
-def test_frequencies_are_those_of_transformers(factor: float, base: int, width: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = transformers.LlamaConfig(
-        hidden_size=4 * width,
-        num_attention_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "llama3", "factor": factor, "rope_theta": float(base), **numbers},
-    )
-    wanted, attention = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
-    assert attention == 1.0
-    torch.testing.assert_close(llama(width, base, factor).frequencies(CPU), wanted, rtol=1e-6, atol=0)
-
-
 def float64_turned(x: np.ndarray, positions: np.ndarray, rotated: int, base: int, factor: float) -> np.ndarray:
     """Rotary positions as complex numbers, all in float64."""
     frequencies = float(base) ** -(np.arange(0, rotated, 2) / rotated)
@@ -69,23 +52,6 @@ def test_fp64_turns_by_fp64_angles(rotated: int, factor: float, base: int, spaci
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
     plain = rotate(given[1:], None, llama(rotated, base, factor)).numpy()
     np.testing.assert_allclose(plain, wanted[1:], rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("scaling", ["", "--use-rope-scaling --rope-scaling-factor 32"])
-def test_attention_in_fp64_is_that_of_float64(scaling: str) -> None:
-    flags = f"--position-embedding-type rope --rotary-base 500000 --disable-bias-linear {scaling}"
-    attention = Block(tiny_config(flags).model).attention.double()
-    random = np.random.default_rng(0)
-    for parameter in attention.parameters():
-        parameter.data = torch.from_numpy(random.uniform(-0.2, 0.2, parameter.shape))
-    x, positions = random.uniform(-1, 1, (16, 32)), np.arange(16)[None] * 100
-    heads = (x @ attention.qkv.weight.detach().numpy().T).reshape(1, 16, 4, 3, 8).transpose(3, 0, 2, 1, 4)
-    q, k = (float64_turned(part, positions, 8, 500_000, 32.0 if scaling else 1.0) for part in heads[:2])
-    scores = q @ k.swapaxes(-1, -2) / 8**0.5 + np.triu(np.full((16, 16), -np.inf), 1)
-    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    wanted = (shares @ heads[2])[0].transpose(1, 0, 2).reshape(16, 32) @ attention.out.weight.detach().numpy().T
-    found = attention(torch.from_numpy(x), torch.from_numpy(positions), None, 16).detach().numpy()
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from gptpar.cli.benchmark import measure
-from gptpar.cli.plan import make_planner
 from gptpar.config import ModelConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
@@ -70,17 +68,6 @@ def test_without_a_checkpoint_it_is_told(tmp_path: Path) -> None:
     assert problem == "--use-checkpoint-args needs --load, a folder with checkpoints."
     with pytest.raises(CheckpointError):
         filled(tmp_path, "--ckpt-step 9")
-
-
-def test_plan_and_benchmark_take_the_model_and_leave_the_run_alone(tmp_path: Path) -> None:
-    saved(tmp_path, MODEL)
-    words = f"--load {tmp_path} --use-checkpoint-args --micro-batch-size 2".split()
-    config, _ = resolve(measure.parse(words), 1)
-    planner, _ = make_planner(words)
-    there = tiny_config(MODEL).model
-    for model in (config.model, planner.plan().job.config.model):
-        assert dataclasses.replace(model, padded_vocab_size=64) == there
-    assert config.checkpoint.load is None and config.data.mock_data
 
 
 def keeping(folder: Path, words: str) -> ModelConfig:

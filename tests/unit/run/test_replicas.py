@@ -27,21 +27,3 @@ def test_halves_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "BLOCK", 64)
     values = torch.randn(301, generator=torch.Generator().manual_seed(2))
     assert checksum(values) == checksum(values[:100]) + checksum(values[100:], 100)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_flipped_bit_of_any_element_changes_the_checksum(dtype: torch.dtype) -> None:
-    values = torch.zeros(40, dtype=dtype)
-    bits = values.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])
-    found = {checksum(values).item()}
-    for place in range(len(values)):
-        for bit in (0, 5, 8 * dtype.itemsize - 2):
-            bits[place] ^= 1 << bit
-            found.add(checksum(values).item())
-            bits[place] ^= 1 << bit
-    assert 0 in found and len(found) > 40
-    assert checksum(values) == 0
-    values[3], values[4] = 1.0, 2.0
-    swapped = values.clone()
-    swapped[3], swapped[4] = 2.0, 1.0
-    assert checksum(values) != checksum(swapped)

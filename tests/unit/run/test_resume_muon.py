@@ -13,7 +13,7 @@ from gptpar.run.progress import Progress
 from gptpar.run.trainer import Trainer
 from gptpar.topology.tensor_parts import TensorParts
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.offload.tiny_runs import OFFLOAD, config_words, train
 from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
@@ -36,29 +36,6 @@ def save(trainer: Trainer, steps: int) -> None:
     samples = 4 * steps
     progress = Progress(iteration=steps, consumed_samples=samples, scheduled_samples=samples)
     saved_runs.save(trainer, progress, inputs_of(trainer.config), keep=None)
-
-
-@pytest.mark.parametrize(
-    ("words", "before", "after"),
-    [
-        (MUON, "0", "0"),
-        (MUON, "0.3", "1"),
-        pytest.param(MUON, "1", "0.3", marks=pytest.mark.slow),
-        (f"--bf16 {ROUNDED}", "0.3", "1"),
-    ],
-)
-def test_a_run_goes_on_to_the_bit_at_any_ratio(words: str, before: str, after: str, tmp_path: Path) -> None:
-    first = run_of(tmp_path, f"{words} {OFFLOAD} {before}")
-    train(first, 0, 3)
-    save(first, 3)
-    second = run_of(tmp_path, f"{words} {OFFLOAD} {after}")
-    assert resume.load(second, inputs_of(second.config), lambda _: None).iteration == 3
-    for trainer in (first, second):
-        train(trainer, 3, 6)
-        trainer.engine.finish()
-    assert hash_of(first) == hash_of(second)
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize("ratio", ["0", "0.731"])

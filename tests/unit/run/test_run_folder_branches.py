@@ -18,7 +18,7 @@ from gptpar.cli import main
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
-from gptpar.run.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
+from gptpar.run.run_folder.branches import finish_branches, leave_branch, read_journal
 from tests.helpers import TINY
 from tests.unit.reporting.records import record
 
@@ -120,25 +120,6 @@ def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(fold
         lines = read_metrics(root / "metrics.jsonl")
         runs.append([(line["iteration"], line["lm_loss"], line["learning_rate"]) for line in lines])
     assert runs[0] == runs[1] and runs[0][-1][0] == 10
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_no_advice_to_go_on_from_damaged_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
-) -> None:
-    """The damage shows in no file's size; the run that could not load them knows."""
-    for number in (2, 4, 6):
-        save_checkpoint(tmp_path, number, {"w": torch.full((8,), float(number))}, {})
-    said: list[str] = []
-    leave_branch(tmp_path, 2, 4, None, said.append, damaged=not whole)
-    branch = tmp_path / "branches" / "1-from-0000002"
-    advice = f"to go on from there: --load {branch} --save {branch}"
-    assert (advice in said[0]) == whole == ("(damaged: no run can go on from there)" not in said[0])
-    assert "(checkpoints 4, 6, with metrics)" in said[0]
-    main(["runs", str(tmp_path)])
-    assert (advice in capsys.readouterr().out) == whole
-    save_checkpoint(branch, 8, {"w": torch.ones(8)}, {})
-    assert how_to_go_on(branch) == f"--load {branch} --save {branch}"
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -76,15 +76,6 @@ def test_a_killed_run_is_followed_at_once_on_the_same_machine(tmp_path: Path, cl
     assert [path.name for path in tmp_path.iterdir()] == ["owner-2.json"]
 
 
-def test_a_process_number_that_was_given_again_is_no_owner(tmp_path: Path, closing: Closing) -> None:
-    Owner(tmp_path, silent)
-    edit(tmp_path, started="1", pid=os.getppid())
-    closing(Owner(tmp_path, silent))
-    edit(tmp_path, pid=os.getppid(), started="")  # a system that does not say: alive is what can be told
-    with pytest.raises(CheckpointError, match="is in use"):
-        Owner(tmp_path, silent)
-
-
 def test_another_machine_is_judged_by_its_signs_of_life(
     tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ OPTIONS = {
     "--original-max-position-embeddings 4",
     "YaRN": "--position-embedding-type rope --rope-scaling-type yarn --original-max-position-embeddings 8 "
     "--rope-scaling-factor 2 --yarn-beta-fast 2",
+    "distances": "--position-embedding-type alibi",
     "post-norm": "--norm-placement post --normalization RMSNorm --swiglu",
     "gate, parallel residual, softcap": "--attention-output-gate --use-parallel-residual --logit-softcap 2 "
     "--untie-embeddings-and-output-weights",

@@ -19,7 +19,6 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 from gptpar.run import saving
 from tests.helpers import TINY
 
@@ -83,20 +82,6 @@ def test_the_newest_of_two_folders_is_taken(tmp_path: Path, capsys: pytest.Captu
     run(shared, f"{words} --load {shared}")
     assert f"loaded {local / 'iter_0000006'}" in capsys.readouterr().out
     assert all(torch.equal(whole[name], tensor) for name, tensor in read_tensors(shared / "iter_0000008").items())
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("--save-local {folder}/local", "--save-local .* is never used"),
-        ("--save-local-interval 3", "--save-local-interval or -minutes is given but --save-local is not"),
-        ("--save-local {folder} --save-local-interval 3", "--save-local .* is --save itself"),
-        ("--save-interval-minutes 0", "--save-interval-minutes"),
-    ],
-)
-def test_flags_that_contradict_each_other(tmp_path: Path, flags: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        run(tmp_path, flags.format(folder=tmp_path))
 
 
 def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_state(

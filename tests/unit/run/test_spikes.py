@@ -149,12 +149,3 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, run: Run, monkeypatch:
     out = run(tmp_path, OFTEN)
     assert "nothing is kept of the outlier of iteration" in out and "No space left on device" in out
     assert os.listdir(tmp_path / "spikes") == []
-
-
-@pytest.mark.parametrize("damage", ["{", '{"iteration": 3}'])
-def test_a_damaged_bundle_is_told_in_a_sentence(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / spikes.FILE).write_text(damage)
-    assert main(["inspect", str(tmp_path)]) == 1
-    assert "is no readable bundle of an outlier" in capsys.readouterr().err

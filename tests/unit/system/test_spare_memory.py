@@ -6,10 +6,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
 
-from gptpar.system import pages
 from gptpar.system.host import process_memory
 from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
 from gptpar.system.snapshot import Snapshot
@@ -25,37 +23,6 @@ def test_a_block_comes_back_where_its_size_fits() -> None:
     assert spare.num_bytes == 300
     assert (spare.take(100).data_ptr(), spare.take(200).data_ptr()) == addresses
     assert spare.take(100).data_ptr() not in addresses and spare.num_bytes == 400
-
-
-def test_no_more_than_the_limit_is_kept() -> None:
-    spare = SpareMemory(limit=300)
-    for block in [spare.take(size) for size in (100, 100, 200)]:
-        spare.give_back(block)
-    assert spare.num_bytes <= 300
-    spare.take(250)  # others make room for it
-    assert spare.num_bytes == 250
-    spare.limit = 0
-    spare.give_back(spare.take(10))
-    assert spare.num_bytes == 250
-
-
-def test_a_lower_limit_gives_free_memory_back_at_once() -> None:
-    spare = SpareMemory(limit=300)
-    spare.give_back(spare.take(200))
-    spare.limit_to(100)
-    assert (spare.limit, spare.num_bytes) == (100, 0)
-
-
-def test_refused_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(num_bytes: int) -> torch.Tensor:
-        raise OSError("no memory")
-
-    spare = SpareMemory(limit=300)
-    monkeypatch.setattr(pages, "untouched", refuse)
-    with pytest.raises(OSError, match="no memory"):
-        spare.take(100)
-    spare.prepare([100, 100]).join()
-    assert spare.num_bytes == 0
 
 
 def test_prepared_memory_is_what_snapshots_take() -> None:

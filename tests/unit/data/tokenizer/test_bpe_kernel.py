@@ -12,7 +12,7 @@ import tiktoken
 from gptpar.data.tokenizer import bpe
 from gptpar.data.tokenizer.base import Tokenizer
 from gptpar.data.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet
-from gptpar.errors import NativeBuildError, TokenizerError
+from gptpar.errors import TokenizerError
 from tests.unit.data.tokenizer.vocabularies import GPT2, build, small_vocabulary, write_files
 
 ALPHABETS = [
@@ -97,21 +97,6 @@ def test_a_vocabulary_whose_ids_do_not_begin_with_the_bytes():
     assert kernel is not None
     for text in texts_of("abc", 200, 40):
         assert kernel.encode_batch([text.encode()])[0].tolist() == plain.encode_ordinary(text)
-
-
-def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def no_compiler(*_: object) -> None:
-        raise NativeBuildError("no C++ compiler found")
-
-    monkeypatch.setattr(bpe.native, "load", no_compiler)
-    bpe._library.cache_clear()
-    try:
-        tokenizer = write_files(tmp_path, *small_vocabulary(25))
-        with pytest.warns(UserWarning, match="tiktoken alone, the same but slower: no C"):
-            assert not tokenizer.threads
-        assert as_lists(tokenizer, EDGES, 281) == [[*tokenizer.encode(text), 281] if text else [] for text in EDGES]
-    finally:
-        bpe._library.cache_clear()
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from gptpar.data.tokenizer import build_tokenizer, tokenizer_problems
+from gptpar.data.tokenizer import build_tokenizer
 from gptpar.errors import ConfigError, TokenizerError
 
 
@@ -43,12 +41,6 @@ def test_all_problems_at_once(tmp_path: Path):
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
         f"--merge-file {tmp_path / 'none.bpe'} is not there: give the path of a file, seen from {Path.cwd()}",
     ]
-
-
-def test_importing_the_package_loads_no_tokenizer_library():
-    code = "import sys, gptpar.data.tokenizer; print({'tiktoken', 'sentencepiece', 'tokenizers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 @pytest.fixture
@@ -86,13 +78,3 @@ def test_hf_eod_comes_from_the_folder_and_is_asked_for_otherwise(hf_folder: Path
     (hf_folder / "tokenizer.json").write_text(json.dumps(model))
     with pytest.raises(TokenizerError, match="does not say which token ends a document"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(hf_folder))
-
-
-@pytest.mark.parametrize("name", ["HFTokenizer", "SentencePieceTokenizer"])
-def test_a_file_that_is_no_model(name: str, tmp_path: Path):
-    (tmp_path / "model").write_text("what?")
-    with pytest.raises(TokenizerError, match=str(tmp_path / "model")):
-        build_tokenizer(name, tokenizer_model=str(tmp_path / "model"))
-    assert tokenizer_problems(name, tokenizer_model=str(tmp_path)) == [
-        f"--tokenizer-model {tmp_path} holds no {'tokenizer.json' if name[0] == 'H' else 'tokenizer.model'}"
-    ]

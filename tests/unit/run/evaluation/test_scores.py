@@ -120,12 +120,3 @@ def test_all_data_ranks_compute_the_same_shapes_and_each_row_once() -> None:
         assert sorted(row for plan in plans for batch in plan for row in batch.rows) == list(range(len(lengths)))
         assert all(batch.width == 40 for batch in plans[0])  # 48 tokens would be more than the context
         assert all(len(batch.rows) <= batch.height for plan in plans for batch in plan)
-
-
-def test_a_model_that_gives_no_number_has_no_score() -> None:
-    items = [Question("q", ("a", "b"), 0, "line 1"), Question("q", ("a", "b"), 1, "line 2")]
-    task = Task("t", items, [], [0, 0, 1, 1])
-    assert task.scores([-1.0, -2.0, -2.0, -1.0])["acc"] == 1
-    assert task.scores([-1.0, -math.inf, -2.0, -1.0])["acc"] == 1
-    scores = task.scores([math.nan, -2.0, -2.0, -1.0])
-    assert len(scores) == 6 and all(map(math.isnan, scores.values()))

@@ -9,7 +9,6 @@ import pytest
 from gptpar.cli.fit.choose import LESSONS, Choice, Course, choose, for_command, teachable, training_minutes
 from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import BatchConfig
-from gptpar.errors import GptparError
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.fitted_length import FittedLength
 from gptpar.run.progress import Progress
@@ -48,11 +47,6 @@ def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -
     assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "100", "1e-3")
 
 
-def test_a_model_that_the_user_names_is_taken() -> None:
-    assert taught(60.0, "124M").preset.value == "124M" and taught(60.0, "124M").lesson.lr == "3e-4"
-    assert taught(60.0, "1.3B").preset.value == "1.3B"
-
-
 def test_choice_for_two_cpu_cores() -> None:
     flags = chosen(TWO_CORES)
     assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("64", "2", "2")
@@ -67,11 +61,6 @@ def test_choice_for_four_gpus() -> None:
     assert "train-minutes" not in flags
     small = chosen(Machine(1, "fp16", 16 * GIB, 0.35 * 125e12, "test"), 8192)
     assert int(small["micro-batch-size"]) < 16 and small["global-batch-size"] == "16" and "fp16" in small
-
-
-def test_a_model_too_large_is_told_with_the_numbers() -> None:
-    with pytest.raises(GptparError, match="the 350M model needs .* and the host has 2.00 GiB free: choose a smaller"):
-        choose(Machine(0, "fp32", 2 * GIB, 0.0, "test"), COURSE, 1024)
 
 
 def test_training_gets_what_twelve_minutes_leave() -> None:

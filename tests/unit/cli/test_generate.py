@@ -96,12 +96,6 @@ def test_a_stream_shows_whole_characters() -> None:
     assert printer.take([97, 0xC3], last=False) == "a" and printer.take([97, 0xC3, 256], last=True) == "\ufffd"
 
 
-def test_a_stream_ends_before_a_stop_text_of_which_it_shows_nothing() -> None:
-    assert streamed("one\n\ntwo", "\n\n") == ["", "o", "n", "e", "", ""]
-    assert "".join(streamed("one two", "xyz", "w")) == "one t"
-    assert "".join(streamed("one", "xyz")) == "one"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that saved a model of bytes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli.launch import LaunchJob, Program, run_job, supervisor
-from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.job import job_of, read_flags
 from gptpar.cli.launch.rendezvous import LocalStore
 from gptpar.errors import GptparError
@@ -94,16 +92,6 @@ def test_fewer_go_on_where_no_more_can(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_job(job(program, 4, max_restarts=1, processes_left=lambda count: 2)) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"4", "2"}
     assert "  2 of 4 processes go on: " in capsys.readouterr().err
-
-
-def test_a_later_message_does_not_hide_the_death_before_it() -> None:
-    assert str(Failure(1, -signal.SIGBUS, "start-up")) == (
-        "rank 1 was killed by SIGBUS, as Linux does when a mapped file is cut short or /dev/shm is full, while it was "
-        "at start-up"
-    )
-    before = Failure(1, 1, "iteration 3")
-    assert Failure(0, 1, "iteration 3").is_repeated(before) and not Failure(0, 1, "iteration 4").is_repeated(before)
-    assert not Failure(0, -9, "iteration 3").is_repeated(Failure(0, -9, "iteration 3"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from gptpar.cli.benchmark.runner import Completed
 from gptpar.cli.benchmark.sweep import shared_words, sweep, sweep_flags
 from gptpar.cli.benchmark.table import Measurement, table
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --sweep "
@@ -80,14 +79,6 @@ def test_the_documents_command_has_its_combinations() -> None:
     every = combinations(parse(words, sweep_flags), 2)
     assert len(every) == 12 and sum(not one.refusal for one in every) == 8
     assert "8 of 12 combinations" in section and "not started: 4" in section
-
-
-def test_sequence_parallel_goes_to_layouts_with_a_tensor_axis() -> None:
-    accepted, refused = found("--micro-batch-size 2 --sequence-parallel --sweep-layouts dp4 tp2pp2")
-    assert not refused
-    assert [one.typed.parallel.sequence_parallel for one in accepted] == [False, True]
-    assert ["--sequence-parallel" in one.flags for one in accepted] == [False, True]
-    assert "--sequence-parallel" not in shared_words(["--sweep", "--sequence-parallel", "--bf16"])
 
 
 def test_refused_ones_have_their_reason() -> None:
@@ -163,14 +154,6 @@ def test_what_does_not_fit_is_not_started() -> None:
     chosen = combinations(parsed, 1)
     kept, left = most_promising(chosen, predict(parsed, chosen, 1), 3)
     assert not kept and "a GPU has 23.50 GiB" in left[0].refusal
-
-
-def test_plans_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--bf16 --sweep-micro-batches 1 --sweep-layouts dp2 --log-params-norm --sweep-top 1 --sweep-gpu h100"
-    run(flags, [Completed(result(1.0))])
-    assert "plan does not know --log-params-norm" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="name one with --sweep-gpu"):
-        run("--sweep-micro-batches 1 --sweep-top 1", [])
 
 
 # --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------

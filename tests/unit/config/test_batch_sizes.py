@@ -10,9 +10,6 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_meta, read_tensors
-from gptpar.cli.benchmark.measure import parse
-from gptpar.cli.check_layouts import case_config
-from gptpar.cli.plan import make_planner
 from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config, complete
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
@@ -21,7 +18,6 @@ from gptpar.config.stored import stored_config
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
-from gptpar.plan.space.candidate import Candidate
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.progress import Progress
 from tests.helpers import TINY, every_field
@@ -144,21 +140,6 @@ def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -
         assert sizes.at(consumed) == size, consumed
 
 
-def test_other_verbs_take_the_last_size() -> None:
-    words = [*MODEL.split(), "--step-batch-size-schedule", "0:2 32:4", "64:6"]
-    parsed = parse([*words, "--lr-warmup-iters", "2000", "--steps", "3"])
-    assert (parsed.flags.batch.global_batch_size, parsed.flags.batch.step_batch_size_schedule) == (6, None)
-    config, derived = resolve(parsed, 1)
-    assert BatchPlan.of(config.batch).full == 6 and config.optimizer.lr_warmup_iters == 0
-    assert ("global batch size", 6) in [(d.name, d.value) for d in derived]
-    growing = parse([*MODEL.split(), "--global-batch-size", "8", "--rampup-batch-size", "2", "2", "100"])
-    assert resolve(growing, 1)[0].batch.rampup_batch_size is None
-    planner, _ = make_planner([*words, "--gpu", "h100", "--world-size", "1", "--search"])
-    assert planner.plan().job.config.batch.global_batch_size == 6
-    with pytest.raises(ConfigError, match="check-layouts compares steps of one size"):
-        case_config([*words, "--train-iters", "3"], Candidate(name="one process"), 1)
-
-
 # --- a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -210,19 +191,3 @@ def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(
     assert (plan.num_iterations(), sizes_of(plan), plan.train_samples) == (steps, [2] * steps, samples)
     assert make_schedule(config, plan.train_samples).decay == samples
     assert resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[0] == config
-
-
-def test_tokens_end_a_growing_batch_and_a_schedule_and_a_resumed_run() -> None:
-    ramp = resolved(
-        "--train-samples 99 --train-tokens 384 --global-batch-size 8 --rampup-batch-size 2 2 24"
-    )  # 24 samples
-    plan = BatchPlan.of(ramp.batch)
-    assert (sizes_of(plan), plan.train_samples) == ([2, 2, 2, 2, 4, 4, 6], 24)
-    schedule = resolved("--train-iters 99 --train-tokens 384", "0:2 80:4 240:8")
-    plan = BatchPlan.of(schedule.batch)
-    assert (sizes_of(plan), plan.train_samples, plan.num_iterations()) == ([2, 2, 2, 4, 4, 4], 24, 6)
-    there = Progress(iteration=3, consumed_samples=6)
-    assert BatchPlan.of(schedule.batch, there).train_samples == 24
-    assert sizes_of(BatchPlan.of(schedule.batch, there), there) == [4, 4, 4]
-    larger = resolved("--train-iters 10 --train-tokens 384 --global-batch-size 8")
-    assert sizes_of(BatchPlan.of(larger.batch, there), there) == [8, 8]  # 6 + 16 samples of 24

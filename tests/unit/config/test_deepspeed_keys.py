@@ -83,11 +83,3 @@ def test_every_key_has_one_rule_at_a_door() -> None:
     for door in Door:
         places = [(key.path, kind) for key in TABLE if key.rule(door) for kind in key.of or ("",)]
         assert len(places) == len(set(places))
-
-
-@pytest.mark.parametrize(("word", "sent"), [("fp16", False), ("bfp16", True)])
-def test_gradients_are_sent_in_the_format_asked_for_or_a_wider_one(folder: Path, word: str, sent: bool) -> None:
-    file = {**BATCH, **RATE, "bf16": {"enabled": True}, "communication_data_type": word}
-    assert resolved(file)[0].parallel.grad_reduce_in_bf16 is sent
-    told = "communication_data_type: gradients are sent in fp32"
-    assert (told in parsed_with(file, "").without_effect) == (word == "fp16")

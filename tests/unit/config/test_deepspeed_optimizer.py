@@ -44,13 +44,6 @@ def test_flags_make_the_optimizer_where_they_give_its_rate(folder: Path) -> None
         ]
 
 
-def test_a_rate_that_the_file_leaves_to_the_flags_leaves_the_rest_to_the_file(folder: Path) -> None:
-    file = {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9], "weight_decay": 0.3}}}
-    config, _ = resolved(file, "--lr 1e-4")
-    ours = config.optimizer
-    assert (ours.lr, ours.adam_beta1, ours.adam_beta2, ours.weight_decay) == (1e-4, 0.8, 0.9, 0.3)
-
-
 def linear(kind: str, **params: object) -> dict[str, Any]:
     params = {"warmup_type": "linear", "warmup_num_steps": 100, **params}
     return {**BATCH, **RATE, "scheduler": {"type": kind, "params": params}}

@@ -64,16 +64,6 @@ def test_an_interval_of_0_is_none_as_in_megatron(flag: str) -> None:
     assert problems(f"{flag} -15") == [f"{flag} is -15; it must be at least 0."]
 
 
-def test_a_process_that_flags_alone_place_among_others_does_not_train_by_itself() -> None:
-    told = (
-        "but 1 process(es) take part; torchrun starts more, and sets RANK and WORLD_SIZE in the environment, which "
-        "places them."
-    )
-    assert problems("--rank 3 --world-size 8") == [f"--world-size is 8 and --rank is 3, {told}"]
-    assert problems("--rank a") == [f"--rank is a, {told}"]
-    assert resolve(parse_flags([*TINY.split(), "--rank", "1", "--world-size", "2"]), 2)
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -156,12 +156,3 @@ def test_the_shapes_of_well_known_examples_start(
         offload.cpu_parameters,
         config.precision.dtype,
     ) == expected
-
-
-def test_a_constant_scale_of_a_loss_is_neutral_without_fp16() -> None:
-    assert resolved("--bf16 --loss-scale 12") == resolved("--bf16")
-    config, derived = resolve(parse_flags([*TINY.split(), "--loss-scale", "12"]), 1)
-    assert config == resolved("")
-    assert [one.reason for one in derived if one.name == "loss scale"] == [
-        "without --fp16: the constant 12 would be divided out again"
-    ]

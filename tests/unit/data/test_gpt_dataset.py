@@ -1,6 +1,5 @@
 """GPTDataset against a plain-loop reference of Megatron's rules, written from their description alone."""
 
-import fcntl
 import math
 import warnings
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gptpar.data import gpt_dataset, index_cache, kernels
+from gptpar.data import gpt_dataset, kernels
 from gptpar.data.gpt_dataset import ARRAYS, GPTDataset
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.errors import DataError, NativeBuildError
@@ -251,22 +250,3 @@ def test_damaged_checksums_are_built_again(tmp_path: Path, always_cached: None, 
     with pytest.warns(UserWarning, match="is damaged"):
         assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
     assert path.read_text() == good
-
-
-def test_a_lock_that_is_never_released_is_waited_for_with_a_message_and_a_limit(
-    tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    indexed = corpus(tmp_path, [7, 9, 4])
-    expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
-    (lock,) = (tmp_path / "cache").glob("*.lock")
-    for path in cached(tmp_path / "cache"):
-        (tmp_path / "cache" / path).unlink()
-    for name, seconds in (("LOCK_SECONDS", 0.3), ("LOCK_MESSAGE_SECONDS", 0.1), ("LOCK_POLL_SECONDS", 0.02)):
-        monkeypatch.setattr(index_cache, name, seconds)
-    with open(lock) as held, pytest.warns(UserWarning) as told:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
-    assert [str(warning.message).partition(" the process")[0].partition(":")[0] for warning in told] == [
-        "waiting up to 0.3 s for",
-        f"another process has held {lock} for 0.3 s",
-    ]

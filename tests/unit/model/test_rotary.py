@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from gptpar.config.sections.positions import SCALED_BY
-from gptpar.config.stored import stored_config, stored_model
 from gptpar.model.attention import Attention
 from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
@@ -18,11 +14,6 @@ from gptpar.pipeline import Stage
 from tests.helpers import tiny_config
 
 CPU = torch.device("cpu")
-OLD = {
-    **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4},
-    **{"kv_channels": 8, "seq_length": 16, "padded_vocab_size": 64},
-}
-"""What a checkpoint says of a tiny model."""
 
 
 def llama(width: int, base: int, factor: float) -> Rotary:
@@ -62,23 +53,6 @@ def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8)), wanted)
-
-
-def test_a_checkpoint_of_a_version_before_keeps_its_scaled_positions() -> None:
-    """It says ``use_rope_scaling`` alone, of Llama 3.1's form; so do Megatron's arguments."""
-    wanted = {f"model.{name}" for name in ("rope_scaling_type", "rope_scaling_factor", *SCALED_BY)}
-    for before, kind, context in ((True, "llama3", 8192), (False, None, None)):
-        values = {"use_rope_scaling": before, "rope_scaling_factor": 32.0}
-        flags, known, problems = stored_config({"model": values}, wanted)
-        found = flags.model
-        assert (found.rope_scaling_type, found.original_max_position_embeddings) == (kind, context)
-        assert (found.rope_scaling_factor, problems) == (32.0, [])
-        assert known == {f"model.{name}" for name in ("rope_scaling_type", *SCALED_BY)[:3]}
-    values = {"rope_scaling_type": "yarn", "original_max_position_embeddings": 64}
-    assert stored_config({"model": values}, wanted)[0].model.rope_scaling_type == "yarn"
-    old = {**OLD, "use_rope_scaling": True, "position_embedding_type": "rope"}
-    model = stored_model(Path("old"), {"config": {"model": old, "tokenizer": {}}}).model
-    assert Rotary.of(model) == Rotary(8, 10000, "llama3", 8.0, 8192, (1.0, 4.0), 16)
 
 
 def test_frequencies_without_a_stretch_are_the_plain_ones() -> None:

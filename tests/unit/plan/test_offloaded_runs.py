@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli.plan import make_planner
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speed_of, waiting
 from gptpar.plan.planner import Plan
-from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text
 from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, plan
 
@@ -248,28 +246,8 @@ def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, lea
     assert f"{planned.gradients.needed / GIB:.2f} GiB are expected" in text
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--cuda-graph on", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
-)
-def test_auto_leaves_alone_what_cannot_or_must_not_move(flags: str) -> None:
-    planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 20 {flags}")
-    assert planned.gradients is None and not planned.job.gradients_leave_at_once
-
-
 def test_the_ratio_that_is_to_be_found_comes_first() -> None:
     """Gradients move only where not even everything on the CPU fits."""
     at_50, at_31 = (plan(f"{TEN_B} {OFFLOAD} auto --gpu-memory {memory}") for memory in (50, 31))
     assert not at_50.job.gradients_leave_at_once and 0.9 < at_50.job.ratio <= 1 and at_50.fits
     assert at_31.job.gradients_leave_at_once and at_31.job.ratio == 1 and at_31.fits
-
-
-def test_remedies_name_gradients_and_parameters_with_their_numbers() -> None:
-    flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 31 --offload-gradients off"
-    planner, _ = make_planner(flags.split())
-    changed = remedies(planner, planner.plan())
-    assert [remedy.flags() for remedy in changed if remedy.fits] == ["--offload-gradients on", "--cpu-parameters"]
-    text = plan_text(planner.plan(), changed)
-    for remedy in changed[:2]:
-        (row,) = [line for line in text.splitlines() if line.startswith(f"  {remedy.flags()} ")]
-        assert f"{remedy.need / GIB:.2f} GiB a GPU, {remedy.host_need / GIB:.2f} GiB of a machine's memory" in row

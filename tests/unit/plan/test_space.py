@@ -16,8 +16,6 @@ from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import (
     CHOSEN,
     SweepValues,
-    offloads,
-    rounds,
     to_measure,
     to_predict,
     to_prove,
@@ -118,14 +116,6 @@ def test_a_search_and_a_sweep_try_every_size_of_the_expert_axis() -> None:
         list(to_measure(experts, set(), 4, SweepValues(layouts=[d.layout_sizes("dp2ep4")])))
 
 
-def test_a_search_stays_within_a_node_and_below_its_limits() -> None:
-    every = list(to_predict(Flags(), set(), 256, 8))
-    assert max(one.mesh.tensor for one in every) == 8
-    assert max(one.mesh.pipeline for one in every) == 64
-    interleaved = [one for one in every if one.changes[d.VIRTUAL_STAGES] > 1]
-    assert max(one.mesh.pipeline * one.changes[d.VIRTUAL_STAGES] for one in interleaved) <= 48
-
-
 def test_a_search_gives_long_samples_a_context_axis() -> None:
     """With 4 GPUs: cp 2 where a rank keeps 2,048 tokens, cp 4 where the whole world does; one that is typed stays."""
 
@@ -152,15 +142,6 @@ def test_one_gpu_may_recompute_parts_and_leave_the_rest_to_the_host() -> None:
     assert len(list(to_predict(typed(["--num-layers", "1"]), {d.MICRO_BATCH}, 1, 8))) == 6
     given = {d.MICRO_BATCH, "recompute.recompute_granularity"}
     assert len(list(to_predict(typed(["--recompute-granularity", "full"]), given, 1, 8))) == 1
-
-
-def test_one_gpu_is_searched_at_once_and_then_with_one_micro_batch_a_step() -> None:
-    """A length of 1,024: 256 samples are 262,144 tokens."""
-    large, small = rounds(typed(["--preset", "124M"]), set(), 1)
-    assert [one.changes.get(d.GLOBAL_BATCH) for one in (*large, *small)] == [256] * 3 + [None] * 3
-    assert [one.name for one in large] == [one.name for one in small] == [one.name for one in offloads(set())]
-    assert rounds(typed(["--global-batch-size", "8"]), {d.GLOBAL_BATCH}, 1) == [offloads(set())]
-    assert rounds(Flags(), set(), 2) == [[one] for one in offloads(set())]
 
 
 def test_sweep_values_are_multiplied_and_impossible_ones_are_kept() -> None:

@@ -55,13 +55,6 @@ def test_line_with_every_optional_field():
     )
 
 
-def test_line_of_a_skipped_iteration_on_a_cpu():
-    record = replace(RECORD, lm_loss=None, grad_norm=None, mfu=None, mfu_causal=None, num_skipped=1)
-    line = iteration_line(record, now=NOW)
-    assert "lm loss" not in line and "grad norm" not in line and "MFU" not in line
-    assert " skipped iterations:   1 | number of nan iterations:   0 | tokens/s: 188700.0 | 12.3%" in line
-
-
 def test_short_lines_for_people() -> None:
     assert short_line(RECORD, now=NOW) == (
         " 05:06:07 iteration      100/  500000 | loss 6.7890 | lr 1.50e-04 | norm 1.23 | 188,700 tokens/s | "
@@ -95,11 +88,6 @@ def test_validation_lines():
     assert validation_lines(ValidationRecord(1000, 256000, 1, 3.0)) == f"{rule}\n{line}\n{rule}"
     test = validation_lines(ValidationRecord(1000, 256000, 1, 3.0, split="test"))
     assert " validation loss at iteration 1000 on test set | lm loss value: 3.000000E+00 |" in test
-
-
-def test_perplexity_is_capped_and_keeps_nan():
-    assert ValidationRecord(1, 1, 1, 1000.0).perplexity == pytest.approx(4.85165195e8)
-    assert str(ValidationRecord(1, 1, 1, float("nan")).perplexity) == "nan"
 
 
 @pytest.mark.parametrize(

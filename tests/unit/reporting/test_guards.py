@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptpar.reporting import record_file
 from gptpar.reporting.guards import GuardedSink, guarded_console
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.record_file import RecordFile
@@ -141,28 +140,6 @@ def test_a_full_disk_at_the_start_ends_no_run(tmp_path: Path) -> None:
         ),
         *(f"{name} is written again; nothing is missing since then" for name in names),
     ]
-
-
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_records_that_were_not_kept_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
-) -> None:
-    """Memory takes 6 of the 8 records that find no room on the disk."""
-    monkeypatch.setattr(record_file, "MAX_WAITING_BYTES", 2000)
-    said: list[str] = []
-    sink = GuardedSink(JsonlSink(tmp_path), said.append)
-    with files_end_at(800):
-        for iteration in range(1, 11):
-            sink.iteration(record(iteration))
-    if not at_the_end:
-        sink.flush()
-    sink.close()
-    assert [o["iteration"] for o in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
-    assert len(said) == 2 and said[1] == (
-        "metrics.jsonl lacks 2 records, at first of iteration 9 (more than 0 MiB wait to be written)"
-        if at_the_end
-        else "metrics.jsonl is written again; 2 records are missing since then"
-    )
 
 
 def test_a_dead_wandb_is_told_of_once_until_it_takes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

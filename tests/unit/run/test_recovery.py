@@ -18,7 +18,7 @@ from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.run import mirror, recovery, resume, saved_state
 from gptpar.run.accept import Inputs
-from gptpar.run.mirror import COPIES, Mirror, open_copies, open_mirror
+from gptpar.run.mirror import COPIES, Mirror, open_copies
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving
 from gptpar.run.trainer import Trainer
@@ -113,22 +113,6 @@ def test_room_is_looked_for_and_the_copies_that_are_there_count(
         mirror_in(tmp_path, 5).prepare(trainer, 0)
     (tmp_path / "held").write_bytes(b"x")
     assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
-
-
-def test_a_mirror_that_nobody_would_load_is_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (MEMORY_VARIABLE, restart.VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    assert open_copies(trainer.config, print) is None and open_mirror(None, trainer, 0, print) is None
-    mirrored = tiny_config("--mirror-interval 5")
-    with pytest.raises(GptparError, match="--mirror-interval 5 needs a launcher that restarts, and a folder /dev/shm"):
-        open_copies(mirrored, print)
-    monkeypatch.setenv(MEMORY_VARIABLE, "/dev/shm/unused")
-    for words in (
-        "--save a",
-        "--save a --load a --finetune",
-    ):
-        with pytest.raises(GptparError, match="a replaced machine have to go on as the others do: give --load the fol"):
-            open_copies(tiny_config(f"--mirror-interval 5 {words}"), print)
 
 
 def test_a_folder_in_memory_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

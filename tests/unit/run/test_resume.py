@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.checkpoint import find_checkpoints
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.run import resume, same_run
-from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
 from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
@@ -101,19 +99,6 @@ def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str)
     told = "there is no readable checkpoint.* in --load .*: it has none, so give the --save folder of a run that has"
     with pytest.raises(CheckpointError, match=told):
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
-
-
-def test_an_iteration_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    saved(tmp_path)
-    have = ", ".join(str(number) for number, _ in reversed(find_checkpoints(tmp_path)))
-    told = f"{{}}: it has {have}; gptpar inspect says whether they are whole"
-    with pytest.raises(CheckpointError) as resumed:
-        checkpoint_to_resume(tiny_config(f"--load {tmp_path} --ckpt-step 99"))
-    there = f"there is no readable checkpoint of iteration 99 in --load {tmp_path}"
-    assert str(resumed.value) == told.format(there)
-    with pytest.raises(CheckpointError) as loaded:
-        load_model(tmp_path, torch.device("cpu"), torch.float32, 99)
-    assert str(loaded.value) == told.format(f"there is no checkpoint of iteration 99 in {tmp_path}")
 
 
 def other(value: object) -> object:

@@ -122,34 +122,6 @@ def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(fold
     assert runs[0] == runs[1] and runs[0][-1][0] == 10
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_tensorboard_files_are_cut_where_they_are_inside_the_folder(tmp_path: Path, killed: bool) -> None:
-    """Elsewhere other runs may write to them; a killed run's are those that its journal names."""
-    root, shared = tmp_path / "run", tmp_path / "shared"
-    for number in (2, 4):
-        save_checkpoint(root, number, {"w": torch.ones(8)}, {})
-    for place in (shared, root / "tensorboard"):
-        sink = TensorBoardSink(place, ScalarOptions())
-        for number in range(1, 5):
-            sink.iteration(record(number))
-        sink.close()
-    before = snapshot(shared)
-    leave_branch(root, 3, 24, shared, lambda _: None)
-    assert snapshot(shared) == before and curve(root) == [1, 2, 3, 4]
-    journal = root / "branches" / "1-from-0000003" / "branch.json"
-    assert json.loads(journal.read_text())["tensorboard"] is None
-    if killed:
-        for named, steps_left in ((str(shared), [1, 2, 3, 4]), ("../shared", [1, 2, 3, 4]), ("tensorboard", [1, 2, 3])):
-            values = json.loads(journal.read_text()) | {"complete": False, "tensorboard": named}
-            journal.write_text(json.dumps(values))
-            finish_branches(root, lambda _: None)
-            assert snapshot(shared) == before and curve(root) == steps_left
-    else:
-        save_checkpoint(root, 4, {"w": torch.ones(8)}, {})
-        leave_branch(root, 2, 16, root / "tensorboard", lambda _: None)
-        assert curve(root) == [1, 2] and curve(root / "branches" / "2-from-0000002") == [1, 2, 3, 4]
-
-
 def snapshot(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 

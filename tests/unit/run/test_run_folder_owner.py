@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing as closed_after
@@ -150,31 +149,6 @@ def owned(tmp_path: Path) -> Iterator[Owner]:
 def save(root: Path, iteration: int, mine: Owner | None = None, keep: int | None = None) -> None:
     permit = None if mine is None else mine.require
     save_checkpoint(root, iteration, {"w": torch.full((9,), float(iteration))}, {}, keep=keep, permit=permit)
-
-
-def test_an_owner_file_that_is_listed_late_is_still_this_runs(
-    tmp_path: Path, owned: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Network file systems list new entries seconds later, and find them by name at once."""
-    listed = os.listdir
-    monkeypatch.setattr(owner.os, "listdir", lambda folder: [])
-    owned.require()
-    assert sorted(listed(tmp_path)) == ["owner-1.json"]
-    (tmp_path / "owner-2.json").write_text((tmp_path / "owner-1.json").read_text())
-    monkeypatch.setattr(owner.os, "listdir", listed)
-    with pytest.raises(FolderTakenError, match="was taken by another run while this one trained"):
-        owned.require()
-
-
-def test_a_folder_that_was_removed_is_made_again_by_the_next_save(tmp_path: Path) -> None:
-    root, said = tmp_path / "a" / "run", []
-    with closed_after(Owner(root, said.append)) as mine:
-        save(root, 10, mine)
-        shutil.rmtree(tmp_path / "a")
-        mine.require()
-        save(root, 20, mine)
-        assert [number for number, _ in find_checkpoints(root)] == [20] and (root / "owner-1.json").exists()
-    assert len(said) == 1 and "had been removed, and no other run came: written again" in said[0]
 
 
 @pytest.mark.parametrize("leaves", [False, True])

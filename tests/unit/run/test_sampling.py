@@ -77,11 +77,7 @@ PROMPTS = [[1, 2, 3], list(range(14)), list(range(30))]
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"temperature": 0.0},
-        pytest.param({"temperature": 0.8, "top_k": 20}, marks=pytest.mark.slow),
-        pytest.param({"top_p": 0.7}, marks=pytest.mark.slow),
-    ],
+    [{"temperature": 0.0}, pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.7}, marks=pytest.mark.slow)],
 )
 def test_texts_do_not_depend_on_the_cache_nor_on_other_prompts(options: dict[str, float]) -> None:
     """Also those that grow beyond the context, and one that is longer from the start."""
@@ -114,7 +110,7 @@ def test_a_text_ends_by_itself_while_others_go_on() -> None:
         assert text == whole_text[:end]
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.6, 2), (0.9, 3), (0.99, 4), (1.0, 4)])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.9, 3), (1.0, 4)])
 def test_top_p_keeps_the_fewest_likeliest(top_p: float, kept: int) -> None:
     how, generator = Sampling(1, CONTEXT, 4, top_p=top_p), torch.Generator().manual_seed(0)
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
-import os
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -18,7 +16,6 @@ import torch
 from gptpar.checkpoint import background, find_checkpoints, read_tensors, verify_checkpoint
 from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
-from gptpar.errors import CheckpointError
 from gptpar.offload.shared_state import SharedState
 from gptpar.run import saved_state
 from gptpar.run.progress import Progress
@@ -34,11 +31,9 @@ from tests.unit.run.saved_runs import inputs_of
 
 WORDS = {
     "fp32": "",
-    "bf16": "--bf16",
     "fp16, dynamic loss scale": "--fp16 --initial-loss-scale 65536 --min-loss-scale 1",
     "half on the CPU, in place": f"--bf16 {OFFLOAD} 0.5 --offload-speculation off",
     "half on the CPU, speculating": f"--bf16 {OFFLOAD} 0.5 --offload-speculation on --clip-grad 1000",
-    "all on the CPU, in place": f"--bf16 {OFFLOAD} 1 --offload-speculation off",
     "all on the CPU, speculating": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 1000",
     "all on the CPU, speculations redone": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 0.9",
 }
@@ -272,31 +267,3 @@ def test_everything_that_a_step_changes_is_announced(words: str, tmp_path: Path)
     changed = [part for part, old in zip(parts, before, strict=True) if not torch.equal(part, old)]
     assert changed and all(map(guard.covers, changed))
     trainer.close()
-
-
-def test_an_error_behind_the_training_is_told_and_leaves_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, behind, said = make(tmp_path)
-    behind.save_last(done(1), keep_all=False)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    train(trainer, 1, 2)
-    behind.begin(behind.targets[0], done(2), keep_all=False)
-    assert behind._saver.under_way is not None and behind._saver.under_way.wait(120)
-    train(trainer, 2, 3)  # nothing waits for a save that failed
-    behind.poll()
-    assert len(said) == 4 and said[-1].startswith(
-        f"WARNING: the save of iteration 2 to {tmp_path} failed: cannot write"
-    )
-    with pytest.raises(CheckpointError) as error:
-        behind.save_last(done(3), keep_all=False)
-    told = str(error.value)
-    assert "rank00000.bin: No space left on device. Free space in" in told
-    assert told.endswith("state, of iteration 3, is not on the disk: the steps since iteration 1 are lost.")
-    monkeypatch.undo()
-    assert [number for number, _ in find_checkpoints(tmp_path)] == [1] and not list(tmp_path.glob("*.tmp-*"))
-    assert verify_checkpoint(find_checkpoints(tmp_path)[0][1]) == []

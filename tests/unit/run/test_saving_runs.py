@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,34 +97,3 @@ def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_stat
     assert run(tmp_path, "--save-interval 2") == signal.SIGTERM
     saved = iterations(tmp_path)
     assert saved[0] == 2 and 2 <= saved[-1] < 8 and not list(tmp_path.glob("*.tmp-*"))
-
-
-KILLED = """
-import os, signal, sys
-from gptpar.checkpoint.data_file import DataFile
-from gptpar.checkpoint.save_request import Save
-from tests.unit.run import test_saving_runs
-
-write, seen = DataFile.write, []
-
-def killed(self, place, data):
-    if "iter_0000004" in str(self._path):
-        seen.append(place)
-        if len(seen) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-    write(self, place, data)
-
-DataFile.write = killed
-test_saving_runs.run(test_saving_runs.Path(sys.argv[1]), "--save-interval 2")
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_amid_a_save_behind_the_training_costs_the_steps_since_the_last(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed")], capture_output=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert iterations(tmp_path / "killed") == [2]
-    run(tmp_path / "killed", f"--save-interval 2 --load {tmp_path / 'killed'}")
-    run(tmp_path / "whole")
-    assert_same_tensors(tmp_path / "killed/iter_0000008", tmp_path / "whole/iter_0000008")
-    assert not list((tmp_path / "killed").glob("*.tmp-*"))

@@ -138,14 +138,3 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(skipping: Ran, tmp_path:
     run(tmp_path, f"{OFTEN} --exit-interval {first}")
     run(tmp_path, f"{OFTEN} --load {tmp_path}")
     assert steps(tmp_path) == whole
-
-
-@pytest.mark.slow
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **more: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(spikes.np, "save", full)
-    out = run(tmp_path, OFTEN)
-    assert "nothing is kept of the outlier of iteration" in out and "No space left on device" in out
-    assert os.listdir(tmp_path / "spikes") == []

@@ -7,9 +7,8 @@ import os
 import pytest
 import torch
 
-from gptpar.errors import ConfigError, GptparError
+from gptpar.errors import GptparError
 from gptpar.system.determinism import deterministic
-from tests.helpers import tiny_config
 
 
 def test_settings_hold_inside_and_are_gone_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,20 +38,7 @@ def test_the_users_settings_are_not_overruled(
         pass
 
 
-@pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("NCCL_ALGO", "^NVLS,NVLSTree")])
-def test_the_users_deterministic_settings_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv(name, value)
-    with deterministic(True):
-        assert os.environ[name] == value
-    assert os.environ[name] == value
-
-
 def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
     told = r"--deterministic-mode: put_ does not have a deterministic implementation in torch .*: leave the flag out"
     with pytest.raises(GptparError, match=told), deterministic(True):
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
-
-
-def test_a_run_whose_length_follows_from_the_clock_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--deterministic-mode and --train-minutes exclude each other"):
-        tiny_config("--deterministic-mode --train-minutes 2")

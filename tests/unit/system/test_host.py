@@ -21,7 +21,6 @@ from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
 
 GIB = 1 << 30
-NO_LIMIT = 9223372036854771712  # of version 1
 
 
 def machine(root: Path, cgroup: str) -> None:
@@ -36,13 +35,6 @@ def group(folder: Path, limit: object, used: int, inactive: int) -> None:
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-
-
-def old_group(folder: Path, limit: int, used: int, inactive: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
@@ -69,18 +61,6 @@ def test_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
     assert host.available_memory(tmp_path) == GIB
     (job / "step_0/memory.current").write_text(f"{5 * GIB}\n")
     assert host.available_memory(tmp_path) == 0
-
-
-@pytest.mark.parametrize("path", ["/docker/abc", "/../../outside"])
-def test_groups_of_version_1_and_a_container_that_sees_its_own_at_the_top(tmp_path: Path, path: str) -> None:
-    machine(tmp_path, f"9:name=systemd:/x\n5:cpu,cpuacct:/y\n4:memory:{path}\n0::/\n")
-    memory = tmp_path / "sys/fs/cgroup/memory"
-    old_group(memory, NO_LIMIT, 20 * GIB, 0)
-    assert host.available_memory(tmp_path) == 8 * GIB
-    old_group(memory, 5 * GIB, 2 * GIB, GIB)
-    assert host.available_memory(tmp_path) == 4 * GIB
-    old_group(memory / "docker/abc", 3 * GIB, 2 * GIB, 0)
-    assert host.available_memory(tmp_path) == (GIB if path == "/docker/abc" else 4 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +148,3 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     optimizer = trainer.engine.optimizer
     assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
-
-
-def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
-    mesh = Mesh(pipeline=2)
-    topology = Topology(mesh, 0, torch.device("cpu"))
-    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
-    assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
-    assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4
-    assert len(any_batches(tiny_config("--global-batch-size 2"), Topology(Mesh(), 0, topology.device))) == 1

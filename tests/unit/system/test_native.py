@@ -84,15 +84,6 @@ def test_a_damaged_library_is_never_loaded_but_made_again(csrc, damage):
     assert library.read_bytes() == whole
 
 
-@needs_compiler
-def test_a_library_is_on_the_disk_before_it_has_its_name(csrc, monkeypatch):
-    done = []
-    monkeypatch.setattr(os, "fsync", lambda handle: done.append(os.readlink(f"/proc/self/fd/{handle}")))
-    monkeypatch.setattr(os, "replace", lambda here, there: done.append(there.name))
-    built = built_before(csrc)
-    assert len(done) == 2 and done[0].endswith(".so") and done[1] == built.name
-
-
 @pytest.mark.parametrize(
     ("mode", "owner", "shared"),
     [(0o755, 0, False), (0o775, 0, True), (0o1777, 0, False), (0o755, 12345, True)],
@@ -157,12 +148,6 @@ def test_the_compilers_message_and_command_reach_the_user(csrc, tmp_path):
     assert list((tmp_path / "cache" / "gptpar" / "native").iterdir()) == []
 
 
-def test_no_compiler_names_the_package_that_provides_it(csrc, monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(NativeBuildError, match=r"tried c\+\+, g\+\+ and clang\+\+.*usually g\+\+ on Debian"):
-        native.load("tiny", csrc)
-
-
 def test_another_packages_csrc_beside_an_installed_package_is_not_ours(tmp_path, monkeypatch):
     """A checkout has our pyproject.toml beside csrc/; in site-packages ``csrc`` belongs to others."""
     site = tmp_path / "site-packages"
@@ -177,15 +162,6 @@ def test_another_packages_csrc_beside_an_installed_package_is_not_ours(tmp_path,
         native.load("cpu_adam")
     (site / "pyproject.toml").touch()
     assert native.source_dir() == site / "csrc"
-
-
-@needs_compiler
-def test_a_prebuilt_library_needs_no_compiler(csrc, tmp_path, monkeypatch):
-    source = csrc / "tiny.cpp"
-    native.compile_library(native.find_compiler(), source, tmp_path, native.library_key(source))
-    monkeypatch.setattr(native, "PREBUILT_DIR", tmp_path)
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert native.load("tiny", csrc).add(5, 5) == 10
 
 
 @needs_compiler

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from gptpar.system.host import process_memory
 from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
@@ -67,25 +66,3 @@ def test_hundreds_of_gigabytes_take_few_mappings() -> None:
 
 def num_mappings() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
-
-
-def test_memory_beyond_a_lower_limit_goes_back_to_the_system_and_its_addresses_stay() -> None:
-    spare, size = SpareMemory(limit=8 * PIECE_BYTES), PIECE_BYTES + 1000
-    blocks = [spare.take(size) for _ in range(4)]
-    for number, block in enumerate(blocks):
-        block.fill_(number + 1)
-    addresses, kept = {block.data_ptr() for block in blocks}, blocks.pop()
-    before = process_memory()
-    for block in blocks:
-        spare.give_back(block)
-    spare.limit_to(size)
-    after = process_memory()
-    assert spare.num_bytes == size and before is not None and after is not None
-    assert before - after > 2.5 * PIECE_BYTES
-    assert (kept == 4).all()  # its neighbours' pages went, and none of its own
-    spare.limit_to(4 * size)
-    again = [spare.take(size) for _ in range(3)]
-    assert {block.data_ptr() for block in [kept, *again]} == addresses
-    for block in again:
-        assert not block.any()
-        block.fill_(9)

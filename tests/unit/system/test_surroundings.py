@@ -9,10 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.system import command_line
 
 
@@ -41,12 +37,3 @@ def test_too_few_open_files_are_told(tmp_path: Path) -> None:
     done = ran(["runs", "x"], tmp_path, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (20, 40)))
     told = "error: 40 files may be open at once, and 64 are needed: raise the limit (ulimit -n 4096).\n"
     assert (done.returncode, done.stderr) == (1, told)
-
-
-@pytest.mark.slow
-def test_letters_that_the_locale_lacks_are_escaped(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "r\u00fcn/corpus", np.uint16) as writer:
-        writer.add_document([1, 2])
-    words = ["merge", "--input", "r\u00fcn/corpus", "--output-prefix", "r\u00fcn/merged"]
-    done = ran(words, tmp_path, lambda: None, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
-    assert done.returncode == 0 and "r\\xfcn" in done.stdout, done.stderr

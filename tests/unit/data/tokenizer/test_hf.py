@@ -103,19 +103,6 @@ def test_lost_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "\nlost" not in capsys.readouterr().out
 
 
-def test_documents_can_begin_with_bos(tmp_path: Path):
-    tokenizer_of(tmp_path, UNIGRAM)
-    assert processed(tmp_path, ["ab", "", "b"], "--prepend-bos --append-eod") == [
-        [1, 4, 5, 2],
-        [1, 5, 2],
-    ]  # the second is empty
-    other = tmp_path / "other"
-    tokenizer_of(other, UNIGRAM)
-    (other / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(DataError, match="--prepend-bos: the HFTokenizer has no bos token; leave it out"):
-        processed(other, ["ab"], "--prepend-bos")
-
-
 def test_prompts_begin_with_bos_where_the_file_puts_it_before_texts(tmp_path: Path):
     tokenizer = tokenizer_of(tmp_path, UNIGRAM)
     assert (tokenizer.encode_prompt("ab"), tokenizer.encode_prompt("")) == ([4, 5], [1])

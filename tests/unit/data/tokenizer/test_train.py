@@ -12,7 +12,7 @@ import pytest
 
 from gptpar.cli.train_tokenizer import main
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
-from gptpar.data.tokenizer.train import sample_chunks, train
+from gptpar.data.tokenizer.train import train
 from gptpar.errors import DataError, TokenizerError
 
 SOURCES = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, tokenize, random, io)]
@@ -50,17 +50,6 @@ def test_ids(tokenizer: Tokenizer):
     assert tokenizer.decode([3 + 0xC3, 3 + ord("x"), tokenizer.eod, 600, -1]) == "\ufffdx\ufffd\ufffd"
     with pytest.raises(TokenizerError, match="no UTF-8 form"):
         tokenizer.encode("\ud800")
-
-
-def test_a_sample_is_bounded_uniform_and_repeatable():
-    documents = [f"{i:07}\n" * 512 for i in range(200)]  # 4096 characters: one chunk each
-    sample, total = sample_chunks(documents, 50 * 4096, seed=1)
-    assert total == 200 * 4096
-    assert len(sample) == 50 and set(sample) <= set(documents)
-    assert [documents.index(chunk) for chunk in sample] == sorted(documents.index(chunk) for chunk in sample)
-    assert 10 <= sum(chunk in documents[100:] for chunk in sample) <= 40
-    assert sample_chunks(iter(documents), 50 * 4096, seed=1)[0] == sample
-    assert sample_chunks(documents, 50 * 4096, seed=2)[0] != sample
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

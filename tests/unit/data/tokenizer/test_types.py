@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from gptpar.data.tokenizer import build_tokenizer
-from gptpar.errors import ConfigError, TokenizerError
+from gptpar.errors import TokenizerError
 
 
 def test_null_tokenizer_is_megatrons():
@@ -32,15 +31,6 @@ def test_byte_tokenizer():
     assert tokenizer.decode([97, 0xC3, 98, 256, 257, -1]) == "a\ufffdb\ufffd\ufffd"
     with pytest.raises(TokenizerError, match="no UTF-8 form"):
         tokenizer.encode("\udc80")
-
-
-def test_all_problems_at_once(tmp_path: Path):
-    with pytest.raises(ConfigError) as caught:
-        build_tokenizer("GPT2BPETokenizer", merge_file=str(tmp_path / "none.bpe"))
-    assert caught.value.problems == [
-        "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
-        f"--merge-file {tmp_path / 'none.bpe'} is not there: give the path of a file, seen from {Path.cwd()}",
-    ]
 
 
 @pytest.fixture
@@ -67,14 +57,3 @@ def test_hf_tokenizer(hf_folder: Path):
         assert 257 not in tokenizer.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.decode([256, 258, -1, 256]) == "ab\ufffd\ufffdab"
-
-
-def test_hf_eod_comes_from_the_folder_and_is_asked_for_otherwise(hf_folder: Path):
-    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "ab"}}))
-    assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(hf_folder)).eod == 256
-    (hf_folder / "tokenizer_config.json").unlink()
-    model = json.loads((hf_folder / "tokenizer.json").read_text())
-    model["added_tokens"] = []
-    (hf_folder / "tokenizer.json").write_text(json.dumps(model))
-    with pytest.raises(TokenizerError, match="does not say which token ends a document"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(hf_folder))

@@ -10,7 +10,6 @@ from gptpar.data.tokenizer import build_tokenizer
 from gptpar.errors import ConfigError
 from gptpar.run.evaluation.items import Document, Question, all_problems, read_items
 from gptpar.run.evaluation.tasks import TokenRow, continuation_rows, document_rows, read_tasks
-from tests.unit.data.tokenizer.test_hf import UNIGRAM, tokenizer_of
 from tests.unit.run.evaluation.task_files import write_lines
 
 TOKENIZER = build_tokenizer("ByteLevelTokenizer")
@@ -55,14 +54,6 @@ def test_published_forms(line: dict, query: str, choices: tuple[str, ...], gold:
     file = write_lines(tmp_path / "one.jsonl", ["", line])
     (item,), problems = read_items(Path(file))
     assert problems == [] and item == Question(query, choices, gold, f"{file}, line 2")
-
-
-def test_piqas_labels_may_lie_beside(tmp_path: Path) -> None:
-    file = Path(write_lines(tmp_path / "valid.jsonl", [PIQA, PIQA]))
-    (tmp_path / "valid-labels.lst").write_text("1\n0\n")
-    assert [item.gold for item in read_items(file)[0] if isinstance(item, Question)] == [1, 0]
-    (tmp_path / "valid-labels.lst").write_text("1\n")
-    assert "line 2: 'label' is missing, and " in read_items(file)[1][0]
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -142,11 +133,3 @@ def test_each_token_of_a_document_is_scored_once(length: int) -> None:
     assert "".join(scored for _, scored in texts_of(rows)) == text
     assert all(len(row) == 4 for row in rows[1:])  # as much context as there is
     assert rows[0].tokens[0] == TOKENIZER.eod
-
-
-def test_rows_begin_with_the_bos_token_of_the_models_files(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    tokenizer = tokenizer_of(tmp_path, UNIGRAM)  # bos 1, eod 2, a 4, b 5
-    assert list(document_rows(tokenizer, "ab", 8)) == [TokenRow([1, 4, 5], 2)]
-    assert continuation_rows(tokenizer, "", ["ab"], 8) == [TokenRow([1, 4, 5], 2)]
-    assert continuation_rows(tokenizer, "a", ["b"], 8) == [TokenRow([4, 5], 1)]

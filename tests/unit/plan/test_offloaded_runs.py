@@ -246,6 +246,25 @@ def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, lea
     assert f"{planned.gradients.needed / GIB:.2f} GiB are expected" in text
 
 
+@pytest.mark.parametrize(("memory", "share"), [(80, 0.0), (74, 0.25), (68, 0.5), (62, 0.75), (54, 1.0)])
+def test_auto_takes_the_smallest_share_of_sums_that_fits_and_names_it(memory: int, share: float) -> None:
+    """The flags that a plan prints are the run's choice: with them, the plan is the same."""
+    batch = "--seq-length 1024 --micro-batch-size 8 --global-batch-size 256"
+    flags = f"{CALM} --preset 6.7B {batch} --gpu-memory {memory} {OFFLOAD} 1"
+    planned = plan(flags)
+    assert planned.job.config.offload.summed_ratio == share
+    assert planned.need <= memory * GIB and plan(f"{flags} {planned.flags()}").need == planned.need
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--cuda-graph on", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
+)
+def test_auto_leaves_alone_what_cannot_or_must_not_move(flags: str) -> None:
+    planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 20 {flags}")
+    assert planned.gradients is None and not planned.job.gradients_leave_at_once
+
+
 def test_the_ratio_that_is_to_be_found_comes_first() -> None:
     """Gradients move only where not even everything on the CPU fits."""
     at_50, at_31 = (plan(f"{TEN_B} {OFFLOAD} auto --gpu-memory {memory}") for memory in (50, 31))

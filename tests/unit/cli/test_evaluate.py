@@ -1,4 +1,4 @@
-"""``gptpar evaluate``: a checkpoint's scores are those of the run that saved it, on one process or several."""
+"""``gptpar evaluate``: a checkpoint's scores are those of the run that saved it, and what cannot be is told."""
 
 from __future__ import annotations
 

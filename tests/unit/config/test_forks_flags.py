@@ -1,4 +1,4 @@
-"""Flags of forks and older versions of Megatron-LM that say the same as flags here, or nothing at all."""
+"""Flags of forks and older versions of Megatron-LM that say the same as flags here."""
 
 from __future__ import annotations
 

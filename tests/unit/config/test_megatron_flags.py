@@ -1,4 +1,4 @@
-"""What launch scripts of Megatron-LM and Megatron-DeepSpeed say: defaults, older names, flags that change nothing."""
+"""What launch scripts of Megatron-LM and Megatron-DeepSpeed say: defaults, older names, and files of words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions with Llama 3.1's scaling, against transformers' own frequencies and against the formula's ends."""
+"""Rotary positions with Llama 3.1's scaling, against float64 and against the formula's ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""None"""
+"""Where a run's records go: ``metrics.jsonl``, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's meta says of itself: edited by a stranger, damaged, or older than a field."""
+"""What a checkpoint's meta says of itself: edited by a stranger, or damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save that is written behind the training does to the end of a run, and to exports."""
+"""What a save that is written behind the training does to exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs that save behind the training: what they leave, by steps and by minutes, in one folder and in two."""
+"""Whole runs that save behind the training: when they save, what they leave in two folders, and signals meanwhile."""
 
 from __future__ import annotations
 

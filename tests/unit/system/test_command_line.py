@@ -1,4 +1,4 @@
-"""What a user sees of the command line's own machinery: typos, a full disk, workers that fail together."""
+"""What a user sees of the command line's own machinery: typos, empty paths, workers that fail together."""
 
 from __future__ import annotations
 

@@ -52,3 +52,13 @@ def test_cores_are_those_that_the_process_may_use(
     monkeypatch.setattr(limits, "cores", lambda: list(range(mine)))
     monkeypatch.setattr(limits, "core_quota", lambda: quota)
     assert (limits.usable_cores(), num_copiers()) == (count, copiers)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    groups = {
+        "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000",
+        "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
+    }
+    root = machine(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n", groups)
+    assert (core_quota(root), memory_limit(root)) == (2.0, 7000)

@@ -1,4 +1,4 @@
-"""Processes that are born without streams, a folder or descriptors, and texts that no program writes."""
+"""Processes that are born without streams or descriptors."""
 
 from __future__ import annotations
 

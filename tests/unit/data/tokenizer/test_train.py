@@ -1,4 +1,4 @@
-"""Training SentencePiece: nothing is lost, the same input gives the same model, samples are bounded."""
+"""Training SentencePiece: nothing is lost, and the same input gives the same model."""
 
 from __future__ import annotations
 

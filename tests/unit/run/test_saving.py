@@ -119,7 +119,7 @@ def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, mo
     back_off_for_long(monkeypatch)
     trainer, behind, said = make(tmp_path, words)
     train(trainer, 0, 3)
-    gate = slow_writes(monkeypatch, 0.002 if room == "no room" else 30)
+    gate = slow_writes(monkeypatch, 0.01 if room == "no room" else 30)
     behind.begin(behind.targets[0], done(3), keep_all=False)
     save = behind._saver.under_way
     assert save is not None

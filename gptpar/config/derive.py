@@ -347,11 +347,7 @@ def _derive_recompute(notes: _Notes) -> None:
 
 
 def _derive_rest(notes: _Notes) -> None:
-    t = notes.flags.tokenizer
-    if t.tokenizer_type is None and t.vocab_file and t.merge_file:
-        notes.fill("tokenizer", "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file, as in Megatron")
-    if t.tokenizer_type in ("HFTokenizer", "PretrainedFromHF") and t.vocab_file:
-        notes.fill("tokenizer", "tokenizer_model", t.vocab_file, "--vocab-file, as in GPT-NeoX")
+    _derive_tokenizer(notes)
     for section, name in OFF_AT_0:
         if getattr(getattr(notes.flags, section), name) == 0:
             notes.flags = notes.flags.update(section, **{name: None})
@@ -368,3 +364,12 @@ def _derive_rest(notes: _Notes) -> None:
         notes.fill("logging", "eval_interval", EVAL_INTERVAL, "default")
     if flags.checkpoint.save:
         notes.fill("logging", "tensorboard_dir", f"{flags.checkpoint.save}/tensorboard", "inside --save")
+
+
+def _derive_tokenizer(notes: _Notes) -> None:
+    """Derive the tokenizer's kind by Megatron's default, and its file by GPT-NeoX's way to name it."""
+    t = notes.flags.tokenizer
+    if t.tokenizer_type is None and t.vocab_file and t.merge_file:
+        notes.fill("tokenizer", "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file, as in Megatron")
+    if t.tokenizer_type in ("HFTokenizer", "PretrainedFromHF") and t.vocab_file:
+        notes.fill("tokenizer", "tokenizer_model", t.vocab_file, "--vocab-file, as in GPT-NeoX")

@@ -81,6 +81,7 @@ class ParameterGatherer:
 
     Attributes:
         watch: is told which units are readable; ``None``: nobody is told.
+        on_call: called with a layer's name before each of its forward passes, its parameters in place.
         changes: how often the shards got new values.
     """
 
@@ -110,6 +111,7 @@ class ParameterGatherer:
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
         self.watch: PresenceWatch | None = None
+        self.on_call: Callable[[str], None] = lambda name: None
         self.changes = self._holds = 0
 
     @property
@@ -197,6 +199,7 @@ class ParameterGatherer:
         if name not in self._units:
             return call(x, *args)
         self.before_forward(name)
+        self.on_call(name)
         y: torch.Tensor = call(x, *args)
         self.after_forward(name, y if y.requires_grad else None)
         return y

@@ -8,6 +8,7 @@ gradient of a scalar, so that it counts and orders these parameters like all oth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -38,10 +39,11 @@ class FusedSums:
         linears: Mapping[str, SplitLinear],
     ):
         self._memory = memory
-        self._of_layer: dict[str, list[tuple[Unit, dict[str, SplitLinear]]]] = {}
+        # Not strongly: a scalar's hook leads from its layer to here, and Python finds no cycle that autograd closes.
+        self._of_layer: dict[str, list[tuple[Unit, WeakValueDictionary[str, SplitLinear]]]] = {}
         self._begun: set[str] = set()
         for unit in units:
-            found = {name: linears[name] for name in unit.params if name in linears}
+            found = WeakValueDictionary({name: linears[name] for name in unit.params if name in linears})
             if found:
                 assert memory.keeps_sum(unit), f"the sum of {unit.name} does not last"
                 self._of_layer.setdefault(gatherer.layer_of(unit.name), []).append((unit, found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -118,6 +120,19 @@ def test_a_compiled_block_computes_the_same_and_recompiles_for_no_micro_batch() 
     compiled = trained(flags, steps, backend="aot_eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1  # the two blocks share it
     assert_same(compiled, trained(flags, steps), 1e-12)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--cpu-optimizer"])
+def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
+    """A layer, its scalar, the scalar's hook, and from there the layer again: autograd hides a part of this cycle."""
+    trainer = make_trainer(tiny_config(f"--global-batch-size 4 {flags} {FUSED}"))
+    parts = random_tokens(4, 16, 60).split(2)
+    trainer.forward_backward([MicroBatch(one[:, :-1], one[:, 1:]) for one in parts], 0)
+    trainer.close()
+    sums, layer = weakref.ref(trainer.engine.gradients.memory), weakref.ref(linears_of(trainer)[0])
+    del trainer
+    gc.collect()
+    assert sums() is layer() is None
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from tests.unit.optim.plain_runs import LION_WORDS
 A2A, GATHER, SPLIT_TOKENS = "--cp-comm-type a2a", "--cp-comm-type allgather", "--sequence-parallel"
 TWO_STAGES = "--num-virtual-stages-per-pipeline-rank 2"
 ON_HOST = "--cpu-offloading-num-layers 3"
+FUSED = "--gradient-accumulation-fusion"
 PAIRS = [*WORDS, "--num-layers", "4", "--micro-batch-size", "2"]
 """Micro-batches of two samples."""
 
@@ -51,7 +52,7 @@ FAMILIES = {
             at("dp2", "--zero-stage 2"),
             at("dp2", "--zero-stage 3", "full recompute"),
             at("tp2"),
-            at("tp2", SPLIT_TOKENS, "CPU optimizer 0.6"),
+            at("tp2", f"{SPLIT_TOKENS} {FUSED}", "CPU optimizer 0.6"),
             at("pp2"),
         ],
         steps=2,
@@ -62,17 +63,17 @@ FAMILIES = {
             at("dp4", "--zero-stage 3 --checkpoint-in-cpu", "every 2"),
             at("tp4", SPLIT_TOKENS, "selective"),
             at("dp2 pp2", f"--zero-stage 2 {TWO_STAGES}"),
-            at("dp2 tp2", f"--zero-stage 1 {SPLIT_TOKENS}", "MLP in tiles"),
+            at("dp2 tp2", f"--zero-stage 1 {SPLIT_TOKENS} {FUSED}", "MLP in tiles"),
             at("pp4", "", "full recompute", "CPU optimizer 0.05"),
             at("cp4", f"{A2A} --zero-stage 3"),
-            at("tp2 pp2", TWO_STAGES, "selective", "CPU optimizer 0.05"),
+            at("tp2 pp2", f"{TWO_STAGES} {FUSED}", "selective", "CPU optimizer 0.05"),
             at("dp2 pp2", "--zero-stage 1", "CPU optimizer 0.95"),
             at("pp2 cp2", f"{A2A} --zero-stage 1", "some gradient sums on the host"),
             at("dp2 pp2", f"--zero-stage 3 {ON_HOST}", "norms, activation"),
             at("dp2 tp2", f"--zero-stage 2 {SPLIT_TOKENS}", "CPU optimizer 0.6"),
             at("tp2 pp2", "", "all on the CPU"),
             at("dp2 cp2", f"{GATHER} --zero-stage 2", "full recompute"),
-            at("dp4", "--zero-stage 1", "CPU optimizer 0.6"),
+            at("dp4", f"--zero-stage 1 {FUSED}", "CPU optimizer 0.6"),
             at("cp4", GATHER, "CPU optimizer 0.6"),
         ],
     ),
@@ -112,7 +113,7 @@ FAMILIES = {
         [
             at("dp2 tp2", f"--zero-stage 2 {SPLIT_TOKENS} {ON_HOST}", "selective"),
             at("tp4", "", "CPU optimizer 0.6", "MLP in tiles"),
-            at("tp2 pp2", TWO_STAGES, "all on the CPU"),
+            at("tp2 pp2", f"{TWO_STAGES} {FUSED}", "all on the CPU"),
             at("tp2 cp2", f"{GATHER} {SPLIT_TOKENS}", "selective"),
         ],
     ),

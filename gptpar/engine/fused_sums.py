@@ -1,8 +1,8 @@
 """Lets linear layers add their weights' gradients to the gradient sums: the product itself adds.
 
 Elsewhere a product writes the gradient of a micro-batch, and the collector adds it to the unit's sum in a second pass
-over memory. Here a layer gets the sum before each call, and its backward pass adds to it. The collector is told by the
-gradient of a scalar, so that it counts and orders these parameters like all others.
+over memory. Here a layer gets the sum before each call, and its backward pass adds to it. The gradient of a scalar
+calls the collector, so that it counts and orders these parameters like all others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FusedSums:
     gatherer has waited for the update of the layer's parameters.
 
     Args:
-        memory: of the sums; it keeps those of all units with such a layer over micro-batches.
+        memory: of the sums; it keeps those of all units with such a layer whole over micro-batches.
         linears: global name of a weight -> the layer that can add its gradient to a sum.
     """
 
@@ -45,7 +45,7 @@ class FusedSums:
         for unit in units:
             found = WeakValueDictionary({name: linears[name] for name in unit.params if name in linears})
             if found:
-                assert memory.keeps_sum(unit), f"the sum of {unit.name} does not last"
+                assert unit.name in memory.kept_whole, f"the sum of {unit.name} does not last"
                 self._of_layer.setdefault(gatherer.layer_of(unit.name), []).append((unit, found))
             for name, linear in found.items():
                 linear.added = torch.zeros_like(memory.shard.sum(), requires_grad=True)
@@ -54,11 +54,11 @@ class FusedSums:
             gatherer.on_call = self._give
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._begun.clear()
 
     def _give(self, layer: str) -> None:
-        """A layer's forward pass begins, with its parameters in place."""
+        """Give a layer, whose forward pass begins, the sums of its weights."""
         for unit, linears in self._of_layer.get(layer, ()) if torch.is_grad_enabled() else ():
             views = {} if self._memory.single else self._memory.views_of(unit)
             if views and unit.name not in self._begun:

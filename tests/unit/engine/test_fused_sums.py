@@ -136,7 +136,7 @@ def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags, world_size, told",
+    "flags, world_size, message",
     [
         ("--global-batch-size 2", 1, "a step of 2 samples is one micro-batch of each process, and no sum"),
         ("", 2, "a step of 4 samples is one micro-batch of each process, and no sum"),
@@ -149,8 +149,8 @@ def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
         ),
     ],
 )
-def test_where_there_is_no_sum_to_add_to_it_is_refused(flags: str, world_size: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_where_there_is_no_sum_to_add_to_it_is_refused(flags: str, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         resolve(parse_flags(f"{TINY} {FUSED} {flags}".split()), world_size)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from gptpar.checkpoint import assembly, data_file, read_manifest, read_tensors, streamed
-from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.patches import ParameterView
 from gptpar.checkpoint.pieces import ChunkFiles
 from gptpar.checkpoint.streamed import StreamedCheckpoint, StreamedPart, write_checkpoint
@@ -164,8 +163,3 @@ def test_tensors_of_megatrons_ranks_are_not_made_whole(
     assert max(most) <= 4 * (PIECE + 3 * data_file.BLOCK_BYTES)
     for name, value in read_tensors(path).items():
         assert torch.equal(value, weights[name.removeprefix("weights/")]), name
-
-
-def test_buffers_are_counted(counted: Counted) -> None:
-    AlignedBuffers(3)
-    assert counted.num_bytes == 3 * (PIECE + 3 * data_file.BLOCK_BYTES)

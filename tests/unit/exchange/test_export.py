@@ -197,12 +197,8 @@ def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[str], object]] = {
     "cut short": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "a list": lambda text: "[]",
     "no text": lambda text: 3,
-    "deep": lambda text: "[" * 100_000,
     "another format": lambda text: text.replace('"F32"', '"I32"', 1),
-    "an unknown format": lambda text: text.replace('"F32"', '"F33"', 1),
     "another shape": lambda text: text.replace('"shape":[32,48]', '"shape":[48,32]', 1),
     "a hole": lambda text: text.replace('"data_offsets":[', '"data_offsets":[1', 1),
     "a name twice": lambda text: text.rstrip()[:-1] + ',"__metadata__":{}}',

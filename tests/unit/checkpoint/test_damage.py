@@ -172,8 +172,6 @@ def forge(path: Path, change: Callable[[dict], None]) -> None:
 FORGERIES: list[Callable[[dict], None]] = [
     lambda body: body["tensors"]["w"]["chunks"][0].update(file="../../../etc/passwd"),
     lambda body: body["tensors"]["w"]["chunks"][0].update(start=-8),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(start=True),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(pieces=[[24, 0], [24, 0]]),
     lambda body: body["tensors"]["w"]["chunks"][0].update(pieces=[[3, 0], [21, 0]]),
     lambda body: body["tensors"]["w"]["chunks"][0].update(offsets=[1]),
     lambda body: body["tensors"]["w"].update(shape=[1 << 60]),
@@ -182,12 +180,9 @@ FORGERIES: list[Callable[[dict], None]] = [
     lambda body: body["tensors"].update(w=7),
     lambda body: body.update(version=2),
     lambda body: body.update(meta="text"),
-    lambda body: body.update(tensors=[]),
     lambda body: body["tensors"]["w"].update(shape=[0, 1 << 70], chunks=[]),
-    lambda body: body["tensors"]["w"].update(shape=[0, 1 << 62, 1 << 62], chunks=[]),
     lambda body: body["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
     lambda body: body["tensors"]["w"]["chunks"][0].update(start=1 << 70),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(start=float("nan")),
     lambda body: body.update(iteration=1 << 64),
     lambda body: body["tensors"].update(v=body["tensors"]["w"]),
     lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]),
@@ -207,14 +202,6 @@ def test_forged_manifests_are_refused(tmp_path: Path, change: Callable[[dict], N
         read_manifest(path)
     with pytest.raises(DamagedCheckpoint, match="manifest.json"):
         read_tensors(path)
-
-
-def test_chunks_that_overlap_leave_a_hole_and_are_named(tmp_path: Path) -> None:
-    """Their sizes add up, so a count of elements would not see it."""
-    path = save_checkpoint(tmp_path, 3, {"w": torch.arange(3), "s": torch.tensor(1.0)}, {})
-    forge(path, lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]))
-    with pytest.raises(DamagedCheckpoint, match=r"elements of tensor 'w' twice .* chunks at \[0\] and \[1\] overlap"):
-        read_manifest(path)
 
 
 @pytest.mark.slow
@@ -324,19 +311,6 @@ def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixt
         runs([str(root / "iter_0000003")])
     there = f"gptpar inspect {root / 'iter_0000003'} shows it, and gptpar runs {root} the folder that it is in"
     assert str(single.value) == f"{root / 'iter_0000003'} is itself a checkpoint: {there}"
-
-
-def test_inspect_wraps_many_settings_between_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {f"setting_{number:02}": "two words" for number in range(20)}
-    save_checkpoint(tmp_path, 3, {"a": torch.zeros(1)}, {"model": settings | {"long": "x" * 200}})
-    assert inspect([str(tmp_path / "iter_0000003")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("model: setting_00=two words, "))
-    end = next(number for number, line in enumerate(lines) if line.startswith("name "))
-    rows = lines[begin:end]
-    assert rows[-1] == "    long=" + "x" * 200  # what no line holds has a line of its own
-    assert all(len(row) <= 100 and row.endswith("=two words,") for row in rows[:-1])
-    assert all(row.startswith("    setting_") for row in rows[1:-1])
 
 
 def test_proved_first_no_byte_of_a_damaged_checkpoint_is_used(root: Path) -> None:

@@ -144,22 +144,6 @@ def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family,
                 torch.testing.assert_close(found, tensor, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> None:
-    first, *others = (
-        Process(ratio, Place(), families, dtype) for ratio in (0.0, 0.3, 0.731, 1.0) for families in (SEPARATE, JOINED)
-    )
-    for other in others:
-        for kind, tensors in first.state.items():
-            assert all(torch.equal(tensor, other.state[kind][name]) for name, tensor in tensors.items()), kind
-        assert all(torch.equal(first.live[unit], other.live[unit]) for unit in SHAPES)
-    for unit in table_of(0.0, Place()).units:
-        assert first.live[unit.name].dtype == MIXED.get(unit.name, dtype)
-        for name, view in unit.views(first.live[unit.name]).items():
-            assert torch.equal(view, first.state["weights"][name].to(view.dtype)), name
-
-
 def test_torchs_operators_have_the_same_bits() -> None:
     wanted = flat_after("cpu", SEPARATE)
     for families in (SEPARATE, JOINED):

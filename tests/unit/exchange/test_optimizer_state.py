@@ -289,18 +289,6 @@ def test_partitioned_state_that_is_damaged_or_of_another_form(
     assert "it holds weights alone" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_run_that_differs_is_told_what_differs(tmp_path: Path) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(BEFORE))
-    save_universal(tmp_path / "theirs", plain)
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    with pytest.raises(
-        CheckpointError, match=r"(?s)another tokenizer \(vocab_size 60 there, 61 here\).*max_lr 0.01 there"
-    ):
-        pretrain(f"{RUN} --vocab-size 61 --lr 2e-2 --load {tmp_path / 'run'}".split())
-
-
 def refused(root: Path) -> str:
     with pytest.raises(CheckpointError) as told:
         convert([str(root / "theirs"), str(root / "run")])

@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gptpar.offload.events import EventLog
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import (
-    PendingScalar,
-    SameMemory,
-    Transfers,
-)
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, PendingScalar, SameMemory, StagingBuffer, Transfers
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
@@ -82,3 +79,45 @@ class SlowNorm(SameMemory):
                 return number.item()
 
         return Coming()
+
+
+@dataclass
+class Made:
+    """A gradient that the device has computed or not, and how often anybody has looked."""
+
+    values: torch.Tensor
+    is_made: Point
+    looks: int = 0
+
+    def made(self) -> bool:
+        self.looks += 1
+        return self.is_made.is_set()
+
+    def next_point(self) -> DeviceEvent | None:
+        return None if self.made() else self.is_made
+
+    def begin(self, *, urgent: bool) -> bool:
+        return True
+
+    def arrived(self) -> bool:
+        return self.made()
+
+    def tensor(self) -> torch.Tensor:
+        assert self.is_made.wait(10)
+        return self.values.clone()
+
+    def forget_device(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class FarBehind(SlowNorm):
+    """The device computes what it is told to much later: a test sets :attr:`Made.is_made` of each of the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Made] = []
+
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+        self.copies.append(Made(grad.clone(), Point()))
+        return self.copies[-1]

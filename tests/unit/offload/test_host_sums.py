@@ -18,7 +18,7 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.pairs import every_pair
-from tests.unit.offload.host_optimizers import wait_until
+from tests.unit.offload.host_optimizers import FarBehind, wait_until
 from tests.unit.offload.test_copying_transfers import Signal, train
 from tests.unit.offload.tiny_runs import ALL
 
@@ -92,42 +92,6 @@ def test_parameters_may_be_on_the_host_as_well() -> None:
     assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
 
 
-class SlowCopies(SameMemory):
-    """Each copy is there when the test says so."""
-
-    def __init__(self) -> None:
-        self.signals: list[Signal] = []
-
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-        self.signals.append(Signal())
-        return _Slow(super().fetch(grad, slot), self.signals[-1])
-
-
-class _Slow:
-    def __init__(self, copy: D2HCopy, signal: Signal):
-        self._copy, self._signal = copy, signal
-
-    def tensor(self) -> torch.Tensor:
-        self._signal.synchronize()
-        return self._copy.tensor()
-
-    def made(self) -> bool:
-        return True
-
-    def begin(self, *, urgent: bool) -> bool:
-        return True
-
-    def arrived(self) -> bool:
-        return self._signal.query()
-
-    def next_point(self) -> DeviceEvent | None:
-        return self._signal
-
-    def forget_device(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
 def make_host(transfers: SameMemory, speculated: int = 0) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
     parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
     host = HostOptimizer(
@@ -168,48 +132,18 @@ def test_a_step_begins_anew_and_another_may_have_one_addend(speculated: int) -> 
 
 
 def test_the_loop_waits_while_more_than_two_units_keep_the_device_s_memory() -> None:
-    transfers = SlowCopies()
+    transfers = FarBehind()
     host, _ = make_host(transfers)
     loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
     loop.start()
     for number in range(4):
         fetched = min(4, number + MAX_UNITS_WAITING + 1)
-        wait_until(lambda fetched=fetched: len(transfers.signals) == fetched)
-        assert len(transfers.signals) == fetched
-        transfers.signals[number].pass_()
+        wait_until(lambda fetched=fetched: len(transfers.copies) == fetched)
+        assert len(transfers.copies) == fetched
+        transfers.copies[number].is_made.set()
     loop.join(60)
     assert not loop.is_alive()
     host.close()
-
-
-def test_copies_leave_the_device_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten, at_an_addition, fetched = [], [], []
-    may_begin = threading.Event()
-
-    class Watched(SameMemory):
-        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-            copy = super().fetch(grad)
-            setattr(copy, "forget_device", lambda: forgotten.append(copy))  # noqa: B010
-            fetched.append(copy)
-            return copy
-
-        def enter_thread(self) -> None:
-            if threading.current_thread().name == "gptpar-gradient-sums":
-                may_begin.wait(60)
-
-    def order(*args: object) -> Callable[[], object]:
-        at_an_addition.append(len(forgotten))
-        return order_sum(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(host_sums, "order_sum", order)
-    host, _ = make_host(Watched())
-    loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
-    loop.start()
-    wait_until(lambda: len(fetched) == MAX_UNITS_WAITING + 1)
-    may_begin.set()
-    loop.join(60)
-    host.close()
-    assert at_an_addition[0] >= MAX_UNITS_WAITING
 
 
 def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() -> None:

@@ -37,14 +37,3 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         assert str(caught.value) == f"mutation wrong-number: {told}"
     fits.inject(tmp_path)
     assert (tmp_path / "code.py").read_text() == "= 2\nb = 1\n"
-
-
-def test_unit_tests_of_a_mutation_are_those_of_its_package() -> None:
-    folders = {
-        mutation.file.split("/")[1]: mutation.unit_tests()
-        for mutation in MUTATIONS
-        if mutation.file.startswith("gptpar/")
-    }
-    assert folders["engine"] == ["tests/unit/engine"]
-    assert folders["tensor_parallel"] == []  # it computes between processes
-    assert Mutation("a-name", "csrc/cpu_adam.cpp", "a", "b", ("c",)).unit_tests() == []

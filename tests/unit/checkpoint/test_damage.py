@@ -23,6 +23,7 @@ from gptpar.checkpoint import (
 )
 from gptpar.checkpoint.verify import sound_files
 from gptpar.cli.inspect import main as inspect
+from gptpar.cli.inspect import summary_of
 from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError
 
@@ -341,3 +342,16 @@ def test_a_replaced_checkpoint_goes_when_the_new_one_is_whole(root: Path, monkey
     save_checkpoint(root, 5, tensors(5), {}, replaces=[root / "iter_0000003"], report=said.append)
     assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3, 1]
     assert said[0] == "a bad disk" and said[1].startswith(f"kept {root / 'iter_0000003'}")
+
+
+def test_tensors_are_grouped_by_what_they_are_of_the_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    saved = Path(__file__).parents[2] / "fixtures" / "checkpoints" / "bf16-zero3-cpu"
+    summary = summary_of(saved / "iter_0000003", False, details=False)
+    each = {"tensors": 28, "elements": 2080, "bytes": 8320}
+    assert summary["groups"] == {"weights": each, "exp_avg": each, "exp_avg_sq": each}
+    assert (summary["tensors"], summary["elements"], summary["bytes"]) == (84, 6240, 24960)
+    assert inspect([str(saved)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        " iteration         size  tensors  elements",
+        "         3    24.38 KiB       84  6,240 (weights 2,080, exp_avg 2,080, exp_avg_sq 2,080)",
+    ]

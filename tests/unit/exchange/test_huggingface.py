@@ -23,7 +23,7 @@ from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
 
-FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2", "Qwen3-MoE, some blocks and windows", "gpt-oss")
+FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen3-MoE, some blocks and windows", "gpt-oss")
 CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 

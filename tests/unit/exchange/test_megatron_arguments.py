@@ -175,7 +175,7 @@ def test_an_understood_field_changes_the_model() -> None:
 
 def test_what_gptpar_lacks_is_refused_by_name() -> None:
     for name in ABSENT_HERE:
-        for value in (2, 0.7, "a", [2], object()):
+        for value in (0.7, [2], object()):
             with pytest.raises(CheckpointError, match=f"it has .*--{name.replace('_', '-')}"):
                 model(**{name: value})
         model(**{name: None})

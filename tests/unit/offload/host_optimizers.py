@@ -13,7 +13,7 @@ from gptpar.offload.events import EventLog
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, PendingScalar, SameMemory, StagingBuffer, Transfers
 from gptpar.optim.adam_update import AdamHyperparameters
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 
 WHOLE = (GroupRange(0, 128, 0),), ((0, 128),)
@@ -22,7 +22,7 @@ TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("seco
 
 
 def make_host(
-    adam: CpuAdam,
+    kernel: HostKernel,
     *,
     speculated: int = 0,
     pieces: Sequence[OffloadedPartition] = TWO_PIECES,
@@ -30,17 +30,20 @@ def make_host(
     partial_unit: str | None = None,
     transfers: Transfers | None = None,
     log: EventLog | None = None,
+    clip_grad: float = 1.0,
+    sums: Sequence[str] | None = None,
 ) -> HostOptimizer:
     return HostOptimizer(
         pieces,
         parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
         dtype=torch.float32,
-        clip_grad=1.0,
-        kernels=[adam] * (1 + max(one.group for piece in pieces for one in piece.group_ranges)),
+        clip_grad=clip_grad,
+        kernels=[kernel] * (1 + max(one.group for piece in pieces for one in piece.group_ranges)),
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
         partial_unit=partial_unit,
         log=log,
+        sums=sums,
     )
 
 
@@ -53,11 +56,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Point(threading.Event):
-    """A point of the device's work, which a test lets the device pass by ``set()``."""
+    """A point of the device's work, which a test lets the device pass by ``set()``.
+
+    Attributes:
+        asked: somebody has waited for it.
+    """
 
     query = threading.Event.is_set
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
     def synchronize(self) -> None:
+        self.asked.set()
         assert self.wait(10)
 
 

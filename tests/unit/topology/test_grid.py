@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import socket
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.progress import Progress
-from gptpar.topology.groups import Topology
+from gptpar.topology.groups import Topology, _new_group
 from gptpar.topology.mesh import (
     CONTEXT,
     COPIES,
@@ -176,3 +178,13 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         message = f"did not meet at 127.0.0.1:{port} .*choose another MASTER_PORT"
         with pytest.raises(GptparError, match=message), open_world("gloo", 0.05):
             pass
+
+
+def test_the_groups_of_axes_wait_as_long_as_the_world() -> None:
+    """A hung process is noticed after the time that was asked for, on every axis."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        group = _new_group([0])
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()

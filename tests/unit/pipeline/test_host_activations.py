@@ -89,13 +89,6 @@ def test_a_pass_brings_nothing_of_another_one(first: int) -> None:
     assert float(host.take(kept[1][1])[0, 0]) == 11 and host.returned == [10.0, 0.0, 1.0]
 
 
-def test_a_tensor_can_be_taken_twice() -> None:
-    host = Watched()
-    kept = [put(host, value)[0] for value in (0.0, 1.0, 2.0)]
-    for _ in range(2):
-        assert [float(host.take(one)[0, 0]) for one in reversed(kept)] == [2.0, 1.0, 0.0]
-
-
 def test_a_dropped_graph_gives_its_buffers_and_the_device_s_memory_back() -> None:
     host = Watched()
     for _ in range(3):
@@ -105,13 +98,6 @@ def test_a_dropped_graph_gives_its_buffers_and_the_device_s_memory_back() -> Non
         del kept, there
         assert memory.expired()
     assert host.made == [24] * 3
-
-
-def test_buffers_are_kept() -> None:
-    host = Watched()
-    for _ in range(3):
-        gradients(layer(), Keep(host=host))
-    assert host.made == [5 * 8 * 8] * 2
 
 
 def test_sizes_that_grow_need_few_buffers() -> None:

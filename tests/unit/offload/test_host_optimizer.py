@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from gptpar.offload.bucket_state import BucketState
-from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, RESERVED, RING_BYTES, ring_slots
 from gptpar.offload.kernel_queue import MAX_QUEUED
-from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
@@ -210,44 +208,3 @@ def test_the_ring_stays_within_its_bound() -> None:
         incoming, outgoing = ring_slots(buckets, size)
         assert outgoing == NUM_H2D_BUFFERS and RESERVED < incoming <= buckets + RESERVED
         assert (incoming + outgoing) * size <= RING_BYTES + size
-
-
-class Gradient:
-    """One that the device has computed or not, with some of the room in ``ring``."""
-
-    def __init__(self, ring: list[int], *, made: bool = True):
-        self.ring, self.is_made, self.has_room = ring, made, False
-
-    def made(self) -> bool:
-        return self.is_made
-
-    def begin(self, *, urgent: bool) -> bool:
-        if not self.has_room and self.ring:
-            self.ring.pop()
-            self.has_room = True
-        return self.has_room
-
-    def release(self) -> None:
-        self.ring += [0] * self.has_room
-        self.has_room = False
-
-
-def make_buckets(count: int) -> list[Bucket]:
-    pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
-    return [
-        bucket for piece in pieces for bucket in buckets_of(piece, torch.zeros(128), [CpuAdam(1)], torch.float32, None)
-    ]
-
-
-def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:
-    """Room for 5: layers 9 down to 5 have it; 4 and 3 are computed since, 2 not yet."""
-    buckets = make_buckets(10)
-    ring = [0] * 5
-    grads = [Gradient(ring, made=n != 2) for n in range(10)]
-    for bucket, grad in reversed(list(zip(buckets, grads, strict=True))[3:]):
-        bucket.grad = cast(Any, grad)
-        grad.begin(urgent=False)
-    buckets[2].grad = cast(Any, grads[2])
-    assert [grad.has_room for grad in grads] == [False] * 5 + [True] * 5
-    begin_copies(buckets[2:])
-    assert [grad.has_room for grad in grads] == [False] * 3 + [True] * (NEAR + 1) + [False] * 2

@@ -18,7 +18,7 @@ import torch
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.system import native
-from tests.unit.optim.cpu_adam_runs import HOW, make, run, same, with_isa
+from tests.unit.optim.cpu_adam_runs import HOW, make, run, same
 
 
 @pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (3, 1), (8, 6), (14, 12), (16, 13), (52, 42)])
@@ -92,27 +92,6 @@ def test_calls_and_wakes_of_several_threads_do_not_mix(library):
     stop.set()
     waking.join()
     assert results == [True] * 20
-
-
-@pytest.mark.slow
-def test_python_goes_on_while_a_step_runs(library):
-    tensors, count, stop = make(4_000_000), [0], threading.Event()
-
-    def work():
-        while not stop.is_set():
-            count[0] += 1
-
-    other = threading.Thread(target=work)
-    other.start()
-    try:
-        adam = with_isa(0)  # the slow one
-        before = count[0]
-        adam.step(*tensors, HOW)
-        during = count[0] - before
-    finally:
-        stop.set()
-        other.join()
-    assert during > 1000
 
 
 @pytest.mark.slow

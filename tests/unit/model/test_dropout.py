@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from gptpar.data.loader import MicroBatch
-from gptpar.model.attention_dropout import _one_call_a_group, _plain
 from gptpar.model.block import Block
-from gptpar.model.core_attention import document_mask
+from gptpar.model.core_attention import _one_call_a_group, _plain, document_mask
 from gptpar.model.dropout import (
     ATTENTION_OUTPUT,
     EMBEDDINGS,

@@ -23,7 +23,7 @@ PAIRS = [
     (Setup(2, 2, 1.0, 2, steps=STEPS), Setup(4, 3, 0.0, 1, steps=STEPS)),
     (Setup(4, 3, 0.0, 1, steps=STEPS), Setup(2, 1, 0.6, 2, steps=STEPS)),
 ]
-CASES_AND_PAIRS = [("gpt2", pair) for pair in PAIRS]
+CASES_AND_PAIRS = list(zip(("mlp", "gpt2", "tied_weights", "mlp", "tied_weights"), PAIRS, strict=True))
 CASES_AND_PAIRS += [
     (name, PAIRS[1 + number % 2])
     for number, name in enumerate(("tied_blocks", "frozen_block", "parameter_groups_across_blocks", "clients_schedule"))

@@ -37,8 +37,8 @@ START_S = 60.0
 
 
 def spawn(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call ``fn(rank, *args)`` in ``nproc`` new processes; see :meth:`RankPool.run`."""
-    with RankPool(nproc) as ranks:
+    """Call ``fn(rank, *args)`` in ``nproc`` new processes, which end after their answers; see :meth:`RankPool.run`."""
+    with RankPool(nproc, stays=False) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s)
 
 
@@ -63,10 +63,14 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """``size`` gloo processes of a thread each. After a failure they are killed, and started anew for the next call."""
+    """``size`` gloo processes of a thread each. After a failure they are killed, and started anew for the next call.
 
-    def __init__(self, size: int):
-        self.size = size
+    Args:
+        stays: whether they take further calls; else each ends after its first.
+    """
+
+    def __init__(self, size: int, *, stays: bool = True):
+        self.size, self._stays = size, stays
         self._ranks: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -115,7 +119,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="gptpar-ranks-")
         for rank in range(self.size):
             ours, theirs = FORKED.Pipe()
-            process = FORKED.Process(target=_serve, args=(rank, self.size, self._folder.name, theirs))
+            process = FORKED.Process(target=_serve, args=(rank, self.size, self._folder.name, theirs, self._stays))
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -154,13 +158,14 @@ class RankPool:
         return f"did not finish; it stands at:\n{path.read_text()}"
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    """The child: take calls until it is killed."""
+def _serve(rank: int, size: int, folder: str, pipe: Connection, stays: bool) -> None:
+    """The child: take calls until it is killed, or one."""
     torch.set_num_threads(1)
     with open(_stack_file(folder, rank), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         dist.init_process_group("gloo", f"file://{folder}/store", timedelta(minutes=5), rank=rank, world_size=size)
-        while True:
+        is_first = True
+        while stays or is_first:
             fn, args = pickle.loads(pipe.recv_bytes())
             seed_everything()
             try:
@@ -168,6 +173,9 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(answer)
+            is_first = False
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _stack_file(folder: str, rank: int) -> Path:

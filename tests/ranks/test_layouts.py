@@ -54,7 +54,7 @@ FAMILIES = {
             at("tp2", SPLIT_TOKENS, "CPU optimizer 0.6"),
             at("pp2"),
         ],
-        steps=2,
+        saved=2,
     ),
     "gpt": Family(
         WORDS,

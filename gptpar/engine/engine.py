@@ -274,6 +274,7 @@ class Engine:
 
     def publish(self) -> None:
         """Make the model's parameters equal to the master weights."""
+        self.gatherer.finish_pending()
         if self.subscriber is not None:
             self.subscriber.publish()
         if not self.masters_are_parameters:
@@ -282,6 +283,7 @@ class Engine:
 
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterOptimizer.step`; the model's parameters follow, each before it is used."""
+        self.gatherer.finish_pending()
         skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
             self.parameters.copy_from(self.optimizer.master_weights)

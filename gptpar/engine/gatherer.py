@@ -281,6 +281,14 @@ class ParameterGatherer:
         for name in self._units if not self._memory.transient else ():
             self.acquire(name)
 
+    def finish_pending(self) -> None:
+        """Wait on a CPU for the gathers under way: the shards are about to get new values outside of their layers.
+
+        Such a gather ends in a thread of its own, where it writes all of a unit: also this process's shard, as it was.
+        """
+        for unit in list(self._pending) if self._memory.everything.device.type == "cpu" else ():
+            self._data.wait_for(self._pending.pop(unit))
+
     def acquire(self, name: str) -> None:
         """Let kernels launched from now on read a layer's parameters."""
         self._start(name)

@@ -23,7 +23,7 @@ NAMES = [
     "detached_weight_read_late_recomputed",
     "detached_weight_read_late_recomputed_reentrant",
     "other_blocks_weight_read_late",
-    "gpt2_checkpointed_reentrant",
+    "several_blocks_under_checkpoint_reentrant",
 ]
 SETUPS = [
     Setup(1, 0, 1.0, accumulation=3, steps=STEPS),

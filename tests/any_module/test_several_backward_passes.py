@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gptpar.offload.bucket_state import BucketState
-from tests.any_module.case import Setup, make_optimizer
+from tests.any_module.case import FREE, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.matrix import Bench
@@ -18,7 +18,6 @@ from tests.any_module.reference import Named, copy_of_weights
 
 CASE = CASES["mlp"]
 STEPS, PASSES = 4, 3
-FREE = 1e3  # a gradient's norm never reaches it, so that each speculation is right
 PLACES = ((0, 0.0), (0, 1.0), (2, 0.6), (3, 1.0))
 SETUPS = [Setup(world, stage, ratio, clip=FREE) for world in (1, 2) for stage, ratio in PLACES]
 

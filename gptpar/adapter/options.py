@@ -134,6 +134,7 @@ class EngineOptions:
         tag_validation: what happens if processes give a checkpoint different tags: ``ignore``, ``warn`` or ``fail``.
         monitor: where DeepSpeed's curves are written.
         ignore_unused: whether a step may leave parameters without a gradient.
+        drop_last: whether the loader of ``training_data`` leaves out samples that fill no micro-batch on every process.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
         config: the configuration as it was given, without ``"auto"`` values.
     """
@@ -160,6 +161,7 @@ class EngineOptions:
     async_save: bool = False
     tag_validation: str = "warn"
     ignore_unused: bool = True
+    drop_last: bool = True
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
     by_matrix: MatrixOptions | None = None
@@ -391,6 +393,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),
         ignore_unused=values.get("module.ignore_unused_parameters", True),
+        drop_last=values.get("module.drop_last", True),
         async_save=values.get("checkpoint.async_save", False),
         tag_validation=values.get("module.tag_validation", "warn"),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),

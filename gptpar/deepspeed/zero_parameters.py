@@ -219,7 +219,7 @@ class GatheredParameters:
             self._stack.enter_context(engine.gathered(self._rank))
             if engine.device.type == "cpu":
                 self._stack.enter_context(_CopiesToCpu())
-        divided = [one for one in self._params if hasattr(one, "ds_status")]
+        divided = [one for one in self._params if hasattr(one, "ds_id")]
         self._stack.callback(_set_status, divided, ZeroParamStatus.NOT_AVAILABLE)
         _set_status(divided, ZeroParamStatus.AVAILABLE)
 

@@ -15,6 +15,7 @@ OFF = [
     {"comms_logger": {"enabled": False}},
     {"torch_autocast": {"enabled": False}},
     {"dataloader_drop_last": False},
+    {"zero_optimization.reduce_bucket_size": 64},
     {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}, "data_sampling": {"enabled": False}}},
     {"tensor_parallel": {"autotp_size": 1}},
     {"tensor_parallel": {"enabled": False}},

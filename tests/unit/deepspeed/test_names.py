@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
 import gptpar.deepspeed as deepspeed
-from gptpar.cli.as_deepspeed import STAND_IN
+from gptpar.cli.as_deepspeed import STAND_IN, with_stand_in
 from gptpar.deepspeed.names import HOMES, PLACES, REFUSED, VERSION
 from gptpar.errors import GptparError
 
@@ -49,3 +52,42 @@ def test_the_stand_in_says_the_version() -> None:
     (described,) = STAND_IN.glob("*.dist-info")
     assert described.name == f"deepspeed-{VERSION}.dist-info"
     assert f"Version: {VERSION}\n" in (described / "METADATA").read_text()
+
+
+FUNCTION = """
+import torch, deepspeed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        missing = [] if weight.ds_status is ZeroParamStatus.AVAILABLE else [weight]
+        with deepspeed.zero.GatheredParameters(missing):
+            return grad @ weight, grad.T @ x
+
+class Head(torch.nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight).sum()
+
+for more in ({}, {"offload_param": {"device": "cpu"}}):  # the second one's parameters come and go
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3, **more}}
+    engine = deepspeed.initialize(model=Head(2, 2), config=config)[0]
+    engine.backward(engine(torch.ones(1, 2, requires_grad=True)))
+    assert deepspeed.utils.safe_get_full_grad(engine.module.weight).tolist() == [[1, 1], [1, 1]]
+    engine.destroy()
+"""
+
+
+def test_a_function_finds_deepspeeds_status_on_the_weight_that_it_saved() -> None:
+    """TRL's loss asks for it under ZeRO-3."""
+    environment = with_stand_in({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [sys.executable, "-c", FUNCTION], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -95,6 +95,27 @@ def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:
         engine.destroy()
 
 
+def test_programs_may_remove_the_hooks_of_zero3_while_a_model_generates() -> None:
+    """As TRL does around ``generate`` (the names are DeepSpeed's); a step follows."""
+    model = torch.nn.Linear(3, 2)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.optimizer.optimizer is engine.optimizer
+    with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+        offload = engine.optimizer.parameter_offload
+        for _, parameter in (*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()):
+            parameter.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        inside = model(torch.ones(1, 3))
+        offload._register_deepspeed_module(offload.module)
+    assert torch.equal(engine(torch.ones(1, 3)), inside)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    assert not torch.equal(engine(torch.ones(1, 3)), inside)
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_optimizer_has_the_master_weights_of_this_process(stage: int) -> None:
     model = torch.nn.Linear(3, 2)

@@ -175,8 +175,7 @@ class EngineOptions:
         mine = replace(
             self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=LoggingConfig(), config={}
         )
-        found = {field.name: str(getattr(mine, field.name)) for field in fields(mine)}
-        return {**found, "update": self.update.name}
+        return {field.name: str(getattr(mine, field.name)) for field in fields(mine)} | {"update": self.update.name}
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -362,7 +361,6 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
     o, named, rate = flags.optimizer, part_of(plain, "optimizer"), values.get("optimizer.lr", DEFAULT_LR)
     has_optimizer = "type" in named or bool(part_of(named, "params"))
     _, update = updates_of(o)
-    hyperparameters = update.configured(o, rate, o.weight_decay)
     schedule = values.section("scheduler")
     kind = schedule.pop("type", None)
     return EngineOptions(
@@ -380,7 +378,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         ),
         max_norm=o.clip_grad,
         reduce_in_bf16=flags.parallel.grad_reduce_in_bf16,
-        optimizer=hyperparameters if has_optimizer else None,
+        optimizer=update.configured(o, rate, o.weight_decay) if has_optimizer else None,
         update=update,
         by_matrix=MatrixOptions.of(o, values.get("optimizer.muon_lr", rate)),
         scheduler=None if kind is None else SchedulerOptions(kind, schedule),

@@ -30,6 +30,9 @@ class CompiledBlocks:
     nothing yet: it runs uncompiled in the same call, and from then on. Blocks that ran compiled before stay compiled,
     because a recomputation has to run as the forward pass did. Blocks that never did run uncompiled.
 
+    It is torch's backend, equal to that of any other engine: so engines made later find the graphs of former ones. Torch
+    would compile each again, and after eight for one class compile no more.
+
     Args:
         num_blocks: number of blocks that may share graphs.
         backend: takes a graph and its inputs, and compiles it.
@@ -43,12 +46,25 @@ class CompiledBlocks:
         self._num_blocks, self._has_given_up = num_blocks, False
         self.num_graphs = 0
 
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        """Compile a new graph."""
+        self.num_graphs += 1
+        if self.num_graphs > self._limit:
+            raise RuntimeError("too many graphs")
+        return self._backend(graph, inputs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CompiledBlocks) and self._backend == other._backend
+
+    def __hash__(self) -> int:
+        return hash(self._backend)
+
     def forward_of(self, block: nn.Module) -> Callable[..., Any]:
         """The block's forward, compiled at its first call."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes a second to import
 
         plain, kind = block.forward, type(block).__name__
-        compiled = torch.compile(plain, backend=self._compile, fullgraph=True)
+        compiled = torch.compile(plain, backend=self, fullgraph=True)
         has_run = fails = False
 
         @functools.wraps(plain)
@@ -67,12 +83,6 @@ class CompiledBlocks:
             return output
 
         return forward
-
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        self.num_graphs += 1
-        if self.num_graphs > self._limit:
-            raise RuntimeError("too many graphs")
-        return self._backend(graph, inputs)
 
     def _give_up(self, kind: str, error: Exception) -> None:
         if self._has_given_up:

@@ -11,6 +11,12 @@ from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes
 
+SHARES = (0.25, 0.5, 0.75)
+"""Shares of the layers whose sums ``auto`` tries to form on the host, before all of them: the fewer, the faster."""
+
+MARGIN = 0.05
+"""Part of the GPU's memory that stays free while a larger share could be on the host: the prediction's error."""
+
 
 @dataclass(frozen=True)
 class GradientChoice:
@@ -18,6 +24,7 @@ class GradientChoice:
 
     Attributes:
         leave_at_once: whether gradients are copied to host memory as soon as they are final.
+        share: of the layers whose gradients over micro-batches are added up there, if they are.
         needed: bytes of GPU memory that the run is expected to need if they stay.
         free: bytes of GPU memory that the run can have, including the process's context.
     """
@@ -25,6 +32,7 @@ class GradientChoice:
     leave_at_once: bool
     needed: float
     free: float
+    share: float = 1.0
 
     @property
     def reason(self) -> str:
@@ -34,7 +42,8 @@ class GradientChoice:
 
     def applied_to(self, config: Config) -> Config:
         """The configuration with ``auto`` replaced."""
-        return config.update("offload", offload_gradients="on" if self.leave_at_once else "off")
+        word = "on" if self.leave_at_once else "off"
+        return config.update("offload", offload_gradients=word, offload_gradients_ratio=self.share)
 
 
 def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) -> GradientChoice | None:
@@ -57,8 +66,14 @@ def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) ->
         return None
     if offload.ratio == "auto":
         config = config.update("offload", cpu_optimizer_ratio=1.0)
-    stay, leave = (
-        stage_memory(replace(job, config=config.update("offload", offload_gradients=word)), 0, sustained).total
-        for word in ("off", "on")
-    )
-    return GradientChoice(leave < stay and stay > free, stay, free)
+
+    def needed(word: str, share: float = 1.0) -> float:
+        changed = config.update("offload", offload_gradients=word, offload_gradients_ratio=share)
+        return stage_memory(replace(job, config=changed), 0, sustained).total
+
+    stay = needed("off")
+    if stay <= free or needed("on") >= stay:
+        return GradientChoice(False, stay, free)
+    shares = SHARES if config.batch.adds_gradients(1) else ()
+    fitting = (share for share in shares if needed("on", share) <= free * (1 - MARGIN))
+    return GradientChoice(True, stay, free, next(fitting, 1.0))

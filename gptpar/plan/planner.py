@@ -15,7 +15,7 @@ from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, memory_of_stages
 from gptpar.plan.mirror import MirrorCost, mirror_cost
 from gptpar.plan.space.candidate import Changes, configured, flags_of, with_changes
-from gptpar.plan.space.dimensions import OFFLOAD_GRADIENTS, VIRTUAL_STAGES
+from gptpar.plan.space.dimensions import OFFLOAD_GRADIENTS, SUMMED_SHARE, VIRTUAL_STAGES
 from gptpar.plan.timing import StepTime, step_time, utilisation
 from gptpar.reporting.banner import format_bytes
 
@@ -115,6 +115,8 @@ class Plan:
         changes = {name: value for name, value in self.changes.items() if value != _usual(name)}
         if self.gradients is not None and self.gradients.leave_at_once:
             changes[OFFLOAD_GRADIENTS] = "on"
+            if self.gradients.share < 1:
+                changes[SUMMED_SHARE] = self.gradients.share
         return changes
 
     def flags(self) -> str:

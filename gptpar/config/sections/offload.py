@@ -52,7 +52,8 @@ class OffloadConfig:
     offload_gradients_ratio: float = flag(
         1.0,
         "with --offload-gradients on: the share of layers, embedding and LM head among them, whose gradients over "
-        "micro-batches are added up in host memory, above 0; the others' sums stay on the GPU (4 bytes a parameter)",
+        "micro-batches are added up in host memory, above 0; the others' sums stay on the GPU (4 bytes a parameter); "
+        "--offload-gradients auto takes the smallest of 0.25, 0.5, 0.75 and 1 that fits",
         metavar="X",
         least=0,
         most=1,

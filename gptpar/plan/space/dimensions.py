@@ -27,9 +27,10 @@ RECOMPUTE, RECOMPUTE_MODULES = "recompute.recompute_granularity", "recompute.rec
 OFFLOADED_LAYERS = "recompute.cpu_offloading_num_layers"
 CPU_OPTIMIZER, CPU_RATIO = "offload.cpu_optimizer", "offload.cpu_optimizer_ratio"
 CPU_PARAMETERS, OFFLOAD_GRADIENTS = "offload.cpu_parameters", "offload.offload_gradients"
+SUMMED_SHARE = "offload.offload_gradients_ratio"
 
 ON_CPU: Changes = {CPU_OPTIMIZER: True, CPU_RATIO: "auto"}
-HALF_OF_THE_SUMS: Changes = {OFFLOAD_GRADIENTS: "on", "offload.offload_gradients_ratio": 0.5}
+HALF_OF_THE_SUMS: Changes = {OFFLOAD_GRADIENTS: "on", SUMMED_SHARE: 0.5}
 PARAMETERS_ON_CPU: Changes = {CPU_PARAMETERS: True}
 RECOMPUTED: Changes = {RECOMPUTE: "full", RECOMPUTE_MODULES: None}
 PRECISIONS = ("precision.bf16", "precision.fp16", "precision.fp64")

@@ -86,6 +86,20 @@ def test_equal_blocks_share_a_graph(recompute: bool) -> None:
     assert all(map(torch.equal, here, losses(plain, recompute=recompute)))
 
 
+def test_engines_made_later_find_the_graphs_of_former_ones() -> None:
+    """Torch compiles eight graphs for one class, and then no more: the ninth engine's blocks would run uncompiled."""
+    plain, _ = made(Block, [1] * 2)
+    wanted, counts = losses(plain), []
+    for _ in range(10):
+        blocks = made(Block, [1] * 2)[1]
+        found = compiled(blocks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert all(map(torch.equal, losses(blocks), wanted))
+        counts.append(found.num_graphs)
+    assert counts == [1] + [0] * 9
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_blocks_that_need_a_graph_each_are_compiled_no_further(recompute: bool) -> None:
     plain, blocks = made(Block, range(12))

@@ -331,6 +331,16 @@ def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, lea
     assert f"{planned.gradients.needed / GIB:.2f} GiB are expected" in text
 
 
+@pytest.mark.parametrize(("memory", "share"), [(80, 0.0), (74, 0.25), (68, 0.5), (62, 0.75), (54, 1.0)])
+def test_auto_takes_the_smallest_share_of_sums_that_fits_and_names_it(memory: int, share: float) -> None:
+    """The flags that a plan prints are the run's choice: with them, the plan is the same."""
+    batch = "--seq-length 1024 --micro-batch-size 8 --global-batch-size 256"
+    flags = f"{CALM} --preset 6.7B {batch} --gpu-memory {memory} {OFFLOAD} 1"
+    planned = plan(flags)
+    assert planned.job.config.offload.summed_ratio == share
+    assert planned.need <= memory * GIB and plan(f"{flags} {planned.flags()}").need == planned.need
+
+
 @pytest.mark.parametrize(
     "flags",
     ["--cuda-graph on", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],

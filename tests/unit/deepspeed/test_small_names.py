@@ -49,6 +49,8 @@ def test_processes_meet_where_a_model_is_built() -> None:
         assert not dist.is_initialized()
     with deepspeed.zero.Init():
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        with pytest.raises(GptparError, match="initialize inside of zero.Init.*: call it after the block"):
+            deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
     value = torch.ones(2)
     deepspeed.comm.inference_all_reduce(value)
     assert value.tolist() == [1.0, 1.0]

@@ -57,7 +57,7 @@ USER_MODULES = [
     Mutation(
         "gradient-that-was-read-begins-anew",
         "gptpar/deepspeed/engines/engine.py",
-        "        if self._is_summed:\n            self._reopen()\n",
+        "        if self._is_final or self._was_read:\n            self._reopen()\n",
         "        if self._is_final:\n            self._reopen()\n",
         ("tests/any_module/test_several_backward_passes.py",),
     ),

@@ -15,7 +15,7 @@ def run_as_program(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line (default: this process's) and end the process with its status.
 
     A worker that raises ends at once, too: taking the interpreter apart takes seconds while other processes wait in a
-    collective, and only its end tells the launcher of the failure.
+    collective, and only its end shows the launcher the failure.
     """
     if not is_worker():
         raise SystemExit(main(argv))

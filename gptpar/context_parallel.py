@@ -28,12 +28,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from gptpar.config.sections.parallel import groups_gathered
 from gptpar.data.loader import MicroBatch
 from gptpar.model.attention import Attention
-from gptpar.model.attention_dropout import not_compiled
 from gptpar.model.attention_sinks import attention_to_seen
-from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids
+from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids, not_compiled
 from gptpar.model.experts.routing import Router
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
-from gptpar.tensor_parallel.collectives import Collective, all_to_all, gather, reduce_scatter
+from gptpar.tensor_parallel.axis import Collective, all_to_all, gather, reduce_scatter
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import CONTEXT
 
@@ -53,7 +52,7 @@ class ContextSplit:
 
     @staticmethod
     def of(topology: Topology, comm_type: str) -> ContextSplit:
-        """This process's, by ``--cp-comm-type``."""
+        """This process's place on the context axis, with the exchange that ``--cp-comm-type`` names."""
         return ContextSplit(topology.mesh.context, topology.position(CONTEXT), comm_type == "allgather")
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
@@ -77,8 +76,6 @@ class ContextSplit:
 
         The mean of all ranks' losses is the mean over the tokens that count in the whole micro-batch.
         """
-        if self.size == 1:
-            return batch
         positions_BS, mask_BS = batch.position_ids_BS, batch.loss_mask_BS
         if positions_BS is None:
             positions_BS = torch.arange(batch.tokens_BS.shape[1]).repeat(len(batch.tokens_BS), 1)
@@ -246,7 +243,7 @@ class _GatheredAgain(torch.autograd.Function):
 
 
 class _Saved:
-    """What attention saves for its backward pass.
+    """Tensors and sizes that attention saves for its backward pass.
 
     Attributes:
         gathered: the gathered keys and values; they are gathered again, and not saved.

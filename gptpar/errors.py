@@ -35,7 +35,7 @@ def wrong_type(name: str, value: object, needed: str) -> str:
 
 
 class ProblemsError(GptparError):
-    """All problems at once of what a user gave.
+    """A list of all problems of what a user gave, raised at once.
 
     Args:
         problems: one sentence each, with the offending numbers or names and a remedy.
@@ -52,13 +52,13 @@ class ProblemsError(GptparError):
 
 
 class ConfigError(ProblemsError):
-    """All problems of a configuration."""
+    """A list of all problems of a configuration."""
 
     given = "the configuration"
 
 
 class ModelError(ProblemsError):
-    """All reasons why a model cannot be trained as it is."""
+    """A list of all reasons why a model cannot be trained as it is."""
 
     given = "the model"
 

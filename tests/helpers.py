@@ -52,19 +52,3 @@ def random_tokens(samples: int, length: int, vocab_size: int, seed: int = 0) -> 
 def inits_of_stage(stage: Stage) -> dict[str, Init]:
     """Global name -> how the parameter is initialised."""
     return {name: info.init for name, info in stage.infos().items()}
-
-
-OTHER_EXPERTS: dict[str, object] = {
-    "num_experts": 4,
-    "moe_layer_freq": "2",
-    "moe_router_score_function": "sigmoid",
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    **dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 3),
-    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate"), True),
-    **dict.fromkeys(("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff"), 0.5),
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_expert_capacity_factor": 1.5,
-    "moe_token_drop_policy": "position",
-    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), 2),
-}
-"""For each option of experts, another value than its default."""

@@ -253,7 +253,7 @@ class Assembly:
                 self._start(self._writing, writers, partial(self._write, self._complete.popleft()))
 
     def fill(self, blocks: Iterable[FileBlock], view: str, patches: Sequence[Patch]) -> None:
-        """Give blocks of one tensor what patches of one of its views have for them."""
+        """Copy into blocks of one tensor the elements that patches of one of its views share with them."""
         begun = [one for block in blocks if (one := self._begun.get(block))]  # the others had all of their elements
         common = [list(common_parts(patches, one.patches[view])) for one in begun]
         copy_elements(chain.from_iterable(common))

@@ -74,7 +74,7 @@ class Copies:
             there = frozenset().union(*(part.files for part in parts if part is not None))
             names = next(part.names for part in parts if part is not None)
             if lost := sorted(names - there):
-                self._tell_lost(key[0], lost)
+                self._report_lost(key[0], lost)
                 continue
             self.ranks.lead(partial(self._remove_after, key[0]))
             self._spread_manifest(key[0], parts)
@@ -100,11 +100,11 @@ class Copies:
         """The copies that each machine has."""
         found = self.ranks.each(lambda: self._own() if self.ranks.leads else ({}, []))
         leaders = [found[ranks[0]] for ranks in self.ring.machines]
-        self._tell_unreadable([problem for _, problems in leaders for problem in problems])
+        self._report_unreadable([problem for _, problems in leaders for problem in problems])
         return [held for held, _ in leaders]
 
     def _own(self) -> tuple[dict[Key, _Held], list[str]]:
-        """This machine's copies, and what cannot be read of them: other machines may have it."""
+        """(this machine's copies, sentences about files that cannot be read: other machines may have these)."""
         held: dict[Key, _Held] = {}
         problems = []
         for number, path in folders.find_checkpoints(self.folder):
@@ -129,7 +129,7 @@ class Copies:
                 folders.remove_checkpoint(path)
 
     def _spread_manifest(self, iteration: int, parts: list[_Held | None]) -> None:
-        """Give each machine that lacks the manifest a folder with it and the tokenizer; one with another goes."""
+        """Give each machine that lacks the manifest a folder with it and the tokenizer; another copy's folder goes."""
         lacking = [machine for machine, part in enumerate(parts) if part is None]
         if not lacking:
             return
@@ -161,7 +161,7 @@ class Copies:
         sound = self._sound(path, manifest)
         wanted = self.ring.wanted(self.ranks.each(lambda: files_read(manifest, tensors)), sizes)
         if lost := sorted(set().union(*wanted) - set().union(*sound)):
-            self._tell_lost(manifest.iteration, lost)
+            self._report_lost(manifest.iteration, lost)
             return False
         moves = self.ring.repairs(wanted, sound, sizes)
         try:
@@ -181,17 +181,17 @@ class Copies:
         mine = self.ring.machines[self._machine]
         names = sorted(manifest.file_sizes())[mine.index(self.ranks.rank) :: len(mine)]
         found = self.ranks.each(lambda: sound_files(path, manifest, names))
-        self._tell_unreadable([problem for _, problems in found for problem in problems])
+        self._report_unreadable([problem for _, problems in found for problem in problems])
         return [set().union(*(found[rank][0] for rank in ranks)) for ranks in self.ring.machines]
 
-    def _tell_unreadable(self, problems: list[str]) -> None:
+    def _report_unreadable(self, problems: list[str]) -> None:
         if problems:
             more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
             self._report(
                 f"{'; '.join(problems[:MAX_NAMED])}{more}: another machine's file, an older copy or the disk serves"
             )
 
-    def _tell_lost(self, iteration: int, names: list[str]) -> None:
+    def _report_lost(self, iteration: int, names: list[str]) -> None:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         self._report(
             f"the copy of iteration {iteration} in memory is given up, for no machine has all bytes of "

@@ -46,7 +46,7 @@ def find_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Every file of a checkpoint, in its folders, too."""
+    """Every file of a checkpoint, those in its subfolders included."""
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
@@ -56,7 +56,7 @@ def latest(root: str | Path) -> Path | None:
 
 
 def temporary_path(root: Path, iteration: int) -> Path:
-    """A new name for a save in progress that tells whose it is."""
+    """A new name for a save in progress, with the host and the process that own it."""
     owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return root / f"{checkpoint_path(root, iteration).name}.tmp-{owner}"
 

@@ -82,7 +82,7 @@ def load_checkpoint(
         remedy: what to do where the checkpoint does not match, for the error.
         apart: that one of the roots which each machine has for itself, with the files that its processes read; its path
             may differ.
-        report: rank 0 tells here of each damaged checkpoint it skips.
+        report: called on rank 0 with a sentence about each damaged checkpoint that is skipped.
 
     Raises:
         DamagedCheckpoint: none is whole; all are listed with their damage.
@@ -222,7 +222,7 @@ def _require_match(
     remedy: str,
     report: Report,
 ) -> None:
-    """Names, shapes and dtypes, over all ranks, before anything is read."""
+    """Require matching names, shapes and dtypes on all ranks, before anything is read."""
     gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets, may_cast)))
     wanted = set().union(*(names for names, _ in gathered))
     stored = {name for name in manifest.tensors if name in wanted or not may_stay(name)}

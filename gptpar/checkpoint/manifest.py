@@ -211,7 +211,7 @@ def _parse_tensor(name: str, entry: dict[str, Any]) -> TensorEntry:
 
 
 def _require_own_bytes(tensors: Mapping[str, TensorEntry]) -> None:
-    """Bytes that several chunks claim would make a small file a checkpoint of any size."""
+    """Refuse bytes that several chunks claim: a small file could be a checkpoint of any size."""
     claims = sorted(
         (chunk.file, chunk.start, chunk.stop, name)
         for name, entry in tensors.items()

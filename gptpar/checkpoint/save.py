@@ -80,7 +80,7 @@ def save_checkpoint(
             are neither counted nor deleted.
         retain: with `keep`, iterations that are divisible by this are never deleted.
         replaces: checkpoints in `root` to be deleted, once the new one has been re-read and proved whole. Rank 0's.
-        report: rank 0 tells here of what it cleaned, moved aside or kept.
+        report: called on rank 0 with sentences about what it cleaned, moved aside or kept.
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
             still this run's; what it raises ends the save on every rank.
         snapshot: of the same tensors, whose bytes of its moment are saved: they may change meanwhile.
@@ -250,7 +250,7 @@ def _make_temporary(root: Path, iteration: int) -> Path:
 
 
 def _require_shared(directory: Path) -> None:
-    """One rename publishes all ranks' files, so all must see rank 0's directory; network mounts may lag."""
+    """Require that every rank sees rank 0's directory, for one rename publishes all files; network mounts may lag."""
     give_up = time.monotonic() + _SHARED_DIRECTORY_SECONDS
     while not directory.is_dir():
         if time.monotonic() > give_up:

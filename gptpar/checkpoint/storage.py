@@ -80,7 +80,7 @@ class ChunkWriter:
         needed = sum(box.num_bytes for box in boxes) + _MANIFEST_BYTES_PER_CHUNK * (len(boxes) + 1)
         space = os.statvfs(self._path)
         free = space.f_bavail * space.f_frsize
-        unknown = free == 0 and space.f_blocks == 0  # a file system that does not count: the write will tell
+        unknown = free == 0 and space.f_blocks == 0  # a file system that does not count: the write may fail
         if needed > free and not unknown:
             raise CheckpointError(
                 f"iteration {self._iteration} needs {needed / 2**20:,.1f} MiB and {self._path.parent} has "
@@ -168,7 +168,7 @@ def _read_piece(
     stop: int,
     targets: list[Target],
 ) -> None:
-    """Copies what targets want of one piece of a chunk, its elements start..stop; one that none wants is not read."""
+    """Copy a piece of a chunk, its elements start..stop, into the targets that want any; else it is not read."""
     copies = list(_copies(chunk.sizes, start, stop, targets))
     if not copies:
         return
@@ -235,7 +235,7 @@ def who_writes(ranks: Ranks, tensors: Mapping[str, TensorParts]) -> tuple[list[i
 
 
 def divide(held: Sequence[Iterable[HeldBox]]) -> list[list[HeldBox]]:
-    """The boxes that each rank writes: that one of a box's holders writes it that has the fewest bytes so far.
+    """The boxes that each rank writes: of a box's holders, the one with the fewest bytes so far writes it.
 
     Args:
         held: each rank's boxes.

@@ -42,7 +42,7 @@ def damaged_copy(checkpoint: Path, meta: Mapping[str, Any]) -> list[str]:
     if not isinstance(recorded, dict) or not all(map(_PLAIN.fullmatch, recorded)):
         return [f"the meta of {checkpoint} has tokenizer_files that are no plain file names"]
     there: list[str] = []
-    with suppress(OSError):  # each file of it is told below
+    with suppress(OSError):  # each file of it is reported below
         there = os.listdir(folder) if recorded else []
     problems = [f"{folder / printable(name)} was not saved with it" for name in sorted({*there} - {*recorded})]
     for name, digest in recorded.items():

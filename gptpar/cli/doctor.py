@@ -169,7 +169,7 @@ def _shared_memory() -> Finding:
 
 
 def _locked_memory() -> Finding:
-    """The limit concerns InfiniBand's libraries; CUDA locks memory regardless of it."""
+    """The limit of locked memory, for InfiniBand's libraries; CUDA locks memory regardless of it."""
     limit = lockable_memory()
     if limit is None:
         return Finding("locked memory", "without a limit")
@@ -280,7 +280,7 @@ def _compiler() -> Finding:
 
 
 def _nvcc() -> Finding:
-    """gptpar compiles nothing with nvcc; its version may explain errors of other packages."""
+    """The version of nvcc, which may explain errors of other packages; gptpar compiles nothing with it."""
     path = shutil.which("nvcc")
     text = _output([path, "--version"]) if path else "none (not needed)"
     found = re.search(r"release [\d.]+", text)  # "Cuda compilation tools, release 12.8, V12.8.61"

@@ -75,7 +75,7 @@ def run_on_hosts(ssh: Sequence[str], commands: Mapping[str, str]) -> int:
             for host, command in commands.items():
                 hosts.start(host, [*ssh, host, command])
         except OSError as error:
-            hosts.tell_all("TERM")
+            hosts.signal_all("TERM")
             hosts.wait()
             raise GptparError(f"{ssh[0]} cannot be started ({error.strerror}): install it, or set SSH.") from None
         return hosts.wait()
@@ -99,21 +99,21 @@ class _Hosts:
         self._readers.append(threading.Thread(target=_copy, args=(host, process), daemon=True))
         self._readers[-1].start()
         if self._stopped:  # the request came before this host started
-            self._tell(process, "TERM")
+            self._signal(process, "TERM")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass a request to stop on: the first lets all hosts save; a later Ctrl-C stops them at once."""
         if not self._stopped:
             self._stopped = 128 + number
             _say("stopping all hosts; each saves first")
-            self.tell_all("TERM")
+            self.signal_all("TERM")
         elif number == signal.SIGINT:
             _say("stopping all hosts at once")
-            self.tell_all("INT")
+            self.signal_all("INT")
 
-    def tell_all(self, word: str) -> None:
+    def signal_all(self, word: str) -> None:
         for process in list(self._processes.values()):
-            self._tell(process, word)
+            self._signal(process, word)
 
     def wait(self) -> int:
         """Wait until all hosts have ended and their output is shown; returns the exit code."""
@@ -126,7 +126,7 @@ class _Hosts:
                 code = 128 - code if code < 0 else code
                 if code and not status and not (self._stopped and code > 128):
                     failed, status = host, code
-                    self.tell_all("TERM")
+                    self.signal_all("TERM")
             time.sleep(POLL_SECONDS if running else 0.0)
         for reader in self._readers:
             reader.join()
@@ -135,7 +135,7 @@ class _Hosts:
             _say(f"error: {failed} ended with exit code {status}{others}")
         return status or self._stopped
 
-    def _tell(self, process: subprocess.Popen[bytes], word: str) -> None:
+    def _signal(self, process: subprocess.Popen[bytes], word: str) -> None:
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # the host has ended
             os.write(process.stdin.fileno(), f"{word}\n".encode())

@@ -107,7 +107,7 @@ def padded_vocab(vocab_size: int, multiple: int, rows: int | None = None) -> int
 
 
 def softmax_vocab(vocab_size: int, rows: int, *, over_padding: bool) -> int:
-    """Rows over which the softmax is."""
+    """Rows over which the softmax runs."""
     return rows if over_padding else vocab_size
 
 

@@ -255,7 +255,7 @@ def part_of(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 def optimizer_problems(
     raw: Mapping[str, Any], otherwise: str, assumed_decay: float = 0, others: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Whether the optimizer is one that gptpar has.
+    """Problems of the optimizer: gptpar has none of its kind, or would treat its weight decay otherwise.
 
     Args:
         others: further types in small letters, for a reader that has Adam's coupled weight decay, too.

@@ -108,7 +108,7 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
 
 
 def _derive_position_embedding(notes: _Notes) -> None:
-    """The older switches for it."""
+    """Derive the kind of positions from the older switches."""
     model = notes.flags.model
     if model.use_rotary_position_embeddings and model.position_embedding_type != "rope":
         notes.replace("model", "position_embedding_type", "rope", "--use-rotary-position-embeddings")
@@ -120,7 +120,7 @@ def _derive_position_embedding(notes: _Notes) -> None:
 
 
 def _derive_rotary(notes: _Notes) -> None:
-    """Megatron's words for scaled frequencies and for the layers without positions or windows."""
+    """Derive scaled frequencies, and layers without positions or windows, from Megatron's words."""
     model = notes.flags.model
     if model.use_rope_scaling:
         notes.fill("model", "rope_scaling_type", "llama3", "--use-rope-scaling")
@@ -128,12 +128,12 @@ def _derive_rotary(notes: _Notes) -> None:
         notes.fill("model", "original_max_position_embeddings", LLAMA_3_CONTEXT, "that of Llama 3.1")
     for name, pattern, letters, most in LAYER_LISTS:
         if (text := getattr(model, name)) is not None:
-            with contextlib.suppress(ValueError):  # the checks tell
+            with contextlib.suppress(ValueError):  # the checks report it
                 notes.fill("model", pattern, layer_pattern(text, letters, most), f"{flag_name(name)} {text}")
 
 
 def _derive_gate(notes: _Notes) -> None:
-    """Other programs' words for a gate, beside which the MLP has another width."""
+    """Derive the gate from other programs' words, beside which the MLP has another width."""
     gate = notes.flags.model.glu_activation
     reason = f"--glu-activation {gate}"
     if gate is None and notes.flags.model.quick_geglu:
@@ -263,7 +263,7 @@ def _derive_batch(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_schedule(notes: _Notes) -> None:
-    """The sizes of --step-batch-size-schedule; the checks report one that cannot be read."""
+    """Derive the sizes of --step-batch-size-schedule; the checks report one that cannot be read."""
     words, seq_length = notes.flags.batch.step_batch_size_schedule, notes.flags.model.seq_length
     if words is None or not seq_length:
         return
@@ -367,7 +367,7 @@ def _derive_rest(notes: _Notes) -> None:
 
 
 def _derive_tokenizer(notes: _Notes) -> None:
-    """Megatron's default, and GPT-NeoX's way to name a file."""
+    """Derive the tokenizer's kind by Megatron's default, and its file by GPT-NeoX's way to name it."""
     t = notes.flags.tokenizer
     if t.tokenizer_type is None and t.vocab_file and t.merge_file:
         notes.fill("tokenizer", "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file, as in Megatron")

@@ -83,7 +83,7 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 
 
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
-    """A flag that is no flag of gptpar's."""
+    """Answer a flag that is not gptpar's."""
     said = " ".join([name, *values])
     if {name, said} & elsewhere().stands_for.keys():
         _stands_for(said, values, parsed)

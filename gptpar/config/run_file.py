@@ -38,7 +38,7 @@ class RunFile:
     problems: list[str] = field(default_factory=list)
 
     def complain(self, where: str, problem: str) -> None:
-        """One more mistake."""
+        """Note one more mistake."""
         self.problems.append(f"{self.path}: {where}: {problem}.")
 
 
@@ -67,7 +67,7 @@ def read_run_file(path: str) -> RunFile:
 
 
 def _unread(file: RunFile, problem: str) -> RunFile:
-    """A file that may say every flag, and cannot be read."""
+    """A file that cannot be read, and so may have said every flag."""
     file.problems.append(problem)
     file.refused |= {one.key for one in flag_fields()}
     return file

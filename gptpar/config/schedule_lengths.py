@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """All in samples, or in tokens where one of the flags that count tokens is given.
+    """Lengths of a learning rate schedule, in samples, or in tokens where one of the flags that count tokens is given.
 
     Attributes:
         warmup: length until the peak rate.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 
 class BackwardPasses:
-    """Tells engines of each other's backward passes.
+    """Records which engine a running backward pass belongs to, for all engines of a process.
 
     A loss may lead through modules of several engines: a GAN's generator learns through the discriminator. Autograd
     then computes gradients for all these modules, but the pass belongs to one engine, and the others drop their

@@ -113,14 +113,14 @@ class GradientCollector:
             self._hooks.pop().remove()
 
     def begin(self) -> None:
-        """A step begins; a backward pass that ended in an error is forgotten."""
+        """Begin a step, and forget a backward pass that ended in an error."""
         self._in_pass = False
         arrived = self._arrived, self._arrived_before, self.late
         for forgotten in (*arrived, self._fresh, self._missing, self._waiting, self._handed_on):
             forgotten.clear()
 
     def reopen(self) -> None:
-        """The sums begin anew within the step; parameters that have had a gradient keep counting as arrived."""
+        """Begin the sums anew within the step; parameters that have had a gradient keep counting as arrived."""
         self._arrived_before |= self._arrived
         self._arrived.clear()
 
@@ -131,7 +131,7 @@ class GradientCollector:
     def begin_backward(
         self, virtual_stage: int, *, last: bool, factor: float = 1.0, ends_together: bool = False
     ) -> None:
-        """A backward pass of a virtual stage begins.
+        """Begin a backward pass of a virtual stage.
 
         Args:
             last: whether it is the step's last for that stage.
@@ -148,11 +148,11 @@ class GradientCollector:
         last_first = names[::-1]
         for name in sorted(last_first, key=self._handed_on_last.__contains__):
             final = last and self._last_stage[name] == virtual_stage
-            if final or not self._memory.keeps_sum(self._units[name]):
+            if final or name not in self._memory.kept_whole:
                 self._waiting[name] = self._units[name], final
 
     def enter_backward(self, task: int) -> None:
-        """Autograd has begun the pass as graph task number ``task``; a nested pass has another number."""
+        """Note that autograd runs the pass as graph task number ``task``; a nested pass has another number."""
         self._outer_task = task
 
     def reads_late(self, parameter: str) -> bool:
@@ -182,12 +182,12 @@ class GradientCollector:
         self._read_late |= self._handed_on_last
 
     def leave_backward(self) -> None:
-        """The pass is over, maybe by an error."""
+        """Leave the pass, which may have ended in an error."""
         self._in_pass = False
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """The pass is over: a parameter without a gradient counts as zero."""
+        """End the pass: a parameter without a gradient counts as zero."""
         self.leave_backward()
         for unit in list(self._fresh):
             self._add(self._units[unit])
@@ -268,7 +268,7 @@ class GradientCollector:
         for name, param in unit.params.items():
             if name not in self._arrived:
                 total[param.start : param.stop].zero_()
-        if not self._memory.keeps_sum(unit):
+        if unit.name not in self._memory.kept_whole:
             self._arrived_before |= self._arrived & unit.params.keys()
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)

@@ -110,7 +110,7 @@ class EngineSettings:
 
 
 class Gradients:
-    """Tells the collector and the reducer how far the step is."""
+    """The gradients of one step: its passes begin and end here, for the collector, the memory and the reducer."""
 
     def __init__(self, memory: GradientMemory, collector: GradientCollector, reducer: GradientReducer):
         self.memory, self.collector, self.reducer = memory, collector, reducer
@@ -131,14 +131,14 @@ class Gradients:
         return self.reducer.has_begun
 
     def begin(self, num_micro_batches: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.reducer.begin()
         self.collector.begin()
         # A unit that two virtual stages share gets a second gradient even in a step of one micro-batch.
         self.memory.begin(num_micro_batches + self.collector.shares_units)
 
     def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
-        """More backward passes of the step begin, after its gradient was final.
+        """Begin more backward passes of the step, after its gradient was final.
 
         Args:
             final: see :meth:`GradientReducer.reopen <gptpar.engine.reducer.GradientReducer.reopen>`.
@@ -148,7 +148,7 @@ class Gradients:
         self.reducer.reopen(final)
 
     def begin_forward(self, *, last: bool) -> None:
-        """A forward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
+        """Begin a forward pass of a virtual stage; ``last``: it is the step's last for that stage."""
         self.collector.in_last_forward = last
 
     def begin_backward(
@@ -158,11 +158,11 @@ class Gradients:
         self.collector.begin_backward(virtual_stage, last=last, factor=factor, ends_together=ends_together)
 
     def end_backward(self) -> None:
-        """The pass is over: a parameter without a gradient counts as zero."""
+        """End the pass: a parameter without a gradient counts as zero."""
         self.collector.end_backward()
 
     def finish(self) -> None:
-        """All passes are over: wait for the reductions, and sum the gradients of tied units over their stages."""
+        """Wait for the reductions after all passes, and sum the gradients of tied units over their stages."""
         self.reducer.finish()
 
     def square(self) -> torch.Tensor:
@@ -301,7 +301,7 @@ class Engine:
             self.subscriber.close()
 
     def release(self) -> None:
-        """After the end: leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
+        """Leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
         self.gradients.collector.unwatch()
         del self.optimizer, self.gradients
 
@@ -311,14 +311,14 @@ class Engine:
         return self.settings.adds_gradients or self.settings.dtype == self.settings.wide
 
     def add_gradients(self) -> None:
-        """Between two steps: give such sums memory."""
+        """Give sums over several micro-batches memory, between two steps."""
         self.finish()
         self.settings = replace(self.settings, adds_gradients=True)
         self.gradients.memory.widen(self.settings.gradient_dtype)
         self.optimizer.read_gradients(self.gradients.shard)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         assert num_micro_batches == 1 or self.gradients.shard.dtype == self.optimizer.master.dtype  # sums are wide
         self.gradients.begin(num_micro_batches)
 

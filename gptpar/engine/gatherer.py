@@ -29,7 +29,7 @@ class _Copied:
 
 
 class PresenceWatch(Protocol):
-    """Is told when a unit's parameters become readable, and when they stop being so."""
+    """Watches when a unit's parameters become readable, and when they stop being so."""
 
     def arrived(self, unit: str) -> None:
         """Kernels launched from now on read the unit's current parameters; may be called twice in a row."""
@@ -80,7 +80,7 @@ class ParameterGatherer:
             be all padding): all processes gather at the same places.
 
     Attributes:
-        watch: is told which units are readable; ``None``: nobody is told.
+        watch: called when units become readable and stop being so; ``None``: nothing is called.
         changes: how often the shards got new values.
     """
 
@@ -177,7 +177,7 @@ class ParameterGatherer:
                 self._previous[after] = before
 
     def changed(self) -> None:
-        """The shards have new values: each layer gets them before its next call."""
+        """Declare that the shards have new values, which each layer gets before its next call."""
         self.changes += 1
         if self._memory.transient:
             holds, self._holds = self._holds, 0
@@ -214,7 +214,7 @@ class ParameterGatherer:
             self._start(self._next.get(name))  # not in recomputation: the backward pass goes the other way
 
     def after_forward(self, name: str, output: torch.Tensor | None) -> None:
-        """A layer was called.
+        """Release a layer after its call, unless its backward pass needs it at once; expect that pass.
 
         Args:
             output: the layer's output, if the backward pass will come through it; else ``None``.
@@ -235,13 +235,13 @@ class ParameterGatherer:
         self._start(self._previous.get(name))
 
     def backward_done(self, unit: str) -> None:
-        """A unit's gradients are complete: this backward pass does not need its parameters again."""
+        """Release a unit whose gradients are complete: this backward pass does not need its parameters again."""
         if self._memory.transient:
             self._in_backward.discard(self._layer_of[unit])
             self._release_unit(unit)
 
     def may_change(self, unit: str) -> None:
-        """A unit's gradient is final: a subscriber may give its parameters new values before the step."""
+        """Note that a unit's gradient is final: a subscriber may give its parameters new values before the step."""
         if self.changes_early and self.watch is not None and unit in self._present:
             self.watch.may_change(unit)
 

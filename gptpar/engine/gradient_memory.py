@@ -30,6 +30,9 @@ class GradientMemory:
             allocator would otherwise give a sum's memory to later kernels before the subscriber has fetched the sum.
         shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
         shards: the same by unit.
+        kept_whole: names of units whose whole sum is kept over micro-batches; each micro-batch's sum of the others is
+            reduced to shards, which are added up.
+        summed_on_host: names of units whose gradients the subscriber adds up over micro-batches, of its own elements.
         single: whether the step has one micro-batch.
         undivided: units that the device's optimizer updates wholly.
     """
@@ -47,11 +50,13 @@ class GradientMemory:
     ):
         self._table, self._data, self._device = table, data, device
         self._arriving_dtype = arriving_dtype or dtype
-        self._keeps_all, self.single, self.ahead = data.zero_stage < 2 and not host_sums, True, ahead
+        self._keeps_sharded, self.single, self.ahead = data.zero_stage < 2 and not host_sums, True, ahead
         self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
         names = {unit.name for unit in self.undivided}
         self._divided = {unit.name: unit for unit in table.units if unit.name not in names}
-        self._on_host = frozenset(table.summed_on_host(host_sums))
+        self.summed_on_host = frozenset(table.summed_on_host(host_sums))
+        whole = [unit.name for unit in table.units if self._keeps_sharded or unit.shards == 1]
+        self.kept_whole = frozenset(whole) - self.summed_on_host
         self._allocate(dtype)
 
     def _allocate(self, dtype: torch.dtype) -> None:
@@ -60,7 +65,7 @@ class GradientMemory:
         self.shards = self._table.split(self.shard)
         sharded = [unit for unit in self.undivided if unit.shards > 1]
         self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided if unit.shards == 1}
-        if self._keeps_all and sharded:
+        if self._keeps_sharded and sharded:
             whole = torch.zeros(sum(unit.length for unit in sharded), dtype=dtype, device=self._device)
             pieces = whole.split([unit.length for unit in sharded])
             self._sums |= {unit.name: piece for unit, piece in zip(sharded, pieces, strict=True)}
@@ -69,31 +74,23 @@ class GradientMemory:
         self._shard_sums: dict[str, torch.Tensor] = {}
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Between two steps: from now on, sums are in this dtype, in new memory."""
+        """Allocate new memory for sums of this dtype, between two steps."""
         self._allocate(dtype)
 
     @property
     def keeps_all(self) -> bool:
         """Whether no unit is reduced before the step's last backward pass."""
-        return all(map(self.keeps_sum, self._table.units))
-
-    def keeps_sum(self, unit: Unit) -> bool:
-        """Whether a unit's whole sum is kept over micro-batches; else each is reduced to shards, which are added up."""
-        return (self._keeps_all or unit.shards == 1) and not self.sums_on_host(unit)
-
-    def sums_on_host(self, unit: Unit) -> bool:
-        """Whether the subscriber has the sum over micro-batches, of its elements of the unit."""
-        return unit.name in self._on_host
+        return len(self.kept_whole) == len(self._table.units)
 
     def begin(self, num_micro_batches: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.single = num_micro_batches == 1
         for unit in self._divided.values() if self.ahead else ():
             self.sum_of(unit)
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
-        if self._data.groups.get(unit.copies_over) is not None or not (self.single or self.sums_on_host(unit)):
+        if self._data.groups.get(unit.copies_over) is not None or not (self.single or unit.name in self.summed_on_host):
             return self._dtype
         return unit.dtype or self._arriving_dtype
 
@@ -120,8 +117,8 @@ class GradientMemory:
         return views
 
     def release(self, unit: Unit) -> None:
-        """The unit's sum has been handed on: the receiver holds a reference as long as it needs one."""
-        if unit.name not in self._fixed and (self.single or not self.keeps_sum(unit)):
+        """Let go of a unit's sum after it was handed on: the receiver holds a reference as long as it needs one."""
+        if unit.name not in self._fixed and (self.single or unit.name not in self.kept_whole):
             self._sums.pop(unit.name, None)
 
     def shard_sum_of(self, unit: Unit) -> torch.Tensor:

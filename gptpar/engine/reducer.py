@@ -104,7 +104,7 @@ class GradientReducer:
         self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
 
     def begin(self) -> None:
-        """A step begins; reductions of a step that was dropped write no more, and are not added."""
+        """Begin a step; reductions of a step that was dropped write no more, and are not added."""
         self.zeros.zero_()
         while self._pending:
             dropped = self._pending.popleft()  # holds the tensors until they are usable
@@ -114,7 +114,7 @@ class GradientReducer:
         self.has_begun = False
 
     def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
-        """Sums begin anew within a step; to each that is final again, its unit's former final gradient is added.
+        """Begin sums anew within a step; to each that is final again, its unit's former final gradient is added.
 
         Args:
             final: unit -> (first element in its shard, values in fp32 or wider), on device or host.
@@ -163,10 +163,10 @@ class GradientReducer:
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
-        if self._memory.sums_on_host(unit):
+        if unit.name in self._memory.summed_on_host:
             self._add_on_host(unit, shard, last)
             return
-        if not (self._memory.single or self._memory.keeps_sum(unit)):
+        if not (self._memory.single or unit.name in self._memory.kept_whole):
             total = self._memory.shard_sum_of(unit)
             # A new sum begins here and not with the step: the subscriber may read the last step's sum until it has
             # updated the unit. By now it has, because the unit's forward pass waited for the update.
@@ -207,7 +207,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All passes are over: wait for the reductions, and complete the units that wait for the end of the step."""
+        """Wait for the reductions after all passes, and complete the units that wait for the end of the step."""
         while self._pending:
             self._finish_oldest()
         self._final_before.clear()

@@ -21,12 +21,12 @@ Judge = Callable[[torch.Tensor, Numbers], tuple[torch.Tensor, Numbers]]
 
 
 class PipelinePasses(Observer):
-    """Runs the passes of a step by the pipeline's schedule, and tells the engine of each.
+    """Runs the passes of a step by the pipeline's schedule, and reports each pass to the engine.
 
     Args:
         engine: has the layers' parameters.
         pipeline: the layers.
-        note: is told what this process is doing.
+        note: called with a phrase for what this process begins to do.
 
     Attributes:
         scale: the incoming gradient of each micro-batch's loss, on the device, so that a recorded step reads its

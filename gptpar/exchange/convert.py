@@ -46,10 +46,10 @@ def import_model(source: Path, target: Path) -> Path:
 
 
 def _reader(source: Path, target: Path) -> ForeignReader:
-    """What reads the source.
+    """The reader for the format of the source.
 
     Raises:
-        CheckpointError: nothing does, or the target would change the source.
+        CheckpointError: there is none, or the target would change the source.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist")

@@ -231,7 +231,7 @@ def _named(title: str, names: list[str], *, certain: bool) -> Foreign | None:
 
 
 def _in_folders(path: Path, names: list[str]) -> Foreign | None:
-    """What the folders inside are, newest first; two levels deep where a name is one of a checkpoint."""
+    """The foreign checkpoint in a folder inside, newest first; two levels deep where a name is one of a checkpoint."""
     for name in _newest_first(names):
         like_one = _CHECKPOINT_NAME.fullmatch(name) is not None
         inside = _entries(path / name)

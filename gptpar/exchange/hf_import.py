@@ -24,7 +24,7 @@ from gptpar.topology.tensor_parts import TensorParts
 
 
 def hf_model(source: Path) -> ForeignModel:
-    """Open a Hugging Face folder, of which a checkpoint at iteration 0 can be made, parameter by parameter.
+    """Open a Hugging Face folder for the conversion into a checkpoint at iteration 0, parameter by parameter.
 
     Raises:
         CheckpointError: with all problems.
@@ -76,7 +76,7 @@ def tokenizer_in(folder: Path) -> TokenizerConfig | None:
 def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     """Give a run's parameters a Hugging Face model's values; every process reads and fills the parts that it holds.
 
-    Of a mixture that is the experts of this process. Memory holds a piece of 8 MiB for each thread that reads.
+    Of a mixture these are the experts of this process. Memory holds a piece of 8 MiB for each thread that reads.
 
     Args:
         weights: our global name -> weight.

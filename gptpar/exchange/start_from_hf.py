@@ -61,7 +61,7 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
 
 
 def take_shape_of_hf(parsed: ParsedFlags) -> None:
-    """The same for a verb that needs neither weights nor text: ``config.json`` says all, and no run begins with it."""
+    """Take the model's shape from ``config.json``, for a verb that reads neither weights nor text and begins no run."""
     folder = parsed.flags.checkpoint.load_hf
     if folder is None:
         return

@@ -16,7 +16,7 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def mixed_number(x: int) -> int:
-    """The same permutation of a number of 32 bits without a sign."""
+    """Permute one unsigned number of 32 bits as :func:`mixed` does."""
     x = (x ^ x >> 16) * FIRST % 2**32
     x = (x ^ x >> 15) * SECOND % 2**32
     return x ^ x >> 16

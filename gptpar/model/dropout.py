@@ -74,7 +74,7 @@ def seed_fields(
         device: the model's device.
         rows: see :class:`LayerSeeds`.
     """
-    seeds = [[seed_of(seed, "dropout", iteration, place, layer, kind) for kind in KINDS] for layer in layers]
+    seeds = [seed_of(seed, "dropout", iteration, place, layer, kind) for layer in layers for kind in KINDS]
     host = torch.tensor(seeds, dtype=torch.int64).view(len(layers), len(KINDS))
     words = host.view(torch.int32).view(*host.shape, 2).to(device, non_blocking=True)
     return {seeds_field(layer): LayerSeeds(host[i], words[i], rows) for i, layer in enumerate(layers)}

@@ -17,7 +17,7 @@ from gptpar.model import mup
 from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
 from gptpar.model.norm import make_norm
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
-from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
+from gptpar.tensor_parallel.axis import copy_to, gather_tokens
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens, num_chunks
 from gptpar.tensor_parallel.products import product

@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
         Args:
             micro_batches: (input, fields by name) of each, the same on all stages.
             grad: scalar, incoming gradient of each micro-batch's loss; default 1.
-            observer: is told of each forward and backward pass.
+            observer: called around each forward and backward pass.
 
         Returns:
             The micro-batches' losses in the order of computation, if this process has the last layer; else nothing.

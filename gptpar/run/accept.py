@@ -51,7 +51,7 @@ class Inputs:
         data_parallel_size: int = 1,
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> Inputs:
-        """Reads a little of each corpus."""
+        """Collect the sources that a configuration names; a little of each corpus is read."""
         corpora, order = same_run.corpora_of(config.data), data_order(config, data_parallel_size)
         return Inputs(tokenizer, corpora, order, tokenizer_files or {})
 
@@ -127,7 +127,7 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
 
 
 def _other_schedule(config: Config, stored: StoredRun) -> Iterator[str]:
-    """A sentence if the checkpoint's schedule is another one, and no flag chooses, or is chosen and has ended."""
+    """Problems of the schedule: the checkpoint's differs and no flag chooses one, or it is chosen and has ended."""
     o, plan = config.optimizer, BatchPlan.of(config.batch, stored.progress)
     if o.override_opt_param_scheduler or config.checkpoint.no_load_lr_state:
         return
@@ -163,7 +163,7 @@ def _other_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
-    """A schedule without the lengths that change nothing of it: a longer run may have the same rate and weight decay.
+    """The values of a schedule that have an effect; a longer run may have the same rate and weight decay.
 
     A constant weight decay does not grow over the run, and a constant rate does not decay.
     """
@@ -184,7 +184,7 @@ def _corpora(stored: StoredRun) -> Corpora:
     return same_run.corpora_named(stored.config.data) if stored.corpora is None else stored.corpora
 
 
-def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+def report_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
     """Report differences that were accepted: people change these flags on purpose, or asked for the change."""
     differ = same_run.differing(Rule.REPORTED, stored.config, config, stored.known)
     if not config.logging.skip_train:
@@ -204,10 +204,10 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
     if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
         say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")
     if not config.logging.skip_train:
-        _tell_new_order(config, inputs, stored, say)
+        _report_new_order(config, inputs, stored, say)
 
 
-def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+def _report_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
     there = stored.schedule["total"] / (config.model.seq_length if stored.schedule["in_tokens"] else 1)
     here = BatchPlan.of(config.batch, stored.progress).train_samples
     if same_run.reshuffled(config, inputs.corpora, there, here):
@@ -217,7 +217,7 @@ def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Call
         )
 
 
-def tell_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
+def report_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
     there, known, _ = stored_config(meta.get("config"), same_run.COMPARED)
     if differ := same_run.differing(Rule.MODEL, there, config, known):
         say(printable(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}"))
@@ -246,7 +246,7 @@ MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr", "tolerance")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The facts, beside tensors, that a run needs to go on.
+    """The facts that a run needs to go on, besides the tensors.
 
     Attributes:
         tokenizer: the tokenizer's identity.

@@ -1,4 +1,4 @@
-"""Decides what ``auto`` is on the GPU that is there: of ``--cpu-optimizer-ratio``, of ``--offload-gradients``."""
+"""Replaces ``auto`` by what fits the GPU, for ``--cpu-optimizer-ratio`` and ``--offload-gradients``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _bytes_waiting(trainer: Trainer) -> int:
 
 
 def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
-    """Micro-batches of anything: as many as are ever alive at once, and two where there are several to be summed."""
+    """Micro-batches of arbitrary tokens: as many as are ever alive at once, and at least two if a step sums several."""
     model, batch = config.model, config.batch
     count = batch.global_batch_size // (batch.micro_batch_size * topology.mesh.data)
     enough = min(count, topology.mesh.pipeline * config.parallel.num_virtual_stages * 2)

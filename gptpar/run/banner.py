@@ -275,7 +275,7 @@ def _memory(config: Config, topology: Topology) -> list[Row]:
 
 
 def refuse_what_cannot_fit(config: Config, topology: Topology) -> None:
-    """Before anything is allocated; all processes call this together.
+    """Refuse a run that needs far more memory than there is; all processes call this before they allocate anything.
 
     Raises:
         GptparError: this process's stage needs far more than its GPU has, or the processes of a machine far more than

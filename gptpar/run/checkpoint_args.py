@@ -129,12 +129,12 @@ def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags
 
 
 def _follows_from_length(key: str, stored: StoredModel) -> bool:
-    """Whether it is the number of positions of a model that has as many as a sample has tokens."""
+    """Whether a field is the number of positions of a model that has one for each token of a sample."""
     return key == "model.max_position_embeddings" and stored.model.position_embedding_type != "learned_absolute"
 
 
 def _must_agree(key: str, finetune: bool) -> bool:
-    """Whether another value makes another model or tokenizer, and no new run with stretched positions."""
+    """Whether a field must agree: another value would make another model or tokenizer, not just stretch positions."""
     if finetune and key.removeprefix("model.") in STRETCHING:
         return False
     return key in ("tokenizer.tokenizer_type", "tokenizer.vocab_size") or RULES.get(key) is Rule.MODEL

@@ -99,7 +99,7 @@ def make_loaders(
     """A loader for each of ``train``, ``valid`` and ``test``; ``None`` where there is nothing to read.
 
     Args:
-        say: is told where validation or test data are repeated.
+        say: called with a sentence where validation or test data are repeated.
 
     Raises:
         DataError: what the data room finds wrong, or training or validation data that are missing or too small.

@@ -39,7 +39,7 @@ class FittedLength:
 
     @staticmethod
     def of(batch: BatchConfig, done: Progress) -> FittedLength | None:
-        """``None`` where nothing is to be decided: the flag is absent, or the run has its length already."""
+        """The timer of a run; ``None`` where nothing is to be decided: no flag, or the length is known already."""
         if batch.train_minutes is None or batch.train_iters is None or done.fitted_iters is not None:
             return None
         return FittedLength(batch.train_minutes, batch.train_iters, batch.train_iters_needed)

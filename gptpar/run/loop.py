@@ -71,7 +71,7 @@ class Run:
     skipped_in_a_row: int = 0
     cpu_optimizer_before: tuple[float, float, int, int, int] = (0.0, 0.0, 0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
-    told_that_all_are_kept: bool = False
+    said_that_all_are_kept: bool = False
     fitted_length: FittedLength | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Run:
         The numbers of a step are read while the device works on the next one, so nothing ever waits for a reading.
 
         Args:
-            each_step: is told when the loop begins, after each step's launch, and when the device has finished.
+            each_step: called when the loop begins, after each step's launch, and when the device has finished.
         """
         listener = each_step or StepListener()
         listener.begin()
@@ -179,7 +179,7 @@ class Run:
         return asked.stop
 
     def _keep_spike(self, step: Step, loss: float, grad_norm: float) -> None:
-        """Tell of an outlier; all processes measure it, and the main one writes its bundle."""
+        """Report an outlier; all processes measure it, and the main one writes its bundle."""
         skip_step, layers = self.trainer.skip_step, self.trainer.layer_norms
         assert skip_step is not None
         norms = dict(step.layer_norms)
@@ -354,13 +354,13 @@ class Run:
         return [((turn * count + number) * batch, batch) for number in range(count)]
 
     def _keeps_all(self) -> bool:
-        """While steps are skipped: the weights may be broken, and an older checkpoint the last good one."""
+        """Whether no checkpoint may go: while steps are skipped, an older one may have the last good weights."""
         if self.config.checkpoint.num_kept is None or not self.skipped_in_a_row:
             return False
-        if not self.told_that_all_are_kept:
+        if not self.said_that_all_are_kept:
             self.say(
                 "  no older checkpoint is deleted while steps are skipped (the gradient is not finite): "
                 "the newest may hold broken weights"
             )
-        self.told_that_all_are_kept = True
+        self.said_that_all_are_kept = True
         return True

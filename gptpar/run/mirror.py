@@ -30,7 +30,7 @@ from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.run.saving import Saving, Target
 from gptpar.run.trainer import Trainer
 from gptpar.system.host import available_memory
-from gptpar.system.restart import MEMORY_VARIABLE, is_told_how_to_go_on, memory_folder
+from gptpar.system.restart import MEMORY_VARIABLE, has_launcher_that_restarts, memory_folder
 
 NAME = "machine"
 """A link in the folder, to a name that no other machine's folder has."""
@@ -136,7 +136,7 @@ def open_copies(config: Config, say: Callable[[str], None]) -> Copies | None:
 
 
 def restore(copies: Copies | None, trainer: Trainer) -> None:
-    """Before the newest copy is loaded: bring back what this machine has lost of it."""
+    """Bring back what this machine has lost of the newest copy, before that is loaded."""
     if copies is not None:
         copies.complete(checkpoint_tensors(trainer))
 
@@ -173,7 +173,7 @@ def _own_folder(interval: int, checkpoint: CheckpointConfig) -> Path:
         )
     c = checkpoint
     begins = c.begins_anew or c.no_load_lr_state or c.no_load_optim or c.ckpt_step is not None
-    if not is_told_how_to_go_on() and (begins or not goes_on(c)):
+    if not has_launcher_that_restarts() and (begins or not goes_on(c)):
         raise GptparError(
             f"--mirror-interval {interval} with torchrun or another launcher than gptpar pretrain: the processes of a "
             "replaced machine have to go on as the others do: give --load the folder of --save, without --finetune, "

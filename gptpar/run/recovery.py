@@ -60,18 +60,18 @@ class RecoveryTimes(Sink):
     def __init__(self, restart: Restart, say: Callable[[str], None]):
         self._say, self._restart, self._last = say, restart, time.monotonic()
         self._parts = {"noticed": restart.noticed_s, "ended": restart.ended_s, "started": self._last - restart.started}
-        self._told = restart.number == 0
+        self._is_printed = restart.number == 0
 
     def mark(self, what: str) -> None:
-        """A part of the restart ends now."""
+        """Note that a part of the restart ends now."""
         now = time.monotonic()
         self._parts[what], self._last = now - self._last, now
 
     def iteration(self, record: IterationRecord) -> None:
-        """The first iteration ends the restart."""
-        if self._told:
+        """Print the times after the first iteration, which ends the restart."""
+        if self._is_printed:
             return
-        self._told = True
+        self._is_printed = True
         self.mark("first step")
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._parts.items())
         number = str(self._restart.number) + (f" of {self._restart.limit}" if self._restart.limit else "")

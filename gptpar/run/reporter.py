@@ -55,7 +55,7 @@ def device_peak(number_format: str, device: torch.device) -> float | None:
 
 @dataclass
 class Reporter:
-    """Only the main process has one that prints and writes.
+    """Reports finished steps; only the main process has one that prints and writes.
 
     Args:
         plan: sizes and number of steps.
@@ -84,7 +84,7 @@ class Reporter:
         self._since = TimingEvent(self.device)
 
     def follow(self, plan: BatchPlan) -> None:
-        """The run's length is another from now on."""
+        """Follow another length of the run from now on."""
         self.plan, self._num_iterations = plan, plan.num_iterations()
 
     def restart_clock(self) -> None:
@@ -195,7 +195,7 @@ class Reporter:
             sink.task(record)
 
     def flush(self) -> None:
-        """At a checkpoint: what the sinks kept in memory is to be on the disk, too."""
+        """Write what the sinks keep in memory to the disk, as a checkpoint does with the state."""
         for sink in self.sinks:
             sink.flush()
 
@@ -210,7 +210,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _sum_known(values: Sequence[int | None]) -> int | None:
-    """The sum of those that are known; ``None`` where none is."""
+    """The sum of the known values; ``None`` where none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
@@ -227,7 +227,7 @@ def _with_averaged_losses(record: IterationRecord, good: Sequence[IterationRecor
 
 
 def averaged_times(found: Sequence[CpuOptimizerTimes | None]) -> CpuOptimizerTimes | None:
-    """Mean times of those that were measured; what is counted is added up."""
+    """The mean of measured times; counts are added up."""
     times = [one for one in found if one is not None]
     if not times:
         return None

@@ -29,8 +29,8 @@ from gptpar.run.accept import (
     Inputs,
     accepted,
     check_learned_positions,
-    tell_differences,
-    tell_finetuned_differences,
+    report_differences,
+    report_finetuned_differences,
 )
 from gptpar.run.progress import Progress
 from gptpar.run.run_folder.branches import branch_with
@@ -78,7 +78,7 @@ def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
 
 
 def refuse_foreign_folders(config: Config) -> None:
-    """Saving beside checkpoints that are not this run's would fail hours later, or hide them; say so first.
+    """Refuse to save beside checkpoints that are not this run's: it would fail hours later, or hide them.
 
     Raises:
         ConfigError: ``--load`` or ``--save`` holds another program's checkpoint, or ``--save`` another run's.
@@ -186,15 +186,15 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
             f"--ckpt-step {named} to go back to that one"
         )
     if c.finetune:
-        tell_finetuned_differences(config, loaded.meta, say)
+        report_finetuned_differences(config, loaded.meta, say)
         return Progress()
     # Where the newest was damaged, an older one has been taken.
     stored = accepted(config, inputs, dataclasses.replace(manifest, iteration=loaded.iteration, meta=loaded.meta))
-    tell_differences(config, inputs, stored, say)
+    report_differences(config, inputs, stored, say)
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
-        _tell_other_formats(read_manifest(loaded.path), targets, say)
+        _report_other_formats(read_manifest(loaded.path), targets, say)
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:
@@ -228,8 +228,8 @@ def _is_rounded(name: str, stored: torch.dtype, here: torch.dtype) -> bool:
     return kind_of(name) in STATES and {stored, here} == {KEPT_IN, torch.float32}
 
 
-def _tell_other_formats(manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]) -> None:
-    """Tell what a resume did to moments that the checkpoint has in another number format."""
+def _report_other_formats(manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]) -> None:
+    """Report what a resume did to moments that the checkpoint has in another number format."""
     for kind in STATES:
         names = [name for name in targets if kind_of(name) == kind and name in manifest.tensors]
         if any(_is_rounded(name, manifest.tensors[name].dtype, targets[name].dtype) for name in names):

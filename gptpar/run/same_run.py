@@ -182,7 +182,7 @@ def other_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
 
 
 def unidentified_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
-    """Corpora of a checkpoint that says no more than where they were, and now are somewhere else."""
+    """Corpora that a checkpoint names by their place alone, and that are somewhere else now."""
     (_, former), (flag, found) = _training(there), _training(here)
     for old, new in zip(former, found, strict=False):
         if "sha256" not in old and old["prefix"] != new["prefix"]:

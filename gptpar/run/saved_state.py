@@ -1,4 +1,4 @@
-"""Lists the contents of a GPT run's checkpoint: tensors by name, and facts about the run (``stored`` reads them)."""
+"""Lists the contents of a GPT run's checkpoint: tensors by name, and facts about the run for ``stored_run``."""
 
 from __future__ import annotations
 

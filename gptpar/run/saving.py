@@ -237,7 +237,7 @@ class Saving:
         return Late(blocks, partial(tensors_to_save, self._trainer, views))
 
     def poll(self) -> None:
-        """Tell of a save that is over by now."""
+        """Report a save that is over by now."""
         self._saver.poll()
 
     def finish(self, *, required: bool = False) -> None:
@@ -254,7 +254,7 @@ class Saving:
         """A checkpoint is on the disk."""
         assert self._target is not None
         if self._trainer.topology.is_main and not self._target.in_memory:
-            self._tell(saved)
+            self._report(saved)
         if self._exports is not None and self._target is self.targets[0]:
             self._exports.begin(saved.path, saved.save.iteration)
         self._flush()
@@ -290,7 +290,7 @@ class Saving:
         if self._exports is not None:
             self._exports.finish()
 
-    def _tell(self, saved: Saved) -> None:
+    def _report(self, saved: Saved) -> None:
         iteration, path = saved.save.iteration, saved.path
         num_bytes = sum(file.stat().st_size for file in files_of(path))
         kept = saved.most_kept

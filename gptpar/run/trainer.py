@@ -58,7 +58,7 @@ class Trainer:
         config: resolved, with the padded vocabulary filled.
         topology: this process's place.
         schedule: learning rate and weight decay.
-        activity: is told what this process is doing.
+        activity: records what this process is doing.
         tries_memory: see :func:`~gptpar.run.gpt.make_engine`.
     """
 
@@ -92,7 +92,7 @@ class Trainer:
                 quiet=engine.optimizer.guard.wait_until_read,
             )
         self._passes = PipelinePasses(self.engine, self.pipeline, self._note)
-        # Of the loss of each micro-batch, where all tokens of a step are to count alike.
+        # Divides the loss of each micro-batch where all tokens of a step count alike.
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
@@ -105,7 +105,7 @@ class Trainer:
         self._norms_of_outputs: Norms = {}
 
     def close(self) -> None:
-        """Before the processes part."""
+        """Free the recorded step and close the engine, before the processes part."""
         if self._graph is not None:
             self._graph.release()
         self.engine.close()
@@ -122,7 +122,7 @@ class Trainer:
         self.engine.optimizer.expect_step(self._hyperparameters(progress), self.loss_scale.value)
 
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
-        """A step's, by parameter group."""
+        """A step's hyperparameters, by parameter group."""
         lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
         return self._groups.hyperparameters(
             self.config.optimizer,
@@ -290,7 +290,7 @@ class Trainer:
 
     def _own(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This process's tokens of its micro-batches."""
-        return [self._split.own_batch(batch) for batch in batches]
+        return list(batches) if self._split.size == 1 else [self._split.own_batch(batch) for batch in batches]
 
     def _on_device(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         return [batch.to(self.topology.device, non_blocking=True) for batch in batches]

@@ -15,7 +15,7 @@ from gptpar.system.regions import copy_bytes
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """``None``: there is no compiler, or the processor lacks the instructions. Nobody needs to know: zlib does."""
+    """The helper; ``None`` without a compiler or the processor's instructions: zlib does the same."""
     if (library := native.load_if_possible("crc32")) is None:
         return None
     library.crc32_of.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]

@@ -81,7 +81,7 @@ def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     except OSError:
         lines = []
     mounts = root / "sys/fs/cgroup"
-    # A container may see its own group as the root, and yet be told the host's path of it.
+    # A container may see its own group as the root, and yet read the host's path of it here.
     paths = {"": {PurePosixPath("/")}, controller: {PurePosixPath("/")}}
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -188,7 +188,7 @@ _STARTERS = (
 
 
 def several_without_rank(environment: Mapping[str, str]) -> str | None:
-    """What is wrong if mpirun or srun started several processes without RANK; each would take itself for the only one.
+    """The problem if mpirun or srun started several processes without RANK: each would take itself for the only one.
 
     A batch script, or a shell of salloc, is one process whatever SLURM_NTASKS says: only srun sets SLURM_STEP_ID, or a
     SLURM_PROCID above 0.

@@ -253,7 +253,7 @@ def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[st
 
 
 def _identity(compiler: list[str]) -> str:
-    """What a library depends on besides its source: the compiler's version and the C library it links to."""
+    """The compiler's version and the C library that it links to: a library depends on them besides its source."""
     try:
         version = _run([*compiler, "--version"], timeout_s=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Tells whether a process still runs, and which processes it has started."""
+"""Finds out whether a process still runs, and which processes it has started."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Process:
         return (self.host, self.boot, self.namespace) == (socket.gethostname(), _boot(), _namespace())
 
     def is_alive(self) -> bool:
-        """Whether a local process still runs; a later process with the same number is told apart."""
+        """Whether a local process still runs; a later process with the same number does not count."""
         _, started = _state_and_start(self.pid)
         reused = bool(started and self.started) and started != self.started
         return is_running(self.pid) and not reused
@@ -108,7 +108,7 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 def _fields(pid: int) -> list[str]:
-    """What the kernel's ``stat`` has of a process behind its name, which may hold any bytes; empty if there is none."""
+    """Fields of the kernel's ``stat`` of a process behind its name, which may hold any bytes; empty if it is gone."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return fields if len(fields) > 19 else []
 

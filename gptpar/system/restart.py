@@ -1,4 +1,4 @@
-"""Messages around a restart: what the launcher tells new workers, and what workers leave for their successors."""
+"""Messages around a restart: from the launcher to new workers, and from workers to their successors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Restart:
 
     @classmethod
     def of_worker(cls) -> Restart:
-        """What the launcher told this process; without a launcher, the first start of a run that is not restarted."""
+        """The launcher's message to this process; without one, the first start of a run that is not restarted."""
         text = os.environ.get(VARIABLE)
         return cls(**json.loads(text)) if text else cls()
 
@@ -53,7 +53,7 @@ class Restart:
         return {VARIABLE: json.dumps(dataclasses.asdict(dataclasses.replace(self, started=time.monotonic())))}
 
 
-def is_told_how_to_go_on() -> bool:
+def has_launcher_that_restarts() -> bool:
     """Whether one launcher starts all workers again, so that all of them know whether the run has begun."""
     return VARIABLE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
@@ -65,7 +65,7 @@ def memory_folder() -> Path | None:
 
 
 def note_begun() -> None:
-    """Note that this run has left the state that it was told to load: checkpoints in its folder are now its own."""
+    """Note that this run has left the state that its command line names: checkpoints in its folder are now its own."""
     if (folder := _folder()) is not None:
         (folder / _BEGUN).touch()
 

@@ -127,7 +127,7 @@ class Snapshot:
         self._take(tensors, exchanged, completes=True)
 
     def _end_holding(self) -> None:
-        """All parts are known; the caller holds the lock."""
+        """End the addition of parts, because all are known; the caller holds the lock."""
         for borrowed in self._exchanged_early:
             borrowed.num_regions -= 1
             self._give_back_if_free(borrowed)

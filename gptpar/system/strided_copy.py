@@ -49,7 +49,7 @@ def copy_elements(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _width(target: torch.Tensor, source: torch.Tensor) -> int | None:
-    """What the helper calls these elements; ``None``: it does not copy them."""
+    """The helper's name for elements of this width; ``None``: it does not copy them."""
     assert target.shape == source.shape
     if not (target.is_cpu and source.is_cpu):
         return None

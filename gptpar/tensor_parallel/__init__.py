@@ -1,7 +1,6 @@
 """Tensor parallelism: linear and embedding layers that are split over the tensor axis, and their transfers."""
 
-from gptpar.tensor_parallel.axis import ALONE, TensorAxis
-from gptpar.tensor_parallel.collectives import symmetric_memory_works
+from gptpar.tensor_parallel.axis import ALONE, TensorAxis, symmetric_memory_works
 from gptpar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = [

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptpar.tensor_parallel.axis import ALONE, TensorAxis
-from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
+from gptpar.tensor_parallel.axis import ALONE, TensorAxis, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
 from gptpar.tensor_parallel.products import PLAIN, product

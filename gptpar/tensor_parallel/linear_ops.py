@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from gptpar.tensor_parallel.collectives import gather, reduce_scatter, start_gather, start_reduce_scatter
+from gptpar.tensor_parallel.axis import gather, reduce_scatter, start_gather, start_reduce_scatter
 from gptpar.tensor_parallel.products import PLAIN, product
 
 # Below this size of the gathered activations, the many small products of a fused transfer cost more than they hide.

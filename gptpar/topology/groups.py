@@ -1,4 +1,4 @@
-"""Makes the process groups of a mesh's axes, and tells this process's place on each."""
+"""Makes the process groups of a mesh's axes, and finds this process's place on each."""
 
 from __future__ import annotations
 

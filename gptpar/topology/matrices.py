@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Matrices:
-    """Every parameter's matrices but those of :class:`Interleaved` and :class:`Stacked`: see the module."""
+    """How a parameter divides into matrices, unless it is :class:`Interleaved` or :class:`Stacked`: see the module."""
 
     def shapes(self, full: torch.Size) -> tuple[tuple[int, int, int], ...]:
         """(number of matrices, rows, columns) of each batch of equal matrices.

@@ -232,7 +232,8 @@ def test_copies_of_16_bit_gradients_become_as_wide_as_their_sums(
 ) -> None:
     """The ring's slots, made for bf16, are replaced by wider ones when the first fp32 sum comes."""
     monkeypatch.setattr("gptpar.offload.gpu_transfers.RING_BYTES", 1 << 20)
-    more: dict[str, Any] = {"bf16": {"enabled": True}, "gptpar": {"speculation": speculation}}
+    # With the host, the first pass is observed and runs uncompiled, which rounds differently.
+    more: dict[str, Any] = {"bf16": {"enabled": True}, "gptpar": {"speculation": speculation, "compile": False}}
     there, here = (make(False, ratio, **more) for ratio in (1.0, 0.0))
     transfers = there.host._transfers
     slot_bytes = transfers.slot_bytes

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.model.attention_dropout import attention_with_dropout
-from gptpar.model.core_attention import document_mask
+from gptpar.model.core_attention import attention_with_dropout, document_mask
 from gptpar.model.dropout import EMBEDDINGS, LayerSeeds, kept, seed_fields, seeds_field
 from tests.gpu.training import run
 

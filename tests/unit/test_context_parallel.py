@@ -55,8 +55,6 @@ def test_a_rank_s_tokens_keep_their_positions_and_the_whole_count() -> None:
     assert own.labels_BS.tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
     assert own.position_ids_BS is not None and own.position_ids_BS.tolist() == [[2, 3, 4, 5]] * 2
     assert own.cu_seqlens is cu_seqlens and own.num_counted == 11 / 2
-    alone = MicroBatch(tokens, tokens + 1, mask)
-    assert ContextSplit().own_batch(alone) is alone
 
 
 WHOLE = "--seq-length 64 --attention-dropout 0"

@@ -91,7 +91,7 @@ class Tracer(StepListener):
         )
 
     def begin(self) -> None:
-        """The run begins."""
+        """Note that the run begins."""
         self._profile.start()
 
     def step(self) -> None:

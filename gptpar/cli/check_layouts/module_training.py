@@ -181,7 +181,7 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
 
 
 class _WithoutCasts(TorchDispatchMode):
-    """Casts from fp64 to fp32 or less give fp64."""
+    """Makes casts from fp64 to fp32 or less give fp64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

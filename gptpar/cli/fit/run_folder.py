@@ -34,7 +34,7 @@ class MadeWith:
     choices: tuple[Choice, ...]
 
     def write(self, run: Path) -> None:
-        """Publish it by one rename."""
+        """Write the settings into the folder, by one rename."""
         values = {
             "preset": self.preset,
             "minutes": self.minutes,

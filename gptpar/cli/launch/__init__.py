@@ -20,7 +20,7 @@ from gptpar.cli.launch.job import HANG_SECONDS, ONE_MACHINE, LaunchJob, job_of, 
 from gptpar.cli.launch.machines import run_torchrun
 from gptpar.cli.launch.memory import folder_in_memory, keep_copies, owned_folder
 from gptpar.cli.launch.program import Program
-from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, tell
+from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, print_message
 from gptpar.cli.launch.supervisor import Supervisor
 from gptpar.cli.launch.worker import end_with_launcher, is_worker
 from gptpar.errors import GptparError
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         )
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
-        memory = stack.enter_context(folder_in_memory(tell)) if words.max_restarts else None
+        memory = stack.enter_context(folder_in_memory(print_message)) if words.max_restarts else None
         relay = Relay(folder, patience(), Children(), program_of(words))
         return _exit_code(relay, folder, memory, False, lambda: run_torchrun(words, folder, memory))
 
@@ -129,7 +129,7 @@ def run_job(job: LaunchJob) -> int:
     """Run a job's workers; returns an exit code."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(owned_folder(Path(tempfile.gettempdir()), ACTIVITIES))
-        memory = stack.enter_context(folder_in_memory(tell)) if job.max_restarts else None
+        memory = stack.enter_context(folder_in_memory(print_message)) if job.max_restarts else None
         supervisor = Supervisor(job, folder, memory)
         return _exit_code(supervisor.relay, folder, memory, True, supervisor.run)
 
@@ -145,7 +145,7 @@ def _exit_code(
     finally:
         has_failed = code not in (0, 128 + (relay.signal or 0)) and not was_stopped(folder)
         if has_failed and memory is not None and (sentence := keep_copies(memory, is_alone=is_alone)):
-            tell(sentence)
+            print_message(sentence)
 
 
 def _ended(relay: Relay, folder: Path, run: Callable[[], Failure | None]) -> int:
@@ -153,6 +153,6 @@ def _ended(relay: Relay, folder: Path, run: Callable[[], Failure | None]) -> int
         with relay.relaying():
             failure = run()
     except Stopped as stopped:  # no worker was there to take the request
-        tell(f"{stopped}{'' if all_activities(folder) else NOTHING_LOST}")
+        print_message(f"{stopped}{'' if all_activities(folder) else NOTHING_LOST}")
         return 128 + stopped.signal
     return relay.exit_code(failure)

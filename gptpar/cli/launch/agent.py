@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from gptpar.cli.launch.failure import Failure
-from gptpar.cli.launch.relay import tell
+from gptpar.cli.launch.relay import print_message
 from gptpar.system.activity import forget_records, last_activity
 from gptpar.system.processes import is_stopped
 from gptpar.system.restart import Restart, forget_final, is_final
@@ -31,7 +31,7 @@ def waiting(what: str) -> Iterator[None]:
 
     def say() -> None:
         said.set()
-        tell(f"waiting for {what}")
+        print_message(f"waiting for {what}")
 
     timer = threading.Timer(QUIET_SECONDS, say)
     timer.daemon = True
@@ -41,10 +41,10 @@ def waiting(what: str) -> Iterator[None]:
     finally:
         timer.cancel()
         if said.is_set():
-            tell(f"waited {time.monotonic() - began:.0f} s")
+            print_message(f"waited {time.monotonic() - began:.0f} s")
 
 
-class TellingRendezvous:
+class ReportingRendezvous:
     """A rendezvous handler of torch that says what it waits for.
 
     Args:
@@ -75,8 +75,8 @@ class Agent(LocalElasticAgent):
     Args:
         spec: torchrun's.
         folder: of the workers' records of activity.
-        failed: is given the first failure of each start of the workers.
-        rendezvous: torch's handler -> one that tells what it waits for.
+        failed: called with the first failure of each start of the workers.
+        rendezvous: torch's handler -> one that reports what it waits for.
         options: of torchrun's agent.
     """
 
@@ -121,9 +121,9 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         used = self._limit - self._remaining_restarts
         if worker_group.state.name == "HEALTHY":  # of this machine; it does not count
-            tell(f"restart: another machine has joined, or starts its workers again{self._stopped}")
+            print_message(f"restart: another machine has joined, or starts its workers again{self._stopped}")
         else:
-            tell(f"restart {used} of {self._limit}: {self._failure}")
+            print_message(f"restart {used} of {self._limit}: {self._failure}")
         super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

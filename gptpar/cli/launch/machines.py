@@ -45,7 +45,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
     from torch.distributed.launcher import api
     from torch.distributed.run import run
 
-    from gptpar.cli.launch.agent import Agent, TellingRendezvous
+    from gptpar.cli.launch.agent import Agent, ReportingRendezvous
 
     # The worker itself and the launcher say what went wrong; torchrun's own report would bury both messages.
     for name in logging.root.manager.loggerDict:
@@ -55,7 +55,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -
     conf = {**_conf_of(words, where), **dict(word.split("=", 1) for word in words.rdzv_conf.split(",") if "=" in word)}
     words.rdzv_conf = ",".join(f"{key}={value}" for key, value in conf.items())
     rendezvous = partial(
-        TellingRendezvous,
+        ReportingRendezvous,
         machines=f"the {words.nnodes} machines of this run, which meet at {where} (at most {conf['join_timeout']} s)",
         answer=f"an answer from {where} (at most {conf['read_timeout']} s): is the network up?",
     )

@@ -53,7 +53,7 @@ def patience() -> float:
         raise GptparError(f"{PATIENCE_VARIABLE}={text} is not a number of seconds: correct it, or unset it.") from None
 
 
-def tell(message: str) -> None:
+def print_message(message: str) -> None:
     """Print a message on stderr, if it is still there."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(message, file=sys.stderr, flush=True)
@@ -133,25 +133,25 @@ class Relay:
         """
         asked = self.signal
         if failure is None and asked is None and was_stopped(self._folder):
-            tell("stopped by a request to another launcher of this run, or to a worker")
+            print_message("stopped by a request to another launcher of this run, or to a worker")
             return 128 + signal.SIGTERM
         if failure is None:
             return 0 if asked is None else 128 + asked
         if asked is None:
-            tell(f"error: {failure}")
+            print_message(f"error: {failure}")
             return failure.exit_code
         if self._killed:
-            tell(
+            print_message(
                 f"error: stopped by {asked.name}, and the workers were killed, with what they learnt since the last "
                 f"checkpoint: {self._killed}"
             )
         elif self._at_once is not None:
-            tell("error: interrupted twice: stopped at once, without saving")
+            print_message("error: interrupted twice: stopped at once, without saving")
         elif failure.doing == START and self._is_answer(failure, asked):
             # Other programs than gptpar's may note nothing to their end, whatever they have learnt.
-            tell(f"stopped by {asked.name}{NOTHING_LOST if self._program.is_gptpar else ''}")
+            print_message(f"stopped by {asked.name}{NOTHING_LOST if self._program.is_gptpar else ''}")
         else:
-            tell(f"error: stopped by {asked.name}, but {failure}")
+            print_message(f"error: stopped by {asked.name}, but {failure}")
             return failure.exit_code
         return 128 + (asked if self._at_once is None else signal.SIGINT)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.job import LaunchJob
-from gptpar.cli.launch.relay import Relay, patience, tell
+from gptpar.cli.launch.relay import Relay, patience, print_message
 from gptpar.cli.launch.rendezvous import LocalStore
 from gptpar.cli.launch.template import Template
 from gptpar.cli.launch.worker import LAUNCHER_VARIABLE
@@ -98,7 +98,7 @@ class Supervisor:
                     return replace(failure, remark=remark)
                 self._end(0.0)
                 ended = time.monotonic() - noticed
-                self._tell_restart(failure)
+                self._report_restart(failure)
                 before = failure
                 self._restart = replace(
                     self._restart,
@@ -199,11 +199,13 @@ class Supervisor:
             return f"; all {used} restarts (--max-restarts) are used up"
         return None
 
-    def _tell_restart(self, failure: Failure) -> None:
+    def _report_restart(self, failure: Failure) -> None:
         number, limit = self._restart.number + 1, self._job.max_restarts
-        tell(f"restart {number} of {limit}: {failure}")
+        print_message(f"restart {number} of {limit}: {failure}")
         if (count := self._job.processes_left(self._count)) != self._count:
-            tell(f"  {count} of {self._count} processes go on: this machine has no more GPUs left that suit the layout")
+            print_message(
+                f"  {count} of {self._count} processes go on: this machine has no more GPUs left that suit the layout"
+            )
             self._count = count
 
     def _end(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Tells a worker which launcher started it, and ends the worker after the launcher's death."""
+"""Passes a worker the launcher that started it, and ends the worker after the launcher's death."""
 
 from __future__ import annotations
 

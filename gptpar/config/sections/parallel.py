@@ -217,7 +217,7 @@ def _tensor(flags: Flags) -> Iterator[str]:
 
 
 def _context(flags: Flags) -> Iterator[str]:
-    """Each process must have equally many tokens of a sample, and whole samples are nowhere."""
+    """Problems of context parallelism: processes need equally many tokens of a sample, and none has whole samples."""
     m, p = flags.model, flags.parallel
     size = p.context_parallel_size
     parts = 2 * size if p.cp_comm_type == "allgather" else size

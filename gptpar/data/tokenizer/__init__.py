@@ -94,7 +94,7 @@ _OTHERS = {
 
 
 def _why_no_file(path: Path, in_folder: str) -> str:
-    """What is said of a path that is neither the file nor a folder with it."""
+    """The sentence about a path that is neither the file nor a folder with it."""
     if not path.is_dir():
         return f"is not there: give the path of a file, seen from {Path.cwd()}"
     found = next((name for name in _OTHERS if (path / name).is_file()), None)

@@ -126,7 +126,7 @@ def require_bounded_archive(file: Any) -> None:
 
 
 def require_bounded_pickles(file: Any, num_bytes: int) -> None:
-    """The same for a file from before 2020, which begins with several pickles.
+    """Make sure of the same for a file from before 2020, which begins with several pickles instead of an archive.
 
     Raises:
         pickle.UnpicklingError: its pickles repeat too much.

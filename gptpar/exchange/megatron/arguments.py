@@ -113,7 +113,7 @@ def _absent(given: Mapping[str, Any]) -> Iterator[str]:
     if scale is not None and not (
         isinstance(scale, int | float) and type(width) is int and width > 0 and isclose(scale, width**-0.5)
     ):
-        yield f"it has another scale of attention's scores than 1 / sqrt(kv_channels) (--softmax-scale {_told(scale)})"
+        yield f"it has another scale of attention's scores than 1 / sqrt(kv_channels) (--softmax-scale {_short(scale)})"
 
 
 def _windows(given: Mapping[str, Any]) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _windows(given: Mapping[str, Any]) -> Iterator[str]:
     window = given.get("window_size")
     pair = isinstance(window, list | tuple) and len(window) == 2 and all(type(one) is int for one in window)
     if window is not None and (not pair or window[1] not in (0, -1)):
-        yield f"its attention windows are no number of tokens before each token (--window-size {_told(window)})"
+        yield f"its attention windows are no number of tokens before each token (--window-size {_short(window)})"
 
 
 def _layer_lists(given: Mapping[str, Any]) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _layer_lists(given: Mapping[str, Any]) -> Iterator[str]:
         except ValueError:
             found = ""
         if found == "" or (isinstance(value, list | tuple) and found and len(found) != given.get("num_layers")):
-            yield f"its list of layers has not one 0 or 1 for each of its layers ({flag_name(name)} {_told(value)})"
+            yield f"its list of layers has not one 0 or 1 for each of its layers ({flag_name(name)} {_short(value)})"
 
 
 def _lacking(given: Mapping[str, Any]) -> Iterator[str]:
@@ -161,7 +161,7 @@ def _is_on(value: object, off: tuple[object, ...] | None) -> bool:
     return bool(value) if off is None else value not in off
 
 
-def _told(value: object) -> str:
+def _short(value: object) -> str:
     return printable(str(value)[:80])
 
 

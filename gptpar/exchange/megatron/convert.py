@@ -116,7 +116,7 @@ def megatron_model(folder: Path) -> ForeignModel:
 
 
 def _require_proportion(path: Path, num_bytes: int) -> None:
-    """Many names may share the bytes of one tensor, and padding takes none: a small folder could fill any disk.
+    """Refuse a folder far smaller than its checkpoint: names that share bytes, and padding, could fill any disk.
 
     Args:
         num_bytes: size of the checkpoint to be made.

@@ -51,7 +51,7 @@ def gelu_backward(grad_NF: torch.Tensor, x_NF: torch.Tensor) -> tuple[torch.Tens
 
 @triton_op("gptpar::squared_relu_backward", mutates_args=())
 def squared_relu_backward(grad_NF: torch.Tensor, x_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same through the squared ReLU."""
+    """(gradient of ``x``, gradient of the bias) through the squared ReLU."""
     return _through_activation(grad_NF, x_NF, is_gelu=False)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gptpar.model.attention_dropout import not_compiled
+from gptpar.model.core_attention import not_compiled
 from gptpar.model.experts.products import Places, added, places_of, scattered
 from gptpar.model.experts.routing import counts_of
 from gptpar.tensor_parallel.cost import BatchShape, Cost

@@ -26,7 +26,7 @@ from gptpar.model.experts.products import (
 from gptpar.model.experts.routing import Router
 from gptpar.model.linear import Linears
 from gptpar.model.mup import hidden_std, router_std
-from gptpar.tensor_parallel.collectives import copy_to, gather_tokens, scatter_sum_tokens, sum_over
+from gptpar.tensor_parallel.axis import copy_to, gather_tokens, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
 from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.placement import ParameterSpec

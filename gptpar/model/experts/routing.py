@@ -21,7 +21,7 @@ from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
-from gptpar.model.attention_dropout import not_compiled
+from gptpar.model.core_attention import not_compiled
 from gptpar.model.mup import router_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape

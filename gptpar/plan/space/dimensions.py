@@ -98,7 +98,7 @@ def virtual_stages(mesh: Mesh, counts: Sequence[int], most: int | None = None) -
 
 
 def fixed(*options: Option) -> Dimension:
-    """The same options in each layout."""
+    """A dimension with the same options in each layout."""
     return lambda mesh: options
 
 

@@ -30,7 +30,7 @@ class Evaluator:
         pipeline: the model as this process holds it.
         context: the most tokens that the model reads.
         tokens: of a micro-batch.
-        note: is told what this process is doing.
+        note: called with a phrase for what this process begins to do.
     """
 
     pipeline: Pipeline

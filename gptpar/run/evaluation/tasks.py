@@ -9,8 +9,8 @@ Let l_i be the sum of the natural logarithms of the probabilities of choice i's 
 
 These are the definitions of lm-evaluation-harness (lm_eval/api/task.py, ``process_results`` of multiple choice;
 lm_eval/api/metrics.py, ``bits_per_byte``). Its pages call ``acc_norm`` byte-length normalised, but its code counts
-characters; for ASCII both are the same. The first choice wins a draw. A task with an l_i that is not a number has
-scores that are none. The standard error of an accuracy p over n questions is sqrt(p (1 - p) / (n - 1)).
+characters; for ASCII both are the same. The first choice wins a draw. If any l_i is not a number, neither
+are the task's scores. The standard error of an accuracy p over n questions is sqrt(p (1 - p) / (n - 1)).
 """
 
 from __future__ import annotations

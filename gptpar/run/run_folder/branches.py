@@ -106,7 +106,7 @@ def leave_branch(
         root: the run's folder, which this process owns.
         iteration: that the run goes on from; -1 to begin anew.
         tensorboard: where this run's event files are. Outside ``root`` other runs may write there: nothing is touched.
-        say: is told what was moved where; not called where there is nothing to move.
+        say: called with a sentence about what was moved where, if anything was.
         damaged: the later checkpoints could not be loaded.
     """
     beyond = sorted(number for number, _ in folders.find_checkpoints(root) if number > iteration)
@@ -139,7 +139,7 @@ def _advice(branch: Path) -> str:
 
 
 def finish_branches(root: Path, say: Callable[[str], None]) -> None:
-    """Do the rest for a run that was killed while it left a branch; called by the folder's owner, before it loads."""
+    """Finish for a run that was killed while it left a branch; the folder's owner calls this before it loads."""
     folder = root / FOLDER_NAME
     for staged in folder.iterdir() if folder.is_dir() else ():
         if _STAGED.fullmatch(staged.name):
@@ -173,7 +173,7 @@ def read_journal(branch: Path) -> Journal | None:
 
 
 def _publish(root: Path, journal: Journal) -> Path:
-    """A branch with copies of the histories and nothing moved yet; it appears by one rename."""
+    """Make a branch with copies of the histories; nothing is moved yet, and it appears by one rename."""
     folder = root / FOLDER_NAME
     staged = folder / f".new-{secrets.token_hex(4)}"
     staged.mkdir(parents=True)

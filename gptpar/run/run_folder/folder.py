@@ -19,7 +19,7 @@ SEEN_SECONDS = 30.0
 
 
 class RunFolder:
-    """Every process of a run has one and calls the same methods; the main process does the work for all.
+    """A run's claim to its folder: every process has one and calls the same methods, and the main one works for all.
 
     An error of the main process is raised in all of them.
 
@@ -50,7 +50,7 @@ class RunFolder:
         return self._owner.token, os.uname().nodename
 
     def _require_shared(self, token: str, host: str) -> None:
-        """Each process writes its part of a checkpoint, so that all must see the folder that the main one has taken."""
+        """Refuse a folder that this process cannot see: each process writes its part of a checkpoint there."""
         if not is_seen(self._root, token, SEEN_SECONDS):
             raise CheckpointError(
                 f"{self._root} on {os.uname().nodename} is not the folder of this name on {host}: what {host} wrote "
@@ -74,7 +74,7 @@ class RunFolder:
             self._cut_what_is_taken_again(self._tensorboard, iteration, consumed_samples)
 
     def _cut_what_is_taken_again(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:
-        """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl tells if there are."""
+        """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl shows if there are any."""
         last = metrics_file.last_iteration(self._root / metrics_file.FILE_NAME)
         if last is not None and last <= iteration:
             return

@@ -102,7 +102,7 @@ class Owner:
 
     Args:
         root: the folder, created where missing.
-        say: is told if a dead run's folder is taken over.
+        say: called with a sentence if a dead run's folder is taken over.
 
     Attributes:
         token: of the claim.
@@ -124,7 +124,7 @@ class Owner:
         self._thread.start()
 
     def require(self) -> None:
-        """Ask before anything is written or deleted.
+        """Make sure that the folder is still this run's, before anything is written or deleted.
 
         A claim that somebody removed, alone or with the folder, is made again if no run came since.
 
@@ -239,7 +239,7 @@ class Owner:
             try:
                 if self._is_mine():
                     os.utime(self._path)  # without a time: the file system's own clock
-            except OSError:  # a disk that is away for a while, or a claim that is gone: `require` will tell
+            except OSError:  # a disk that is away for a while, or a claim that is gone: `require` will report it
                 pass
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli import doctor
-from gptpar.cli.doctor import Finding
-from gptpar.errors import NativeBuildError
-from gptpar.system import native
 
 
 @pytest.fixture
@@ -54,21 +51,3 @@ def test_a_slow_disk_and_a_folder_that_is_not_there_warn(
     assert status == 1 and not findings["disk write"]["ok"] and "--save-local" in str(findings["disk write"]["advice"])
     status, findings = found(tmp_path / "no", capsys)
     assert status == 1 and "cannot be written" in str(findings["disk write"]["text"])
-
-
-def test_a_helper_that_cannot_be_built_warns(
-    fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(name: str) -> None:
-        raise NativeBuildError("no C++ compiler found (tried c++). Install one.")
-
-    monkeypatch.setattr(native, "load", load)
-    status, findings = found(tmp_path, capsys)
-    assert status == 1 and "Install one." in str(findings["csrc/cpu_adam"]["advice"])
-
-
-def test_an_advice_stands_below_its_line() -> None:
-    lines = list(doctor.lines([Finding("torch", "2.13"), Finding("disk", "1 GiB free", "make room " * 20)]))
-    assert lines[0] == "ok    torch  2.13" and lines[1] == "warn  disk   1 GiB free"
-    assert len(lines) == 6 and all(line.startswith(" " * 13) for line in lines[2:-1]) and max(map(len, lines)) <= 100
-    assert lines[-1] == "1 of 2 lines warn"

@@ -19,46 +19,38 @@ FORGED = "\x1b[2J\x07\r\n error: all is well\u202e\x9b31m\u2028"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e]")
 
 
-def forged(values: Any) -> Any:
-    """Escapes behind every string and every key."""
+def forged(values: Any, behind_key: str) -> Any:
+    """Escapes behind every string, and something behind every key."""
     if isinstance(values, dict):
-        return {key + FORGED: forged(value) for key, value in values.items()}
+        return {key + behind_key: forged(value, behind_key) for key, value in values.items()}
     if isinstance(values, list):
-        return [forged(value) for value in values]
+        return [forged(value, behind_key) for value in values]
     return values + FORGED if isinstance(values, str) else values
 
 
-def only_texts(values: Any) -> Any:
-    """Escapes behind every string that is a value."""
-    if isinstance(values, dict):
-        return {key: only_texts(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [only_texts(value) for value in values]
-    return values + FORGED if isinstance(values, str) else values
-
-
-@pytest.mark.parametrize("forge", [forged, only_texts])
 @pytest.mark.parametrize(
-    "words",
+    ("words", "behind_key"),
     [
-        "inspect RUN",
-        "inspect RUN/iter_0000020 --verify",
-        "inspect RUN/iter_0000020 --json",
-        "runs RUN --verify",
-        "runs RUN --json",
-        "generate --load RUN --prompt a --num-tokens 2 --device cpu",
-        "pretrain --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
-        "--train-iters 9 --lr 1 --mock-data --vocab-size 9 --load RUN --nproc-per-node 1",
+        ("inspect RUN", FORGED),
+        ("inspect RUN/iter_0000020 --verify", ""),
+        ("runs RUN --verify", FORGED),
+        ("runs RUN --json", ""),
+        ("generate --load RUN --prompt a --num-tokens 2 --device cpu", ""),
+        (
+            "pretrain --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+            "--train-iters 9 --lr 1 --mock-data --vocab-size 9 --load RUN --nproc-per-node 1",
+            FORGED,
+        ),
     ],
 )
 def test_no_verb_prints_what_a_meta_forges(
-    words: str, forge: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: str, behind_key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = min(CHECKPOINTS.rglob("manifest.json"))
     checkpoint = tmp_path / "iter_0000020"
     shutil.copytree(source.parent, checkpoint)
     body = json.loads(source.read_text())["manifest"]
-    body["iteration"], body["meta"] = 20, forge(body["meta"])
+    body["iteration"], body["meta"] = 20, forged(body["meta"], behind_key)
     body["tensors"] = {name + FORGED: entry for name, entry in body["tensors"].items()}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     document = {"sha256": hashlib.sha256(canonical.encode()).hexdigest(), "manifest": body}

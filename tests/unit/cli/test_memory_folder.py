@@ -17,7 +17,6 @@ from gptpar.cli.launch.memory import (
     UNNAMED_SECONDS,
     folder_in_memory,
     keep_copies,
-    owned_folder,
     remove_abandoned,
 )
 from gptpar.system.processes import Process
@@ -44,13 +43,6 @@ def test_the_newest_copies_of_a_failed_run_are_kept(tmp_path: Path, is_alone: bo
     assert sorted(int(path.name[5:]) for path in folder.glob("iter_*")) == kept
 
 
-def test_a_folder_that_the_user_names_is_used_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MEMORY_VARIABLE, str(tmp_path / "kept"))
-    with folder_in_memory(print, tmp_path) as folder:
-        assert folder == tmp_path / "kept" and (folder / OWNER).exists()
-    assert folder.exists()
-
-
 def test_a_copy_outlives_a_killed_launcher_until_the_disk_has_a_newer_state(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -68,11 +60,6 @@ def test_a_copy_outlives_a_killed_launcher_until_the_disk_has_a_newer_state(tmp_
     (save / "iter_0000020").mkdir()
     remove_abandoned(tmp_path, say=said.append)
     assert not folder.exists() and len(said) == 1
-
-
-def test_without_such_a_place_there_is_none(tmp_path: Path) -> None:
-    with folder_in_memory(print, tmp_path / "nowhere") as folder:
-        assert folder is None
 
 
 def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
@@ -96,14 +83,3 @@ def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
     remove_abandoned(tmp_path)
     left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
     assert left == {"alive", "elsewhere", "other-container", "being-made", "gptpar-else"}
-
-
-def test_a_killed_launchers_notes_are_removed_by_the_next_launcher(tmp_path: Path) -> None:
-    dead = tmp_path / "gptpar-activity-dead"
-    dead.mkdir()
-    (dead / OWNER).write_text(json.dumps({**Process.this().to_dict(), "started": "long ago"}))
-    with owned_folder(tmp_path, "gptpar-activity-") as mine:
-        assert list(tmp_path.iterdir()) == [mine]
-        with owned_folder(tmp_path, "gptpar-activity-") as other:
-            assert set(tmp_path.iterdir()) == {mine, other}
-    assert not list(tmp_path.iterdir())

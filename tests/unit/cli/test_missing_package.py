@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,57 +12,27 @@ ROOT = Path(__file__).parents[3]
 WITHOUT = "import sys; sys.modules['torch'] = None; "
 
 
-def sentence(package: str) -> str:
-    return f"gptpar needs the package {package}, which is not installed in {sys.prefix}: run pip install {package}."
-
-
-SENTENCE = sentence("torch")
+SENTENCE = f"gptpar needs the package torch, which is not installed in {sys.prefix}: run pip install torch."
 PRETRAIN = "pretrain --preset tiny --mock-data --vocab-size 100 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
 
 
-def answer(program: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def answer(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT + program, *words]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [PRETRAIN, "pretrain --help", "benchmark", "plan --preset tiny", "generate --load X", "doctor", "check-layouts"],
-)
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')",
-        pytest.param("from gptpar.cli import main; sys.exit(main())", marks=pytest.mark.slow),
-    ],
-)
-def test_a_command(program: str, words: str) -> None:
+@pytest.mark.parametrize("words", [PRETRAIN, "pretrain --help", "doctor"])
+def test_a_command(words: str) -> None:
+    program = "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')"
     done = answer(program, *words.split())
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {SENTENCE}\n")
 
 
-@pytest.mark.parametrize(
-    ("script", "package"),
-    [
-        ("tools/estimate_memory.py", "torch"),
-        ("examples/pretrain_gpt.py", "torch"),
-        ("examples/deepspeed/train.py", "torch"),
-        pytest.param("examples/deepspeed/train.py", "transformers", marks=pytest.mark.slow),  # it imports torch
-    ],
-)
-def test_a_script(script: str, package: str) -> None:
-    program = f"import runpy; sys.modules['{package}'] = None; runpy.run_path('{script}', run_name='__main__')"
-    command = [sys.executable, "-c", f"import sys; sys.argv[:] = ['{script}', '--steps']; {program}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {sentence(package)}\n")
-
-
-def test_a_worker() -> None:
-    program = "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')"
-    done = answer(program, *PRETRAIN.split(), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert (done.returncode, done.stderr) == (1, f"error: {SENTENCE}\n")
+@pytest.mark.parametrize("script", ["tools/estimate_memory.py", "examples/deepspeed/train.py"])
+def test_a_script(script: str) -> None:
+    program = f"import runpy; sys.argv[:] = ['{script}', '--steps']; runpy.run_path('{script}', run_name='__main__')"
+    done = answer(program)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {SENTENCE}\n")
 
 
 def test_a_name_of_the_library() -> None:
@@ -72,6 +41,6 @@ def test_a_name_of_the_library() -> None:
     assert "During handling" not in done.stderr
 
 
-@pytest.mark.parametrize("words", ["", "--help", "make-corpus --help"])
+@pytest.mark.parametrize("words", ["--help", "make-corpus --help"])
 def test_what_needs_no_torch_works(words: str) -> None:
     assert "usage: " in answer("from gptpar.cli import main; sys.exit(main())", *words.split()).stdout

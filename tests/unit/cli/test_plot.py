@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from gptpar.cli.plot import main, run_names
-from gptpar.errors import GptparError
 from gptpar.reporting.curves import load_run, smooth
 from gptpar.reporting.figures.runs import draw_runs
 from gptpar.system.command_line import run
@@ -49,12 +48,6 @@ def test_smooth_follows_a_slope_and_ignores_spikes_and_nan():
     assert np.abs(smoothed - 2 * centres)[inside].max() <= 2.0
 
 
-def test_smooth_of_a_long_run_has_a_thousand_points():
-    x = np.arange(20000.0)
-    centres, smoothed = smooth(x, np.ones(20000))
-    assert len(centres) == 1000 and (smoothed == 1).all()
-
-
 @pytest.mark.slow
 def test_picture_of_one_run_with_reference(tmp_path, capsys):
     folder = write_run(tmp_path / "a", 30)
@@ -72,29 +65,6 @@ def test_picture_of_one_run_with_reference(tmp_path, capsys):
     ]
 
 
-@pytest.mark.slow
-def test_picture_of_several_runs_names_them(tmp_path):
-    folders = [write_run(tmp_path / name, n) for name, n in (("a", 1), ("b", 30))]
-    output = tmp_path / "both.png"
-    assert main([*map(str, folders), "--output", str(output)]) == 0
-    assert output.stat().st_size > 10_000
-    figure = draw_runs([load_run(folder, folder.name) for folder in folders])
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["a", "b", "validation"]
-    with_experts = write_run(tmp_path / "c", 12, **{"fullest expert": 2.5})
-    *_, loads = draw_runs([load_run(folder, folder.name) for folder in (*folders, with_experts)]).axes
-    assert loads.get_title(loc="left") == "Fullest expert"
-    assert [2.5] * 12 in [list(line.get_ydata()) for line in loads.lines]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"grad_norm": None, "lm_loss": None, "tokens_per_s": None}])
-def test_a_single_iteration_or_nothing_but_nulls_still_draws(tmp_path, changes):
-    folder = write_run(tmp_path / "a", 1 if not changes else 12, **changes)
-    assert main([str(folder / "metrics.jsonl")]) == 0
-    assert (folder / "run.png").exists()
-
-
 def test_runs_of_one_name_are_told_apart_by_path():
     assert run_names([Path("x/a"), Path("x/b/metrics.jsonl")]) == ["a", "b"]
     assert run_names([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
@@ -104,10 +74,8 @@ def test_runs_of_one_name_are_told_apart_by_path():
     ("content", "message"),
     [
         (None, "does not exist: name the folder of a run"),
-        ("", "holds no training iteration (0 lines): nothing to draw yet"),
         ('{"iteration": 1, "validation_loss": 3}\n', "holds no training iteration (1 lines)"),
         ('{"iteration": 1, "lm_loss": 3}\nnot json\n', "metrics.jsonl, line 2 is not JSON"),
-        ('{"iteration": 1, "lm_loss": 3}\n[1]\n', "line 2 is not an object with an integer 'iteration'"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_clearly(tmp_path, capsys, content, message):
@@ -117,8 +85,3 @@ def test_what_cannot_be_drawn_is_said_clearly(tmp_path, capsys, content, message
     error = capsys.readouterr().err
     assert message in error and str(tmp_path) in error
     assert not (tmp_path / "run.png").exists()
-
-
-def test_a_picture_of_another_kind_is_refused_before_the_run_is_read(tmp_path):
-    with pytest.raises(GptparError, match="run.foo: the picture is a PNG"):
-        main([str(tmp_path / "nowhere"), "--output", str(tmp_path / "run.foo")])

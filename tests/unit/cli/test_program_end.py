@@ -46,7 +46,7 @@ def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("end", "status", "told"),
-    [("", 0, ""), ("None", 0, ""), ("7", 7, ""), ("'no data'", 1, "no data\n"), ("True", 1, "")],
+    [("", 0, ""), ("7", 7, ""), ("'no data'", 1, "no data\n")],
 )
 def test_its_status_is_the_processs(tmp_path: Path, end: str, status: int, told: str) -> None:
     done = run(tmp_path, f"import sys; sys.exit({end})")
@@ -61,10 +61,3 @@ def test_an_exception_is_shown_from_the_programs_first_line_on(tmp_path: Path) -
         f'  File "{tmp_path}/train.py", line 5, in <module>',
     ]
     assert done.stderr.endswith("ValueError: no data\n")
-
-
-def test_a_module_of_the_folder_is_run_as_a_module(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text("import sys; print(__package__, sys.argv[1:])")
-    done = run_command(tmp_path, Program("module", "package", ("word",)))
-    assert (done.returncode, done.stdout) == (0, "package ['word']\n")

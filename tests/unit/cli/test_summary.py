@@ -26,14 +26,6 @@ def test_a_run_is_named_by_its_folder_or_its_file(tmp_path: Path, capsys: pytest
         assert said == "loss: 3.000 at the start, 2.000 on average over the last tenth of 2 steps\n"
 
 
-@pytest.mark.parametrize("meta", [{}, {"corpora": None}, {"corpora": {"--data-path": [{"prefix": "elsewhere/b"}]}}])
-def test_a_checkpoint_that_does_not_know_the_corpus_says_nothing(meta: dict, tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "a", b"tokens")
-    assert not _is_another_corpus(tmp_path / "run", prefix)  # there is no checkpoint
-    save_checkpoint(tmp_path / "run", 1, {"w": torch.ones(2)}, meta)
-    assert not _is_another_corpus(tmp_path / "run", prefix)
-
-
 def test_other_bytes_under_a_known_name_are_noticed(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "a", b"tokens")
     known = {"prefix": "where/it/was/a", "weight": 1.0, **corpus_identity(prefix)}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import pydoc
 import subprocess
 import sys
 
 import pytest
 
-import gptpar
 from gptpar.cli import main, usage
 from gptpar.system.command_line import Parser
 
@@ -18,11 +16,6 @@ from gptpar.system.command_line import Parser
 def test_the_verbs_are_listed(words: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == status
     assert capsys.readouterr().out == usage() + "\n"
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"gptpar {gptpar.__version__}\n"
 
 
 def test_help_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,12 +32,6 @@ def test_a_reader_that_has_gone_ends_the_usage_quietly() -> None:
     done = subprocess.run([sys.executable, "-m", "gptpar"], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_help_of_the_package_shows_what_is_imported_late() -> None:
-    told = pydoc.render_doc(gptpar, renderer=pydoc.plaintext)
-    assert "    initialize(" in told and "    class PipelineModule" in told
-    assert set(gptpar.__all__) <= set(dir(gptpar))
 
 
 def test_a_refused_word_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

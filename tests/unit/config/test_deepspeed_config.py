@@ -46,39 +46,6 @@ def test_the_example_resolves() -> None:
     ]
 
 
-# --- the flags ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--deepspeed", "--deepspeed needs --deepspeed_config FILE, DeepSpeed's JSON: give it, or drop --deepspeed."),
-        ("--deepspeed_config ds.json", "--deepspeed_config ds.json is read with --deepspeed only: add it."),
-        (
-            "--deepspeed --deepspeed-config no.json",
-            "--deepspeed_config no.json: cannot be read (No such file or directory): name a file.",
-        ),
-        ("--deepspeed --deepspeed_config .", "--deepspeed_config .: cannot be read (Is a directory): name a file."),
-    ],
-)
-def test_flags_that_do_not_lead_to_a_file(folder: Path, flags: str, expected: str) -> None:
-    assert parse_flags(flags.split()).problems == [expected]
-
-
-def test_a_file_that_is_no_text_is_named(folder: Path) -> None:
-    Path("ds.json").write_bytes(b'{"a\xff": 1}')
-    assert parse_flags(["--deepspeed", "--deepspeed_config", "ds.json"]).problems == [
-        "--deepspeed_config ds.json: byte 3 is not UTF-8: save it as text."
-    ]
-
-
-def test_help_tells_of_both_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_flags(["--help"])
-    text = capsys.readouterr().out
-    assert "--deepspeed-config FILE, --deepspeed_config FILE" in text and "--gradient-accumulation-steps N" in text
-
-
 # --- JSON with comments ---------------------------------------------------------------------------------------------
 
 
@@ -101,14 +68,10 @@ def test_comments_and_trailing_commas() -> None:
         ('{"a": 1,\n // x\n "b" 2}', "line 3, column 6: Expecting ':' delimiter"),
         ('{"a": 1, "b": {"c": 1, "c": 2}, "a": 3}', "given twice in one object: c, a"),
         ("[1]", "an object in braces is needed"),
-        ('{"a": [,]}', "line 1, column 8: Expecting value"),
-        ('{"a": 1,,}', "line 1, column "),
         ('{"a": NaN}', "NaN is not a number"),
-        ('{"a": /* 1}', "line 1, column 7: Expecting value"),
         ('{"a": ' + "[" * 100_000 + "}", ""),
         ('{"a": ' + "1" * 5000 + "}", "Exceeds the limit"),
         ("", "it is empty"),
-        ("// nothing else", "it is empty"),
     ],
 )
 def test_text_that_cannot_be_read_is_told_with_its_place(
@@ -152,33 +115,17 @@ def test_looser_json_is_left_to_the_hjson_library(monkeypatch: pytest.MonkeyPatc
         read_object(f"{LOOSE} twice")
 
 
-def test_what_hjson_reads_is_what_was_meant() -> None:
-    pytest.importorskip("hjson")
-    assert read_object(LOOSE) == {
-        "train_batch_size": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "fp16": {"enabled": True},
-    }
-
-
-def test_a_key_given_twice_is_a_problem_with_the_file(folder: Path) -> None:
-    found = problems('{"train_batch_size": 8, "train_batch_size": 16}', "--lr 1e-3 --micro-batch-size 2")
-    assert found == ["--deepspeed_config ds.json: given twice in one object: train_batch_size; correct it."]
-
-
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("train", "micro", "steps", "expected"),
     [
-        (32, 2, 4, (32, 2)),
         (32, 2, None, (32, 2)),
         (32, None, 4, (32, 2)),
         (None, 2, 4, (32, 2)),
         (32, None, None, (32, 8)),
         (None, 2, None, (8, 2)),
-        (32, 2, "auto", (32, 2)),
         (32, "auto", "auto", (32, 8)),
     ],
 )
@@ -217,12 +164,6 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
             "process(es) = 12, so there is no --micro-batch-size for it: change one of them.",
         ),
         (
-            {"train_batch_size": 34, "train_micro_batch_size_per_gpu": 2},
-            "",
-            "ds.json: train_batch_size 34 is not a multiple of train_micro_batch_size_per_gpu 2 x 4 data-parallel "
-            "process(es) = 8: the nearest that fits is 32.",
-        ),
-        (
             BATCH,
             "--micro-batch-size 1",
             "ds.json: train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them, "
@@ -232,11 +173,6 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
             {"gradient_accumulation_steps": 4},
             "",
             "--micro-batch-size is missing: the number of samples one process runs at once, for example 4.",
-        ),
-        (
-            {**BATCH, "gradient_accumulation_steps": 0},
-            "",
-            "ds.json: gradient_accumulation_steps is 0; it must be at least 1.",
         ),
     ],
 )
@@ -253,14 +189,6 @@ def test_flags_that_agree_or_speak_alone_win(folder: Path) -> None:
     config, derived = resolved(file, flags)
     assert (config.precision.dtype, config.logging.log_interval, config.optimizer.adam_beta2) == ("bf16", 7, 0.95)
     assert "zero stage" not in derived and "lr" not in derived
-
-
-def test_the_file_decides_on_the_stage_as_with_deepspeed(folder: Path) -> None:
-    file = {**BATCH, **RATE, "zero_optimization": {"stage": 1}}
-    assert resolved(file, "--zero-stage 0")[0].parallel.zero_stage == 1
-    assert parsed_with(file, "--zero-stage 0").without_effect == [
-        "--zero-stage 0: ds.json decides on the ZeRO stage, as with DeepSpeed"
-    ]
 
 
 def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
@@ -298,24 +226,13 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     [
         ({"grandient_accumulation_steps": 4}, "grandient_accumulation_steps is unknown; did you mean gradient_accum"),
         ({"weight-decay": 0.1}, "weight-decay is unknown; did you mean optimizer.params.weight_decay?"),
-        ({"stage": 2}, "stage is unknown; did you mean zero_optimization.stage?"),
-        ({"fp16.enabled": True}, "fp16.enabled is unknown;"),
-        ({"pipeline": {"stagess": 2}}, "pipeline.stagess is unknown; did you mean pipeline.stages?"),
-        ({"bf16": {"stage": 1}}, "bf16.stage is unknown; did you mean zero_optimization.stage?"),
         ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),
         ({"tensorboard": 1}, "tensorboard is 1: an object in braces is needed."),
         ({"zero_optimization": 2}, "zero_optimization is 2: an object in braces is needed."),
-        ({"loss_scale": 0}, "loss_scale is unknown; did you mean fp16.loss_scale?"),
-        ({"bf16": {"scale": 0}}, "bf16.scale is unknown; the keys there are enabled, immediate"),
-        ({"checkpoints": {"load_universal": True}}, "checkpoints is unknown; did you mean checkpoint?"),
-        ({"checkpointing": 1}, "checkpointing is unknown; did you mean checkpoint?"),
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
         ({"gradient_clipping": True}, "gradient_clipping is true: a number is needed."),
-        ({"gradient_clipping": 10**400}, "gradient_clipping is 1000000"),
-        ({"steps_per_print": 10**400}, "steps_per_print is 1000000"),
         ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": true or false is needed.'),
         ({"amp": {"enabled": True}}, "amp: Apex is not part of gptpar; leave it out."),
-        ({"scheduler": {"type": []}}, "scheduler.type is []: only WarmupLR,"),
         (
             {"communication_data_type": "fp8"},
             'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is needed.',

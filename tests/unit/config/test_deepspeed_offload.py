@@ -19,20 +19,6 @@ def test_fp16_scales_as_in_deepspeed(folder: Path) -> None:
     assert (p.loss_scale, p.initial_loss_scale) == (128, 256)
 
 
-def test_a_number_format_that_the_file_turns_off_stays_off(folder: Path) -> None:
-    assert problems({**BATCH, **RATE, "bf16": {"enabled": False}}, "--bf16") == [
-        "ds.json: bf16.enabled is false, but --bf16 is given, too: drop one of them, or make them agree."
-    ]
-
-
-def test_a_loss_scale_without_fp16_changes_nothing(folder: Path) -> None:
-    file = {**BATCH, **RATE, "fp16": {"enabled": "auto", "loss_scale": 128}, "bf16": {"enabled": True}}
-    assert resolved(file)[0].precision.dtype == "bf16"
-    assert parsed_with(file).without_effect == ["fp16.loss_scale: fp16 is not enabled"]
-    del file["bf16"]
-    assert resolved(file, "--fp16")[0].precision.loss_scale == 128
-
-
 def offload(**keys: object) -> dict[str, Any]:
     return {**BATCH, **RATE, "zero_optimization": {"stage": 2, "offload_optimizer": keys}}
 
@@ -62,12 +48,6 @@ def test_offload_of_the_optimizer(folder: Path) -> None:
             "zero_optimization.offload_optimizer.ratio is 0.3, but --cpu-optimizer-ratio 0.5 is given, too: drop one "
             "of them, or make them agree.",
         ),
-        (
-            {"device": "cpu", "ratios": 0.3},
-            "",
-            "zero_optimization.offload_optimizer.ratios is unknown; did you mean "
-            "zero_optimization.offload_optimizer.ratio?",
-        ),
     ],
 )
 def test_offload_that_cannot_be(folder: Path, file: dict[str, Any], flags: str, expected: str) -> None:
@@ -80,13 +60,3 @@ def test_optimizer_state_on_a_disk(folder: Path) -> None:
     assert resolved(offload(device="cpu", nvme_path="/nowhere"))[0].offload.optimizer_nvme_path is None
     found = parsed_with(offload(device="cpu", nvme_path="/nowhere")).without_effect
     assert "zero_optimization.offload_optimizer.nvme_path: it is for NVMe" in found
-
-
-def test_parameters_on_the_host(folder: Path) -> None:
-    file = {**BATCH, **RATE, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    assert resolved(file)[0].offload.cpu_parameters
-    file["zero_optimization"]["offload_param"] = {"device": "nvme"}
-    assert problems(file) == [
-        'ds.json: zero_optimization.offload_param.device is "nvme": parameters on NVMe are not part of this version '
-        'yet; "cpu" and "none" are.'
-    ]

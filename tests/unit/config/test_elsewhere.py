@@ -7,7 +7,7 @@ from collections import Counter
 from gptpar.config import Flags, flag_fields
 from gptpar.config.elsewhere import ANY_NUMBER, FILE, elsewhere
 from gptpar.config.flags import parse_flags
-from gptpar.system.stop import STOP_SIGNALS
+from tests.helpers import TINY
 
 
 def words_of(value: object) -> list[str]:
@@ -39,18 +39,20 @@ def test_flags_stand_for_fields_that_are_there() -> None:
         assert isinstance(value, type(getattr(getattr(Flags(), section), name)) | fields[key].kind.scalar)
 
 
-def test_a_flag_is_accepted_or_refused_with_its_reason() -> None:
+def test_accepted_flags_change_nothing_and_are_told_with_their_reasons() -> None:
+    words = TINY.split()
     for name, answer in elsewhere().flags.items():
-        values = answer.accepted[:1] or ("word",) * max(answer.count, 0)
-        without_effect, problems = answer.to(name, values)
-        assert (without_effect, problems) == ([f"{name}: {answer.why}"], [])
+        words += [name, *(answer.accepted[:1] or ("word",) * max(answer.count, 0))]
+    parsed = parse_flags(words)
+    assert parsed.flags == parse_flags(TINY.split()).flags and not parsed.problems
+    assert parsed.without_effect == [f"{name}: {answer.why}" for name, answer in elsewhere().flags.items()]
+
+
+def test_other_values_are_refused_with_the_reason() -> None:
+    for name, answer in elsewhere().flags.items():
         if answer.refused:
             without_effect, (problem,) = answer.to(name, ["unheard-of"])
             assert without_effect == [] and name in problem and "leave it out" in problem and "{" not in problem
         elif answer.count != ANY_NUMBER:
             _, (problem,) = answer.to(name, ["word"] * 2)
             assert problem == f"{name} takes {answer.count} value(s), 2 given."
-
-
-def test_signals_are_those_that_stop_a_run() -> None:
-    assert elsewhere().flags["--exit-signal"].accepted == tuple(one.name for one in STOP_SIGNALS)

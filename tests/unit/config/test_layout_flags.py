@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gptpar.config import RecomputeConfig
-from gptpar.config.derive import derive
 from gptpar.config.flags import parse_flags
-from gptpar.config.validate import find_problems, resolve
+from gptpar.config.validate import resolve
 from tests.unit.config.flag_problems import GOOD, problems
-
-NOT_RECOMPUTED = "nothing is recomputed: see --recompute-granularity full"
 
 WORLD = 8
 
@@ -21,17 +17,6 @@ WORLD = 8
         (
             "--num-attention-heads 6 --tensor-model-parallel-size 4",
             ["--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4; sizes that fit: 1, 2, 3, 6."],
-        ),
-        (
-            "--num-query-groups 2 --tensor-model-parallel-size 4",
-            ["--num-query-groups 2 is not divisible by --tensor-model-parallel-size 4; sizes that fit: 1, 2."],
-        ),
-        (
-            "--ffn-hidden-size 50 --tensor-model-parallel-size 4",
-            [
-                "--ffn-hidden-size 50 is not divisible by --tensor-model-parallel-size 4; sizes that fit: "
-                "1, 2, 5, 10, 25, 50."
-            ],
         ),
         (
             "--sequence-parallel --tensor-model-parallel-size 4 --seq-length 7",
@@ -52,60 +37,6 @@ WORLD = 8
             [
                 "virtual stages interleave the work of a pipeline, but --pipeline-model-parallel-size is 1: raise it "
                 "to at least 2, or drop the flags for virtual stages."
-            ],
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 5 --pipeline-model-parallel-size 2",
-            [
-                "--num-layers 12 is not divisible by --pipeline-model-parallel-size 2 x "
-                "--num-layers-per-virtual-pipeline-stage 5 = 10: choose other numbers, or give "
-                "--num-virtual-stages-per-pipeline-rank, which takes any number of layers."
-            ],
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 3 --num-virtual-stages-per-pipeline-rank 3 "
-            "--pipeline-model-parallel-size 2",
-            [
-                "--num-layers-per-virtual-pipeline-stage 3 makes 2 virtual stage(s) a process, "
-                "--num-virtual-stages-per-pipeline-rank says 3: keep one."
-            ],
-        ),
-        (
-            "--no-pipeline-parallel --pipeline-model-parallel-size 2",
-            ["--no-pipeline-parallel contradicts --pipeline-model-parallel-size > 1: drop one of them."],
-        ),
-        ("--zero-stage 4", ["--zero-stage is 4; it must be at most 3."]),
-        ("--zero-stage -1", ["--zero-stage is -1; it must be at least 0."]),
-        (
-            "--zero-stage 0 --use-distributed-optimizer",
-            ["--zero-stage 0 contradicts --use-distributed-optimizer, which is stage 1: drop one of them."],
-        ),
-        (
-            "--fp64 --grad-reduce-in-bf16",
-            ["--grad-reduce-in-bf16 rounds the gradients that --fp64 is to keep exact: drop one of them."],
-        ),
-        (
-            "--partition-method best",
-            [
-                "--partition-method best: unknown; it takes parameters, flops, uniform, type:REGEX, or boundaries such "
-                "as 0,7,14."
-            ],
-        ),
-        (
-            "--partition-method type:(",
-            [
-                "--partition-method type:(: not a regular expression (missing ), unterminated subpattern at position "
-                "0): match layer classes, for example type:block."
-            ],
-        ),
-        (
-            "--partition-method 0,9,8,16",
-            ["--partition-method 0,9,8,16: boundaries start with 0 and grow, for example 0,7,14."],
-        ),
-        (
-            "--partition-method 0,9,16",
-            [
-                "--partition-method 0,9,16: these are 2 part(s), but stages x virtual stages is 1: give 2 boundaries.",
             ],
         ),
         (
@@ -130,36 +61,6 @@ WORLD = 8
                 "--checkpoint-in-cpu, which keeps the inputs of those that are in host memory, or "
                 "--recompute-granularity selective.",
             ],
-        ),
-        (
-            "--checkpoint-activations --recompute-activations",
-            [
-                "--recompute-activations means --recompute-granularity selective, but full is asked for, too: keep "
-                "one.",
-            ],
-        ),
-        ("--recompute-modules mlp", ["--recompute-modules needs --recompute-granularity selective."]),
-        (
-            "--recompute-activations --recompute-modules mlp gelu",
-            ["--recompute-modules gelu: unknown; it takes one of core_attn, mlp, mlp_act, layernorm."],
-        ),
-        (
-            "--checkpoint-activations --checkpoint-num-layers 2 --recompute-num-layers 3",
-            [
-                "--checkpoint-num-layers 2 means --recompute-method uniform --recompute-num-layers 2, but uniform and "
-                "3 are asked for, too: keep one."
-            ],
-        ),
-        (
-            "--checkpoint-activations --partition-activations --tensor-model-parallel-size 2 --sequence-parallel",
-            [
-                "--distribute-saved-activations (--partition-activations) saves nothing with --sequence-parallel, "
-                "where each process holds only its own tokens already: drop it."
-            ],
-        ),
-        (
-            "--context-parallel-size 3 --seq-length 1023",
-            ["8 processes cannot be cut into groups of 1 x 1 x 3 = 3 (tensor x pipeline x context): start a multiple"],
         ),
         (
             "--context-parallel-size 4 --seq-length 30 --num-attention-heads 6 --attention-dropout 0",
@@ -224,62 +125,3 @@ def test_zero_stage_follows_from_the_layout(flags: str, world_size: int, stage: 
     assert config.parallel.zero_stage == stage
     reasons = {d.name: d.reason for d in derived}
     assert "zero stage" not in reasons if reason is None else reasons["zero stage"].startswith(reason)
-
-
-def test_layout_numbers_are_derived() -> None:
-    flags = (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-        "--global-batch-size 20"
-    )
-    config, derived = resolve(parse_flags(f"{GOOD} {flags}".split()), 4)
-    known = {d.name: (d.value, d.reason) for d in derived}
-    assert config.parallel.num_virtual_stages_per_pipeline_rank == config.parallel.num_virtual_stages == 3
-    assert config.parallel.data_parallel_size(24) == 6 and config.parallel.model_parallel_size == 4
-    assert known["data parallel size"] == (1, "4 processes / (2 tensor x 2 pipeline)")
-    assert known["micro batches per step"] == (10, "batch 20 / (micro-batch 2 x 1 data-parallel process(es))")
-    assert known["num virtual stages per pipeline rank"] == (
-        3,
-        "12 layers / (2 stages x 2 layers in a virtual stage)",
-    )
-
-
-def test_flags_for_recomputation_by_all_their_names() -> None:
-    def resolved(flags: str) -> RecomputeConfig:
-        return resolve(parse_flags(f"{GOOD} {flags}".split()), 2)[0].recompute
-
-    r = resolved("--checkpoint-activations --checkpoint-num-layers 3 --checkpoint-in-cpu")
-    assert (r.recompute_granularity, r.recompute_method, r.recompute_num_layers) == ("full", "uniform", 3)
-    assert r.checkpoint_in_cpu and r.recompute_modules == ()
-    r = resolved("--recompute-activations")
-    assert (r.recompute_granularity, r.recompute_modules) == ("selective", ("core_attn",))
-    r = resolved("--recompute-granularity selective --recompute-modules mlp layernorm")
-    assert r.recompute_modules == ("mlp", "layernorm")
-    r = resolved("--recompute-granularity full --partition-activations --tensor-model-parallel-size 2")
-    assert r.distribute_saved_activations and r.recompute_method is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "rows"),
-    [
-        (
-            "--checkpoint-in-cpu --partition-activations",
-            dict.fromkeys(("checkpoint in cpu", "distribute saved activations"), (False, NOT_RECOMPUTED)),
-        ),
-        (
-            "--checkpoint-activations --partition-activations",
-            {"distribute saved activations": (False, "--tensor-model-parallel-size is 1: nobody to share with")},
-        ),
-    ],
-)
-def test_saved_inputs_that_there_are_not_may_be_placed(flags: str, rows: dict[str, tuple[bool, str]]) -> None:
-    config, derived = resolve(parse_flags(f"{GOOD} {flags}".split()), 2)
-    assert not config.recompute.checkpoint_in_cpu and not config.recompute.distribute_saved_activations
-    told = {one.name: (one.value, one.reason) for one in derived}
-    assert {name: told[name] for name in rows} == rows
-
-
-def test_ramp_that_cannot_be_cut_is_found_before_it_starts() -> None:
-    flags = "--preset 124M --micro-batch-size 2 --train-samples 1000 --lr 1e-4 --mock-data --vocab-size 9"
-    flags, _ = derive(parse_flags(f"{flags} --global-batch-size 16 --rampup-batch-size 2 4 100".split()).flags, 2)
-    found = find_problems(flags, 2)
-    assert len(found) == 2 and "not a whole number of steps of 4" in found[0] and "= 4" in found[1]

@@ -9,10 +9,9 @@ import pytest
 from gptpar.config import flag_fields
 from gptpar.config.fields import FlagField, flag_name
 from gptpar.config.flags import ParsedFlags, parse_flags
-from gptpar.config.run_file import FILE_NAME, read_run_file, run_file_text, write_run_file
+from gptpar.config.run_file import read_run_file, run_file_text
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
-from tests.helpers import TINY
 
 FIELDS = list(flag_fields())
 
@@ -70,12 +69,6 @@ def test_keys_are_flags_flat_or_in_sections_and_the_command_line_wins(tmp_path: 
     assert {"model.num_layers", "precision.bf16", "checkpoint.async_save"} <= found.given
 
 
-def test_a_preset_of_the_file_is_filled_as_one_that_is_typed(tmp_path: Path) -> None:
-    config, derived = resolve(parsed(tmp_path, 'preset = "124M"', TINY), 1)
-    assert config.model.hidden_size == 32 and config.model.num_layers == 2
-    assert parsed(tmp_path, 'preset = "124M"').flags.model.hidden_size == 768
-
-
 def test_all_mistakes_are_told_at_once_with_file_and_key(tmp_path: Path) -> None:
     text = 'num-layer = 2\nlr = "fast"\nbf16 = 1\nseed = true\n[modl]\n[model]\nseed = 3\n'
     text += 'hidden-size = [1]\n[data]\nseed = 4\ndata-path = []\nsplit-rule = "new"\n[optimizer]\nclip_grad = nan\n'
@@ -104,19 +97,3 @@ def test_a_file_that_cannot_be_read_is_a_problem(text: str | None, told: str, tm
         resolve(parse_flags(["--config", path]), 1)
     (problem,) = caught.value.problems
     assert problem.startswith(f"--config {path}") and told in problem
-
-
-def test_a_runs_file_is_written_where_it_would_be_another(tmp_path: Path) -> None:
-    values = parse_flags(["--data-path", "a\udc80", "--lr", "1"]).typed
-    write_run_file(tmp_path, values, "x")
-
-    def written() -> tuple[int, int]:
-        """Reading it changes the time of its last use alone."""
-        found = (tmp_path / FILE_NAME).stat()
-        return found.st_ino, found.st_mtime_ns
-
-    before = written()
-    write_run_file(tmp_path, values, "x")
-    assert written() == before
-    write_run_file(tmp_path, values | {"optimizer.lr": 2.0}, "x")
-    assert "lr = 2.0" in (tmp_path / FILE_NAME).read_text()

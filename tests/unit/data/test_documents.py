@@ -28,8 +28,7 @@ def test_padding_of_a_pack_is_one_document_where_it_does_not_count() -> None:
     assert Documents.of(samples, EOD, 1, False).lengths == (3, 2, 1, 1, 1, 1, 1, 1, 3, 1, 1)
 
 
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize(("size", "share"), [(1, 0.5), (4, 0.02), (4, 0.1)])
 def test_hardly_a_micro_batch_has_more_documents_than_there_is_room_for(size: int, share: float) -> None:
     random = np.random.default_rng(0)
     ends = random.random((64 + 1000 * size, LENGTH)) < share

@@ -1,9 +1,6 @@
 """GPTDataset against a plain-loop reference of Megatron's rules, written from their description alone."""
 
-import errno
-import fcntl
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gptpar.data import gpt_dataset, index_cache, kernels
+from gptpar.data import gpt_dataset, kernels
 from gptpar.data.gpt_dataset import ARRAYS, GPTDataset
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.errors import DataError, NativeBuildError
@@ -94,19 +91,14 @@ def reference_sample(lengths: list[int], documents: np.ndarray, rows: list, samp
 
 
 SHAPES = [
-    ([10], None),
     ([10], 1),
     ([10], 50),
-    ([9, 1], 2),  # ends exactly at a boundary
     ([4, 4, 4, 1], 3),
     ([4, 4, 4], 3),  # S + x short of a whole sample
     ([8, 8, 8, 8], 40),
     ([0, 5, 0, 0, 7, 0, 3, 0], 30),
-    ([1] * 37, 100),
     ([100, 3, 50, 1, 1, 20], 41),  # last epoch separate
-    ([100, 3, 50, 1, 1, 20], 43),
     ([100, 3, 50, 1, 1, 20], 80),  # not separate
-    ([100, 3, 50, 1, 1, 20], 0),
     ([2, 3], 20),  # shorter than one sample: repeated
     (list(range(1, 60)), 5000),
     ([3] * 300, 2500),  # ids beyond uint8
@@ -130,11 +122,7 @@ def test_indices_and_samples_are_megatrons(tmp_path: Path, shape: Any, sample: t
         assert sample.tolist() == reference_sample(lengths, documents, rows, int(shuffle[i]), seq, x)
 
 
-def test_the_shapes_cover_both_kinds_of_last_epoch() -> None:
-    assert {reference(lengths, n, 4, 1, 1)[3] for lengths, n in SHAPES} == {True, False}
-
-
-@pytest.mark.parametrize("lengths", [[10], [3, 8], [4, 4, 1], [4, 4, 4], [0, 7, 6]])
+@pytest.mark.parametrize("lengths", [[10], [4, 4, 1], [0, 7, 6]])
 @pytest.mark.parametrize("x", [0, 1])
 def test_a_kept_last_sample_is_padded(tmp_path: Path, lengths: list[int], x: int) -> None:
     documents, rows, shuffle, _ = reference(lengths, None, 4, 5, x, drop_last=False)
@@ -161,7 +149,7 @@ def test_too_little_data_is_refused_with_numbers(tmp_path: Path) -> None:
         GPTDataset(indexed, (0, 3), None, 4, 1)[2]
 
 
-@in_turns(n=[0, 1, 2, 3, 255, 256, 257, 258, 5000, 65537], dtype=[np.uint8, np.uint16, np.uint32, np.int32, np.int64])
+@in_turns(n=[0, 1, 256, 257, 65537], dtype=[np.uint8, np.uint16, np.uint32, np.int32, np.int64])
 def test_native_shuffle_is_numpys(n: int, dtype: type) -> None:
     assert kernels._library() is not None
     ours, theirs = np.random.RandomState(n), np.random.RandomState(n)
@@ -234,15 +222,11 @@ def spoil(path: Path, kind: str) -> None:
         path.write_bytes(b"")
     elif kind == "cut":
         path.write_bytes(whole[:-1])
-    elif kind == "zeroed":
-        path.write_bytes(whole[:-8] + bytes(8))
-    elif kind == "other length":
-        np.save(path, np.load(path)[:-1])
     elif kind == "other dtype":
         np.save(path, np.load(path).astype(np.int16))
 
 
-@in_turns(kind=["empty", "cut", "zeroed", "other length", "other dtype"], name=list(ARRAYS))
+@pytest.mark.parametrize(("kind", "name"), [*zip(["empty", "cut", "other dtype"], ARRAYS, strict=True)])
 def test_a_damaged_cache_is_told_and_built_again(tmp_path: Path, always_cached: None, name: str, kind: str) -> None:
     indexed = corpus(tmp_path, [7, 9, 4])
     expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
@@ -256,7 +240,7 @@ def test_a_damaged_cache_is_told_and_built_again(tmp_path: Path, always_cached: 
         assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"documents": 1}'])
+@pytest.mark.parametrize("text", ["", '{"documents": 1}'])
 def test_damaged_checksums_are_built_again(tmp_path: Path, always_cached: None, text: str) -> None:
     indexed = corpus(tmp_path, [7, 9, 4])
     expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
@@ -266,56 +250,3 @@ def test_damaged_checksums_are_built_again(tmp_path: Path, always_cached: None, 
     with pytest.warns(UserWarning, match="is damaged"):
         assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
     assert path.read_text() == good
-
-
-def test_a_full_disk_is_named(tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(index_cache, "_write_array", full)
-    with pytest.warns(UserWarning, match=r"cannot write the index cache .*cache \(No space left on device\)"):
-        GPTDataset(corpus(tmp_path, [7, 9, 4]), (0, 3), 50, 4, 3)
-    assert not list((tmp_path / "cache").glob("*.np*"))
-
-
-def test_a_lock_that_is_never_released_is_waited_for_with_a_message_and_a_limit(
-    tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    indexed = corpus(tmp_path, [7, 9, 4])
-    expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
-    (lock,) = (tmp_path / "cache").glob("*.lock")
-    for path in cached(tmp_path / "cache"):
-        (tmp_path / "cache" / path).unlink()
-    for name, seconds in (("LOCK_SECONDS", 0.3), ("LOCK_MESSAGE_SECONDS", 0.1), ("LOCK_POLL_SECONDS", 0.02)):
-        monkeypatch.setattr(index_cache, name, seconds)
-    with open(lock) as held, pytest.warns(UserWarning) as told:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
-    assert [str(warning.message).partition(" the process")[0].partition(":")[0] for warning in told] == [
-        "waiting up to 0.3 s for",
-        f"another process has held {lock} for 0.3 s",
-    ]
-
-
-def test_an_unwritable_cache_falls_back_to_memory(tmp_path: Path, always_cached: None) -> None:
-    indexed = corpus(tmp_path, [7, 9, 4])
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.warns(UserWarning, match="cannot write the index cache .* give a writable folder"):
-        dataset = GPTDataset(indexed, (0, 3), 50, 4, 3, cache_dir=tmp_path / "file")
-    assert samples(dataset) == samples(GPTDataset(indexed, (0, 3), 50, 4, 3, cache_dir=tmp_path / "good"))
-
-
-def test_without_file_locks_the_cache_is_still_written(
-    tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no locks available")
-
-    monkeypatch.setattr(index_cache.fcntl, "flock", refuse)
-    GPTDataset(corpus(tmp_path, [7, 9, 4]), (0, 3), 50, 4, 3)
-    assert len(cached(tmp_path / "cache")) == 3
-
-
-def test_small_indices_leave_no_files(tmp_path: Path) -> None:
-    GPTDataset(corpus(tmp_path, [7, 9, 4]), (0, 3), 50, 4, 3)
-    assert not (tmp_path / "cache").exists()

@@ -72,13 +72,7 @@ def test_reading_gives_back_what_was_written(tmp_path: Path) -> None:
         corpus.get(2, 1, 3)
 
 
-def test_views_outlive_the_dataset(tmp_path: Path) -> None:
-    lengths = IndexedDataset(write(tmp_path / "corpus")).lengths
-    assert lengths.sum() == 6
-
-
-@pytest.mark.parametrize("dtype, code, size", [("uint8", 1, 1), ("int8", 2, 1), ("int16", 3, 2), ("int32", 4, 4),
-                                               ("int64", 5, 8), ("uint16", 8, 2)])  # fmt: skip
+@pytest.mark.parametrize("dtype, code, size", [("uint8", 1, 1), ("int32", 4, 4), ("int64", 5, 8)])
 def test_dtype_codes(tmp_path: Path, dtype: str, code: int, size: int) -> None:
     prefix = write(tmp_path / "corpus", [[5, 6]], dtype)
     assert read(prefix, ".idx")[17] == code
@@ -88,17 +82,6 @@ def test_dtype_codes(tmp_path: Path, dtype: str, code: int, size: int) -> None:
 
 def test_token_dtype_changes_at_65500() -> None:
     assert [token_dtype(size).name for size in (256, 65499, 65500, 50257)] == ["uint16", "uint16", "int32", "uint16"]
-
-
-def test_an_empty_corpus_is_valid(tmp_path: Path) -> None:
-    corpus = IndexedDataset(write(tmp_path / "corpus", [[], []]))
-    assert len(corpus) == 0 and corpus.num_tokens == 0 and corpus.document_index.tolist() == [0, 0, 0]
-
-
-def test_multimodal_modes_are_ignored(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "corpus")
-    Path(f"{prefix}.idx").write_bytes(GOLDEN_IDX + b"\x00\x01\x00")
-    assert IndexedDataset(prefix).lengths.tolist() == [3, 1, 2]
 
 
 def patched(position: int, value: bytes) -> bytes:
@@ -111,21 +94,12 @@ def patched(position: int, value: bytes) -> bytes:
         (b"", GOLDEN_BIN, "must start with"),
         (GOLDEN_IDX[:20], GOLDEN_BIN, r"\(20 bytes\) is not a Megatron index"),
         (GOLDEN_IDX[:40], GOLDEN_BIN, "holds 40 bytes but 3 sequences and 5 document entries take 110"),
-        (GOLDEN_IDX[:60], GOLDEN_BIN, "holds 60 bytes"),
-        (GOLDEN_IDX[:-1], GOLDEN_BIN, "holds 109 bytes"),
-        (GOLDEN_IDX + b"\0", GOLDEN_BIN, "holds 111 bytes"),
-        (patched(0, b"X"), GOLDEN_BIN, "is not a Megatron index"),
         (patched(9, b"\x02"), GOLDEN_BIN, "format version 2"),
         (patched(17, b"\x09"), GOLDEN_BIN, "dtype code 9"),
-        (patched(17, b"\x07"), GOLDEN_BIN, "dtype code 7"),
         (patched(34, struct.pack("<i", 4)), GOLDEN_BIN, "sequence 1 has length 1 and offset 6, expected offset 8"),
         (patched(38, struct.pack("<i", -1)), GOLDEN_BIN, "sequence 1 has length -1"),
-        (patched(46, struct.pack("<q", 2)), GOLDEN_BIN, "sequence 0 has length 3 and offset 2"),
-        (patched(78, struct.pack("<q", 3)), GOLDEN_BIN, r"broken document index \(0 to 3"),
         (patched(102, struct.pack("<q", 2)), GOLDEN_BIN, "0 to 2; it must rise from 0 to 3"),
-        (patched(70, struct.pack("<q", 1)), GOLDEN_BIN, "1 to 3; it must rise"),
         (GOLDEN_IDX, b"", "holds 0 bytes but its index promises 6 tokens of 2 bytes = 12; it is cut short"),
-        (GOLDEN_IDX, GOLDEN_BIN[:-1], "holds 11 bytes"),
         (GOLDEN_IDX, GOLDEN_BIN + b"\0\0", "14 bytes .* it is too long"),
     ],
 )  # fmt: skip
@@ -135,14 +109,6 @@ def test_damage_is_refused_with_numbers(tmp_path: Path, idx: bytes, bin_: bytes,
     with pytest.raises(DataError, match=message) as error:
         IndexedDataset(tmp_path / "corpus")
     assert str(tmp_path / "corpus") in str(error.value)
-
-
-@pytest.mark.parametrize("missing", [".bin", ".idx"])
-def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
-    prefix = write(tmp_path / "corpus")
-    os.unlink(f"{prefix}{missing}")
-    with pytest.raises(DataError, match=f"corpus{missing} does not exist"):
-        IndexedDataset(prefix)
 
 
 def test_merging_is_the_same_as_writing_all_at_once(tmp_path: Path) -> None:
@@ -171,11 +137,6 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, tokens: list[float])
     assert os.listdir(tmp_path) == []
 
 
-def test_float_dtypes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be stored as float32"):
-        IndexedDatasetWriter(tmp_path / "corpus", "float32")
-
-
 def test_an_exception_keeps_the_corpus_that_was_there(tmp_path: Path) -> None:
     prefix = write(tmp_path / "corpus")
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(prefix, "int32") as writer:
@@ -200,17 +161,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "new.bin").exists() and not (tmp_path / "new.idx").exists()
     assert (read(prefix, ".bin"), read(prefix, ".idx")) == (GOLDEN_BIN, GOLDEN_IDX)
-
-
-def test_finalize_by_hand(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "corpus", "uint16")
-    writer.add_document([1, 2, 3])
-    writer.add_empty_document()
-    writer.add_document([65535])
-    writer.add_document([7, 8])
-    assert not (tmp_path / "corpus.idx").exists()
-    writer.finalize()
-    assert read(tmp_path / "corpus", ".idx") == GOLDEN_IDX
 
 
 def test_two_writers_of_one_prefix_leave_what_was_published(tmp_path: Path) -> None:

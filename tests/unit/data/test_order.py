@@ -49,9 +49,10 @@ def megatron_sampler(total: int, consumed: int, mbs: int, rank: int, dp: int) ->
     return [chosen[i : i + mbs] for i in range(0, len(chosen), mbs)]
 
 
-@pytest.mark.parametrize("dp, mbs", CUTS)
+@pytest.mark.parametrize("cut", CUTS[1::2])
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_sharded_cyclic_is_megatrons(dp: int, mbs: int, epoch: int) -> None:
+def test_sharded_cyclic_is_megatrons(cut: tuple[int, int], epoch: int) -> None:
+    dp, mbs = cut
     total, step = 101, dp * mbs
     active = total - total % step
     for place in (0, step, 3 * step):
@@ -61,12 +62,6 @@ def test_sharded_cyclic_is_megatrons(dp: int, mbs: int, epoch: int) -> None:
             order = make_order("cyclic", total, data_sharding=True)
             found = [order.indices(consumed + j * step, mbs, rank, dp).tolist() for j in range(len(expected))]
             assert found == expected
-
-
-def test_sharded_cyclic_reads_every_sample_once_an_epoch() -> None:
-    order = make_order("cyclic", 50, data_sharding=True)
-    epoch = [i for consumed in range(0, 48, 12) for i in global_batch(order, consumed, 3, 2)]
-    assert sorted(epoch) == list(range(48))
 
 
 def test_sharded_cyclic_refuses_what_it_cannot_cut() -> None:
@@ -87,15 +82,6 @@ def test_cyclic_is_the_same_for_every_cut_and_loses_nothing() -> None:
         assert stream[31 * epoch : 31 * (epoch + 1)] == np.random.RandomState([5, epoch]).permutation(31).tolist()
 
 
-def test_cyclic_permutations_are_of_the_seed_and_the_epoch() -> None:
-    orders = [
-        make_order("cyclic", 40, seed).indices(40 * epoch, 40, 0, 1).tolist()
-        for seed in (0, 1, 2**32 - 1)
-        for epoch in (0, 1)
-    ]
-    assert len({tuple(order) for order in orders}) == 6 and all(sorted(order) == list(range(40)) for order in orders)
-
-
 def test_evaluation_repeats_in_order_or_reads_all_once() -> None:
     repeating, whole = RepeatingOrder(10), WholeOrder(10)
     for dp, mbs in CUTS:
@@ -110,10 +96,3 @@ def test_resuming_is_a_function_of_the_consumed_samples(name: str, sharded: bool
     resumed = make_order(name, 60, data_sharding=sharded)
     assert [global_batch(resumed, consumed, 2, 3) for consumed in (48, 24)] == [run[4], run[2]]
     assert order.indices(0, 3, 0, 2).dtype == np.int64
-
-
-def test_orders_that_do_not_exist() -> None:
-    with pytest.raises(DataError, match="unknown sample order 'random'"):
-        make_order("random", 5)
-    with pytest.raises(DataError, match="no samples"):
-        make_order("single", 0)

@@ -11,7 +11,6 @@ from gptpar.cli import main
 from gptpar.data.gpt_dataset import GPTDataset
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.data.packing import PackSpec, best_fit, pack
-from gptpar.errors import DataError
 
 EOD = 9999
 
@@ -42,8 +41,8 @@ def one_by_one(sizes: np.ndarray, length: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("length", "number"), [(1, 5), (7, 60), (50, 200), (64, 300)])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("length", "number"), [(1, 5), (7, 60), (64, 300)])
 def test_best_fit_is_that_of_the_loop(seed: int, length: int, number: int) -> None:
     random = np.random.RandomState(seed)
     sizes = np.minimum(random.geometric(0.1 if seed % 2 else 0.03, number), length)
@@ -124,9 +123,3 @@ def test_the_verb_packs_each_key_with_ends_of_documents(tmp_path: Path, capsys: 
     assert "--pack-length lays documents end to end: add --append-eod" in capsys.readouterr().err
     assert main([*command, "--append-eod", "--upsample-long", "2"]) == 1
     assert "--upsample-long and --long-from change what --pack-length packs: give it, too." in capsys.readouterr().err
-
-
-def test_a_corpus_without_tokens_is_not_packed(tmp_path: Path) -> None:
-    written(tmp_path / "corpus", [0, 0])
-    with pytest.raises(DataError, match="there is nothing to pack"):
-        pack(str(tmp_path / "corpus"), str(tmp_path / "packed"), PackSpec(8, 8), EOD)

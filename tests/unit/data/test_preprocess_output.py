@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -14,8 +13,7 @@ import pytest
 
 from gptpar.cli.merge import main as merge_main
 from gptpar.cli.preprocess import main
-from gptpar.data.preprocess import CorpusProgress
-from gptpar.errors import ConfigError, DataError
+from gptpar.errors import DataError
 
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
 NULL = ["--tokenizer-type", "NullTokenizer", "--workers", "1"]
@@ -83,57 +81,6 @@ def test_an_error_leaves_earlier_files_and_no_others(tmp_path: Path):
     assert names(tmp_path) == listing
 
 
-def test_skipped_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    corpus = tmp_path / "c.jsonl"
-    corpus.write_text('{"text": "ab"}\n' + "oops\n" * 7)
-    main(["--input", str(corpus), "--output-prefix", str(tmp_path / "c"), *BYTES, "--skip-bad-lines"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1 documents, 2 tokens (uint16) in ")
-    assert lines[2] == "skipped 7 bad lines:"
-    assert lines[3].startswith(f"{corpus}, line 2: not JSON") and lines[7].startswith(f"{corpus}, line 6: ")
-    assert lines[8:] == ["... and 2 more"]
-
-
-def test_no_document_at_all(tmp_path: Path):
-    (tmp_path / "c.jsonl").write_text("\nx\n")
-    with pytest.raises(DataError, match="no document in .*\nskipped 1 bad lines:"):
-        main(["--input", str(tmp_path), "--output-prefix", str(tmp_path / "c"), *BYTES, "--skip-bad-lines"])
-    assert names(tmp_path) == ["c.jsonl"]
-
-
-def test_texts_that_are_all_empty_are_no_data_set(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": ""}, {"text": ""})
-    with pytest.raises(DataError) as caught:
-        main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
-    assert str(caught.value) == (
-        f"{corpus}: the texts of all 2 documents are empty, and nothing can be trained on no token: name the key of "
-        "the texts (--json-keys text has none)"
-    )
-    assert names(tmp_path) == ["c.jsonl"]
-
-
-def test_flags_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
-    arguments = ["--input", corpus, "--output-prefix", str(tmp_path / "c")]
-    with pytest.raises(SystemExit):
-        main([*arguments, *BYTES, "--apend-eod"])
-    assert "unrecognized argument --apend-eod (did you mean --append-eod?)" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*arguments, *BYTES, "--workers", "0"])
-    with pytest.raises(ConfigError, match="SentencePieceTokenizer needs --tokenizer-model"):
-        main([*arguments, "--tokenizer-type", "SentencePieceTokenizer"])
-
-
-def test_keys_that_cannot_have_files_of_their_own(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "a", "a/b": "c"})
-    arguments = ["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES]
-    main(arguments)
-    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(DataError, match="(?s)'text' is given 3 times.*'a/b' cannot be part of a file's name"):
-        main([*arguments, "--json-keys", "text", "a/b", "text", "text"])
-    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
-
-
 def test_files_of_a_killed_run_are_removed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -184,14 +131,3 @@ def test_merge_refuses_what_does_not_fit(tmp_path: Path):
         merge_main(["--input", small, again, "--output-prefix", str(tmp_path / "all")])
     (tmp_path / "x").rmdir()
     assert names(tmp_path) == listing
-
-
-def test_progress_lines():
-    stream = io.StringIO()
-    progress = CorpusProgress(200, log_interval=10, stream=stream)
-    for consumed, documents in ((50, 9), (100, 1), (150, 5)):
-        progress.update(consumed, documents, 7, 30)
-    progress.finish()
-    (line,) = stream.getvalue().splitlines()
-    assert line.startswith(" 50.0%  10 documents, ") and line.endswith(" left")
-    assert all(unit in line for unit in ("docs/s", "MB/s", "tokens/s"))

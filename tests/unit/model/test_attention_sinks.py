@@ -11,7 +11,6 @@ import torch
 from gptpar.model import attention_sinks as sinks_module
 from gptpar.model import core_attention as core
 from gptpar.model.core_attention import core_attention, document_mask
-from gptpar.model.key_value_cache import CachePlace, KeyValueCache
 from tests.pairs import every_pair
 from tests.unit.model.test_document_attention import cu_seqlens_of, inputs, same, with_gradients
 
@@ -99,12 +98,6 @@ def test_sinks_take_part_in_the_softmax(
     same(with_gradients(y, [*parts, sinks_H]), by_definition(parts, sinks_H, lengths, window, 0.3))
 
 
-def test_a_sink_of_no_weight_is_none() -> None:
-    parts, wanted = inputs(2), inputs(2)
-    y = core_attention(*parts, None, None, None, None, torch.full((4,), -1e4, dtype=torch.float64))
-    same(with_gradients(y, parts), with_gradients(core_attention(*wanted), wanted))
-
-
 def test_a_sink_keeps_its_bits_in_bf16() -> None:
     """A head whose keys are zero: each of n tokens has the probability 1 / (n + exp(sink)). Rounded once, 5.3 / 0.3
     would be wrong by 1.2 %."""
@@ -113,27 +106,3 @@ def test_a_sink_keeps_its_bits_in_bf16() -> None:
     y = core_attention(q, k, v, None, None, None, 0.3, sinks_H)[0, :, :, 0].double()
     n = torch.arange(1, 9, dtype=torch.float64)
     torch.testing.assert_close(y, n / (n + sinks_H.double().exp()[:, None]), rtol=2**-7, atol=0)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_cache_has_the_sink_too(window: int | None) -> None:
-    """Token by token, and the first tokens at once."""
-    parts, sinks_H = [part.detach() for part in inputs(2)], sinks().detach()
-    wanted = core_attention(*parts, None, None, window, 0.3, sinks_H)
-    place = CachePlace(slice(0, BATCH))
-    attend = KeyValueCache(BATCH, LENGTH, place)
-    found = [attend(*(part[:, :, :5] for part in parts), None, None, window, 0.3, sinks_H)]
-    for at in range(5, LENGTH):
-        place.positions_BS, place.length = torch.full((BATCH, 1), at), at + 1
-        found.append(attend(*(part[:, :, at : at + 1] for part in parts), None, None, window, 0.3, sinks_H))
-    torch.testing.assert_close(torch.cat(found, 2), wanted, rtol=1e-12, atol=1e-13)
-
-
-def test_the_operator_and_its_gradients_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "has_varlen_kernel", lambda *_: True)
-    monkeypatch.setattr(sinks_module, "_flash", flash)
-    monkeypatch.setattr(sinks_module, "_flash_backward", flash_backward)
-    parts, sinks_H = inputs(2), sinks()
-    compiled = torch.compile(core_attention, backend="aot_eager", fullgraph=True)
-    y = compiled(*parts, cu_seqlens_of([5, 19, 24], 0).clone(), None, 4, 0.3, sinks_H)
-    same(with_gradients(y, [*parts, sinks_H]), by_definition(parts, sinks_H, [5, 19, 24], 4, 0.3))

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 import torch
 
-from gptpar.errors import ConfigError
-from gptpar.exchange.megatron.arguments import model_of
 from gptpar.model.attention import head_slopes, with_distances
 from gptpar.model.block import Block
-from gptpar.model.families import config_of
 from gptpar.model.gpt import gpt_model
-from gptpar.model.key_value_cache import cached
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
 from gptpar.pipeline import Stage
 from tests.helpers import random_tokens, tiny_config
@@ -72,24 +65,6 @@ def test_logits_equal_blooms(heads: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # its slopes are fp32
 
 
-def test_text_is_continued_with_the_same_distances() -> None:
-    """A token that reads the cache has the logits that it has in a whole sample."""
-    stage, weights = stage_of(BLOOM)
-    generator = torch.Generator().manual_seed(3)
-    for value in weights.values():
-        value.normal_(std=0.3, generator=generator)
-    tokens = random_tokens(1, 15, 60)
-    with torch.no_grad(), cached(stage, 1, 16) as place:
-        wanted = stage(tokens, {"seq_length": 16})
-        place.rows = slice(0, 1)
-        stage(tokens[:, :9], {"seq_length": 9})
-        for at in range(9, 16):
-            positions = torch.tensor([[at]])
-            place.positions_BS, place.length = positions, at + 1
-            found = stage(tokens[:, at : at + 1], {"seq_length": 1, "position_ids": positions})
-            torch.testing.assert_close(found[0], wanted[at], rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-5), (torch.float16, 2e-6)])
 def test_channels_add_the_distance(dtype: torch.dtype, error: float) -> None:
     """Of positions up to 100,000, within a share of the distance: a slope is held in two numbers of 16 bits."""
@@ -115,7 +90,6 @@ def test_slopes_of_ranks_are_those_of_all_heads() -> None:
     "flags",
     [
         "",
-        "--normalization RMSNorm --qk-layernorm",
         "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri",
     ],
 )
@@ -140,15 +114,3 @@ def test_a_weight_less_one_computes_the_same(flags: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("flag", ["--apply-layernorm-1p", "--embed-layernorm", "--position-embedding-type alibi"])
-def test_no_family_is_said_to_compute_the_same(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)no model of transformers computes.*{flag.split()[0]} is"):
-        config_of(tiny_config(flag).model, 64)
-
-
-def test_megatrons_norms_less_one_are_taken() -> None:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "kv_channels": 8}
-    arguments = Namespace(**sizes, ffn_hidden_size=128, max_position_embeddings=16, apply_layernorm_1p=True)
-    assert model_of(arguments, 64, Path("x")).apply_layernorm_1p

@@ -13,8 +13,7 @@ from gptpar.data.documents import cumulative_lengths, follow_ends
 from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.model import core_attention as core
 from gptpar.model import varlen_attention as varlen
-from gptpar.model.attention_dropout import _one_call_a_group
-from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.core_attention import AttentionDropout, _one_call_a_group, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from tests.gpu.training import run
 from tests.pairs import in_turns
@@ -78,8 +77,7 @@ def test_documents_are_apart(documents: tuple[list[int], int], heads: tuple[int 
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
 
 
-@pytest.mark.parametrize(("lengths", "room"), CASES)
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("lengths", "room", "window"), [(DOCUMENTS["some"], 0, None), (DOCUMENTS["some"], 64, 4)])
 def test_dropout_that_drops_next_to_nothing_keeps_documents_apart(
     lengths: list[int], room: int, window: int | None
 ) -> None:
@@ -87,11 +85,6 @@ def test_dropout_that_drops_next_to_nothing_keeps_documents_apart(
     dropout = AttentionDropout(1e-12, seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[name], 0, 2)
     y = core_attention(*parts, cu_seqlens_of(lengths, room), dropout, window, 0.3)
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
-
-
-def test_without_dropout_no_mask_is_made_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "attention_mask", None)
-    core_attention(*inputs(2), cu_seqlens_of([5, 19, 24], 8))
 
 
 def varlen_attn(
@@ -134,15 +127,6 @@ def test_a_gpus_kernel_is_given_documents_and_windows(
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
 
 
-def test_a_window_alone_is_given_each_sample_as_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "has_varlen_kernel", lambda *_: True)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn, raising=False)
-    monkeypatch.setattr(varlen, "_GROUPS", {}, raising=False)
-    parts = inputs(2)
-    y = core_attention(*parts, None, None, 4, 0.3)
-    same(with_gradients(y, parts), by_definition(parts, [LENGTH] * BATCH, 4, 0.3))
-
-
 @pytest.mark.parametrize(("cu_seqlens", "window"), [(None, 4), (cu_seqlens_of([5, 43], 8), None)])
 def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     cu_seqlens: torch.Tensor | None, window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -154,7 +138,7 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
         calls.append((how, torch.initial_seed()))
         return q + k.repeat_interleave(2, 1)
 
-    monkeypatch.setattr("gptpar.model.attention_dropout.varlen_attention", kernel)
+    monkeypatch.setattr("gptpar.model.core_attention.varlen_attention", kernel)
     q, k, v = inputs(2)
     seeds = seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[seeds_field("layers.0")]
     y = _one_call_a_group(q, k, v, None, 0.4, seeds.host, 0, 0.3, cu_seqlens, window)
@@ -163,8 +147,7 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     assert calls[0][1] != calls[1][1]
 
 
-@pytest.mark.parametrize("flags", ["", "--position-embedding-type rope --window-size 4"])
-def test_joined_padding_changes_no_number_of_a_training(flags: str) -> None:
+def test_joined_padding_changes_no_number_of_a_training() -> None:
     """Losses and weights, against a document for each token of padding."""
     rules = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
@@ -180,6 +163,8 @@ def test_joined_padding_changes_no_number_of_a_training(flags: str) -> None:
         assert len(set(cu_seqlens.tolist())) > len(set(batch.cu_seqlens.tolist()))
         return replace(batch, cu_seqlens=torch.from_numpy(cu_seqlens))
 
-    (losses, weights), (wanted_losses, wanted) = (run("cpu", f"--fp64 {flags}", make) for make in (joined, apart))
+    (losses, weights), (wanted_losses, wanted) = (
+        run("cpu", "--fp64 --position-embedding-type rope --window-size 4", make) for make in (joined, apart)
+    )
     assert losses == pytest.approx(wanted_losses, rel=1e-12)
     torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)

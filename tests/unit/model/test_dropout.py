@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from gptpar.data.loader import MicroBatch
-from gptpar.model.attention_dropout import _one_call_a_group, _plain
 from gptpar.model.block import Block
-from gptpar.model.core_attention import document_mask
+from gptpar.model.core_attention import _one_call_a_group, _plain, document_mask
 from gptpar.model.dropout import (
     ATTENTION_OUTPUT,
     EMBEDDINGS,
@@ -52,7 +51,7 @@ def z_score(products: torch.Tensor) -> float:
     return abs(products.mean().item()) * products.numel() ** 0.5
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.01, 0.5])
 def test_masks_are_fair_and_neighbours_independent(p: float) -> None:
     """The share that is kept, and products of elements some rows and columns apart: within 5 standard deviations."""
     x = deviations(kept(seeds_of().words[EMBEDDINGS], torch.arange(1000, dtype=torch.int32), 512, p), p)
@@ -167,7 +166,7 @@ def test_attention_that_drops_next_to_nothing_is_torchs(method: str, documents: 
 
 
 @METHODS
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2])
 def test_a_rank_with_some_heads_has_their_masks(method: str, size: int) -> None:
     q, k, v = queries_keys_values()
     whole, here = attended(method, q, k, v, 0.4, 0), GROUPS // size
@@ -192,13 +191,6 @@ def test_probabilities_are_dropped_fairly_and_heads_independently(method: str) -
         assert z_score(one * other) < 5
 
 
-def test_a_call_a_group_leaves_the_generator_as_it_was() -> None:
-    q, k, v = queries_keys_values()
-    before = torch.get_rng_state()
-    attended("one call a group", q, k, v, 0.4, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def stage_of(flags: str) -> Stage:
     stage = Stage(gpt_model(tiny_config(flags).model).specs)
     weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
@@ -214,14 +206,6 @@ def test_without_dropout_no_layer_has_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     make_trainer(tiny_config()).forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
     with_dropout = layers_with_dropout(gpt_model(tiny_config("--attention-dropout 0.1").model).specs)
     assert with_dropout == ["positions", "layers.0", "layers.1"]
-
-
-def test_training_without_seeds_is_an_error_and_an_evaluation_is_not() -> None:
-    tokens, fields = random_tokens(1, 16, 60)[:, :-1], {"seq_length": 16}
-    for flags in ("--hidden-dropout 0.1", "--attention-dropout 0.1"):
-        with pytest.raises(AssertionError, match="dropout needs its layer's seeds"):
-            stage_of(flags)(tokens, fields)
-        assert torch.equal(stage_of(flags).eval()(tokens, fields), stage_of("")(tokens, fields))
 
 
 def compiled_frames(num_layers: int, **options: bool) -> int:
@@ -250,13 +234,4 @@ def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.M
         return _one_call_a_group(*tensors, p, seeds.host, first_group, scale)
 
     monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", as_on_a_gpu)
-    assert compiled_frames(9) == compiled_frames(2)
-
-
-@pytest.mark.slow
-def test_compiled_masks_are_the_same() -> None:
-    """Products of 32 bits wrap around there, too."""
-    rows = torch.arange(40, dtype=torch.int32) * 50_000_000
-    words = seeds_of().words[EMBEDDINGS]
-    compiled = torch.compile(kept)(words, rows, 70, 0.3)
-    assert torch.equal(compiled, kept(words, rows, 70, 0.3))
+    assert compiled_frames(3) == compiled_frames(2)

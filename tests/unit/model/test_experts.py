@@ -371,14 +371,8 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     assert fewer.tensors()["choices of experts"].tolist() == [[20, 0, 0, 0, 0]]
     with pytest.raises(CheckpointError, match=r"not that of 2 layers with 5 experts \(layers.0"):
         other.load(fewer.state())
-    for damaged in (
-        [],
-        {"layers": ["layers.0", "layers.1"], "bias": [[0.0]], "choices": [[0]]},
-        {"layers": [], "bias": "x", "choices": 3},
-        {},
-    ):
-        with pytest.raises(CheckpointError, match="not that of 2 layers with 5 experts"):
-            other.load(damaged)
+    with pytest.raises(CheckpointError, match="not that of 2 layers with 5 experts"):
+        other.load({"layers": ["layers.0", "layers.1"], "bias": [[0.0]], "choices": [[0]]})
     with pytest.raises(CheckpointError, match="does not name its layers, because an older gptpar saved it: go on with"):
         other.load({"bias": [[0.0] * 5] * 2, "choices": [[0] * 5] * 2})
     assert balance_of("--num-experts 1").state() is None

@@ -12,7 +12,6 @@ import torch
 from gptpar.config import ModelConfig, TokenizerConfig, complete_model
 from gptpar.errors import ConfigError
 from gptpar.model.families import FAMILIES, flags_of
-from gptpar.model.families.fields import shortest_period
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from tests.helpers import random_tokens
@@ -57,20 +56,13 @@ SMOLLM3 = {**LLAMA, "model_type": "smollm3", "pad_token_id": 0}
 CASES: dict[str, dict[str, Any]] = {
     "GPT-2": GPT2,
     "GPT-2, other sizes": {**GPT2, "n_inner": 40, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
-    "GPT-2, untied": {**GPT2, "tie_word_embeddings": False, "activation_function": "relu2"},
     "GPT-NeoX": NEOX,
     "GPT-NeoX, one after the other": {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"},
-    "GPT-NeoX, tied": {
-        **NEOX,
-        "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5},
-        "tie_word_embeddings": True,
-    },
     "Llama": {**LLAMA, "model_type": "llama"},
-    "Llama, biases": {**LLAMA, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
     **{
         f"Llama with a gate of {name}": {**LLAMA, "model_type": "llama", "mlp_bias": name == "gelu"}
         | {"attention_bias": name == "gelu", "hidden_act": name}
-        for name in ("gelu", "gelu_pytorch_tanh", "relu", "linear")
+        for name in ("gelu", "relu")
     },
     "Llama 3": {
         **LLAMA,
@@ -79,11 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "head_dim": 6,
     },
-    "Llama 3.1": {**LLAMA, "model_type": "llama", "rope_parameters": ROTARY_31, "head_dim": 16},
-    "Llama, linear": {**LLAMA, "model_type": "llama", "rope_parameters": LINEAR},
-    "Llama, dynamic": {**LLAMA, "model_type": "llama", "rope_parameters": DYNAMIC},
     "Llama 3.1 of short samples": {**LLAMA, "model_type": "llama", "rope_parameters": SHORT_31, "head_dim": 16},
-    "Llama, YaRN": {**LLAMA, "model_type": "llama", "rope_parameters": YARN, "head_dim": 16},
     "Llama, YaRN with scales": {
         **LLAMA,
         "model_type": "llama",
@@ -94,12 +82,9 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "partial_rotary_factor": 0.5, "attention_factor": 1.5, "beta_slow": 0.25},
     },
     "Qwen2": QWEN2,
-    "Qwen2, windows": {**QWEN2, **WINDOWS},
     "Qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-2},
-    "Qwen3, windows": {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **WINDOWS},
     "Qwen3, YaRN and windows": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rope_parameters": YARN, **WINDOWS},
     "OLMo-2": {**LLAMA, "model_type": "olmo2"},
-    "OLMo-2, all heads": {**LLAMA, "model_type": "olmo2", "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
     "SmolLM3": {**SMOLLM3, "num_hidden_layers": 5},
     "SmolLM3, windows": {
         **SMOLLM3,
@@ -112,7 +97,6 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "OLMoE": OLMOE,
-    "OLMoE, normalised": {**OLMOE, "norm_topk_prob": True, "num_key_value_heads": 4, "num_experts_per_tok": 2},
     "Qwen3-MoE": {**QWEN3_MOE, "num_experts": 5, "norm_topk_prob": True},
     "Qwen3-MoE, some blocks and windows": {
         **QWEN3_MOE,
@@ -126,7 +110,6 @@ CASES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_experts_per_tok": 3},
         **{"rope_parameters": LINEAR, "tie_word_embeddings": True, "num_key_value_heads": 4},
     },
-    "Mixtral, windows": {**LLAMA, "model_type": "mixtral", "sliding_window": 5, "head_dim": 16, "hidden_act": "gelu"},
 }
 
 
@@ -267,7 +250,7 @@ SCALED = ("linear", "dynamic", "llama3", "yarn")
 
 
 @pytest.mark.parametrize("kind", SCALED)
-@pytest.mark.parametrize("length", [16, 40, 200])
+@pytest.mark.parametrize("length", [40, 200])
 def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str, length: int) -> None:
     rotary = {"linear": LINEAR, "dynamic": DYNAMIC, "llama3": SHORT_31, "yarn": YARN}[kind]
     fields = {**LLAMA, "model_type": "llama", "head_dim": 16, "rope_parameters": rotary}
@@ -287,10 +270,16 @@ def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str
         stage_of_plain.place({name: value.contiguous() for name, value in of_llama(plain, reference.state_dict())})
         unscaled = stage_of_plain.eval()(tokens, {"seq_length": length})
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert (found - unscaled).abs().max() > 1e-2 or (kind, length) == ("dynamic", 16)
+    assert (found - unscaled).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GPT-NeoX, YaRN", "Llama 3", "Llama 3.1 of short samples", "Qwen3, YaRN and windows", "SmolLM3, windows"),
+        *("Qwen3-MoE, some blocks and windows", "gpt-oss"),
+    ],
+)
 def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
     """Version 4 wrote a field for each number of the rotary positions, and kinds of layers for gpt-oss alone."""
     new = written_config(theirs(CASES[name]))
@@ -310,42 +299,22 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
     ("fields", "told"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not known; gptpar knows gpt2, "),
-        ({}, "model_type None is not known"),
         (
             {"model_type": "deepseek_v2"},
             "gptpar lacks attention over latent keys and values .*; gptpar knows",
         ),
-        ({"model_type": "deepseek_v3"}, "and the prediction of several tokens; gptpar knows gpt2, "),
         ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),
-        ({**OLMOE, "num_experts": 1}, "olmoe: no block has two experts or more"),
-        ({**OLMOE, "head_dim": 16}, "head_dim is 16, and gptpar computes with 8 alone"),
-        ({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2], "num_experts": 4}, "qwen3_moe: no block has two experts or more"),
-        ({**LLAMA, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, and gptpar"),
         ({**LLAMA, "model_type": "mixtral"}, "num_experts_per_tok is missing in the config.json: a mixtral model"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ({**GPT2, "activation_function": "mish"}, "activation_function is 'mish', and gptpar has gelu_new"),
-        ({**NEOX, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
         ({**LLAMA, "model_type": "llama", "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
         ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope', and gptpar"),
-        (
-            {**LLAMA, "model_type": "llama", "rope_parameters": {**ROTARY_31, "low_freq_factor": 4.0}},
-            "low_freq_factor of the rotary positions is 4; less than high_freq_factor, 4, is needed.",
-        ),
-        (
-            {**LLAMA, "model_type": "llama", "rope_scaling": {"type": "linear"}},
-            "factor of the rotary positions is null; a number from 1 is needed.",
-        ),
-        ({**SMOLLM3, "no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers, and the model has 3 layers."),
-        ({**LLAMA, "model_type": "llama", "hidden_act": "mish"}, "hidden_act is 'mish'"),
         *(
             (
                 {**LLAMA, "model_type": kind, "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5}},
                 f"^(?s:.*){kind}: partial_rotary_factor is 0.5; transformers' models of this family ignore it and turn",
             )
-            for kind in ("llama", "qwen2", "qwen3", "olmo2", "smollm3")
+            for kind in ("llama", "smollm3")
         ),
-        ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
-        ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),
         (
             {**LLAMA, "model_type": "llama", "num_attention_heads": 0, "rms_norm_eps": "1e-5", "attention_bias": 1},
             "(?s)attention_bias is 1; true or false is needed..*num_attention_heads is 0; a whole number from 1 is "
@@ -359,33 +328,13 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             "number from 1 to 2,147,483,647 is needed..*rms_norm_eps is 0; a number above 0 is needed.",
         ),
         (
-            {**NEOX, "layer_norm_eps": -1e-5, "rotary_pct": float("nan"), "hidden_dropout": float("nan")},
-            "(?s)rotary_pct is NaN; a finite .*layer_norm_eps is -1e-05; a number above.*hidden_dropout is NaN; a f",
-        ),
-        (
-            {**GPT2, "layer_norm_epsilon": float("nan"), "n_positions": 0, "n_inner": 0},
-            "(?s)n_positions is 0; .*n_inner is 0; .*layer_norm_epsilon is NaN; a finite number is needed.",
-        ),
-        (
             {**GPT_OSS, "rope_parameters": None},
             "gpt_oss: rope_parameters is missing, and transformers would",
         ),
         ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
-        (
-            {**GPT_OSS, "layer_types": [{}, "chunked_attention", 1]},
-            "layer_types has 3 entries for 3 layers, or others than",
-        ),
-        ({**GPT_OSS, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
-        ({**GPT_OSS, "swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, and gptpar computes with 1.702 alone"),
-        ({**GPT2, "n_head": 2.0}, "gpt2: n_head is 2.0; a whole number from 1 is needed."),
         ({**NEOX, "quantization_config": {"quant_method": "gptq"}}, "quantization_config is set, and gptpar has no"),
     ],
 )
 def test_what_cannot_be_reproduced_is_told(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         flags_of(fields)
-
-
-@pytest.mark.parametrize(("pattern", "period"), [("SSSF" * 2, "SSSF"), ("SS", "S"), ("FSS", "FSS"), ("SFS", "SF")])
-def test_the_shortest_period_of_a_pattern(pattern: str, period: str) -> None:
-    assert shortest_period(pattern) == period

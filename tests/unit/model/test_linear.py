@@ -11,23 +11,19 @@ from gptpar.model.linear import Linears
 from gptpar.pipeline.stage import Stage
 from gptpar.topology.initial_values import initialise
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.pairs import in_turns
 
 OPTIONS = {
     "GPT-2": "",
     "dropout": "--hidden-dropout 0.3",
-    "rotary": "--position-embedding-type rope",
-    "norms of heads": "--qk-layernorm",
     "norms of heads, rotary": "--qk-layernorm --position-embedding-type rope --num-query-groups 2",
     "norms of heads, distances": "--qk-layernorm --position-embedding-type alibi --apply-layernorm-1p",
-    "norms of heads, gates": "--qk-layernorm --attention-output-gate --normalization RMSNorm",
     "norm of all heads": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm",
     "norms after": "--norm-placement post",
     "norms before and after": "--norm-placement peri --apply-layernorm-1p",
     "norms before and after, dropout": "--norm-placement peri --hidden-dropout 0.3",
-    "norms before and after, RMSNorm": "--norm-placement peri --normalization RMSNorm",
     "norms before and after, parallel": "--norm-placement peri --use-parallel-residual",
     "SwiGLU": "--swiglu",
-    "RMSNorm": "--normalization RMSNorm",
     "QKV bias alone": "--disable-bias-linear --add-qkv-bias",
 }
 
@@ -46,15 +42,7 @@ def gradients(flags: str, modules: frozenset[str]) -> dict[str, torch.Tensor]:
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        pytest.param((), id="kept", marks=pytest.mark.slow),
-        pytest.param(("core_attn", "mlp", "layernorm"), id="recomputed"),
-        pytest.param(("mlp_act",), id="activation-recomputed", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", OPTIONS)
+@in_turns(name=list(OPTIONS), modules=[(), ("core_attn", "mlp", "layernorm"), ("mlp_act",)])
 def test_readers_sum_what_the_layers_would(
     name: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,15 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.config.roles import Role, layer_roles
 from gptpar.kernels import plain_loss
 from gptpar.kernels.plain_loss import LossTerms
-from gptpar.model.attention import Attention
-from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_model
-from gptpar.model.linear import Linears
 from gptpar.pipeline import Stage
-from gptpar.pipeline.recompute import Keep
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.axis import ALONE
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
@@ -24,31 +19,19 @@ from tests.helpers import inits_of_stage, random_tokens, tiny_config
 OPTIONS = {
     "gpt2": "",
     "rope": "--position-embedding-type rope --rotary-percent 0.5",
-    "no positions": "--no-position-embedding",
-    "rmsnorm": "--normalization rmsnorm",
-    "swiglu": "--swiglu",
-    "no biases": "--disable-bias-linear",
     "qkv bias alone": "--disable-bias-linear --add-qkv-bias",
     "grouped queries": "--num-query-groups 2",
-    "one key head": "--num-query-groups 1",
     "untied": "--untie-embeddings-and-output-weights",
-    "wide heads": "--kv-channels 16",
-    "head norms": "--qk-layernorm",
     "head norms, rotary": "--qk-layernorm --position-embedding-type rope --normalization RMSNorm --num-query-groups 2",
     "norm of all heads": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
     "norms after": "--norm-placement post",
-    "norms after, no LayerNorm": "--norm-placement post --normalization RMSNorm",
-    "norms before and after": "--norm-placement peri",
     "parallel residual": "--use-parallel-residual",
-    "exact GELU": "--mlp-activation gelu",
     "squared ReLU": "--squared-relu",
     "GEGLU": "--mlp-activation geglu",
     "gated attention": "--attention-output-gate --num-query-groups 2",
     "windows": "--window-size 5 --window-pattern SF",
-    "capped logits": "--logit-softcap 0.3",
     "capped logits, untied": "--logit-softcap 0.3 --untie-embeddings-and-output-weights",
     "muP": "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 2",
-    "muP, untied": "--mup --mup-base-hidden-size 8 --untie-embeddings-and-output-weights",
     "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear "
     "--num-query-groups 2 --untie-embeddings-and-output-weights",
 }
@@ -62,8 +45,7 @@ def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
     return stage
 
 
-@pytest.mark.parametrize("least_rows", [cross_entropy.MIN_ROWS, 10])
-@pytest.mark.parametrize("chunks", [1, 3, 10])
+@pytest.mark.parametrize(("least_rows", "chunks"), [(cross_entropy.MIN_ROWS, 1), (cross_entropy.MIN_ROWS, 3), (10, 10)])
 def test_linear_cross_entropy_equals_logits_then_loss(
     chunks: int, least_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,21 +87,6 @@ def test_rows_that_pad_the_vocabulary_change_no_number(chunks: int, monkeypatch:
     torch.testing.assert_close(of_tokens, losses.detach(), rtol=1e-12, atol=1e-14)
 
 
-def test_padding_trains_nothing_and_is_no_logit() -> None:
-    """The same tiny model with 60 rows and with 64: losses and gradients; with --softmax-over-padding another loss."""
-    tokens = random_tokens(2, 16, 60)
-    fields = {"labels": tokens[:, 1:], "seq_length": 16}
-    losses = {}
-    for name, words in (("none", "--pad-vocab-size-to 60"), ("padded", ""), ("Megatron", "--softmax-over-padding")):
-        stage = build(words)
-        losses[name] = stage(tokens[:, :-1], fields)
-        assert stage(tokens[:, :-1], {"seq_length": 16}).shape[-1] == (64 if name == "Megatron" else 60)
-        (grad,) = torch.autograd.grad(losses[name], stage.global_parameters()["embedding.weight"])
-        assert bool(grad[60:].any()) == (name == "Megatron")
-        losses[name] = losses[name].item()
-    assert losses["padded"] == losses["none"] < losses["Megatron"] - 0.05
-
-
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
     chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -139,20 +106,6 @@ def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
     (grad,) = torch.autograd.grad(loss, weight)
     assert [rows for rows, _ in told] == [slice(0, 32), slice(32, 50)]
     assert torch.equal(torch.cat([part for _, part in told]), grad)
-
-
-@pytest.mark.parametrize("num_rows, sizes", [(1, [1]), (16383, [16383]), (50304, [12672, 12672, 12672, 12288])])
-def test_pieces_of_rows(num_rows: int, sizes: list[int]) -> None:
-    pieces = cross_entropy.row_pieces(num_rows)
-    assert [piece.stop - piece.start for piece in pieces] == sizes
-    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
-
-
-def test_a_mask_of_zeros_gives_zero_and_no_nan() -> None:
-    stage, tokens = build(""), random_tokens(1, 16, 60)
-    loss = stage(tokens[:, :-1], {"labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16), "seq_length": 16})
-    grads = torch.autograd.grad(loss, list(stage.global_parameters().values()))
-    assert loss.item() == 0 and all(grad.count_nonzero() == 0 for grad in grads)
 
 
 def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +135,12 @@ def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13, msg=parameter)
 
 
-@pytest.mark.parametrize("flags", ["", "--logit-softcap 2", "--untie-embeddings-and-output-weights"])
 @pytest.mark.parametrize(
-    ("z_loss", "weight"), [("--z-loss-weight 0.1", 0.1), ("--z-loss-strength 0.1", 0.1), ("--use-z-loss", 1e-4)]
+    ("z_loss", "weight", "flags"),
+    [
+        ("--z-loss-weight 0.1", 0.1, "--logit-softcap 2"),
+        ("--use-z-loss", 1e-4, "--untie-embeddings-and-output-weights"),
+    ],
 )
 def test_the_z_loss_is_a_part_of_the_training_loss_alone(z_loss: str, weight: float, flags: str) -> None:
     stage, plain = build(f"{z_loss} {flags}"), build(flags)
@@ -213,15 +169,6 @@ def test_a_model_counts_its_parameters(name: str) -> None:
     assert model.parameters == [of_layers.get(spec.name, 0) for spec in model.specs]
 
 
-def test_layers_are_asked_for_by_their_role() -> None:
-    model = gpt_model(tiny_config().model)
-    assert [layer.role for layer in model.layers] == list(layer_roles(2))
-    assert model.names(Role.BLOCK) == ("layers.0", "layers.1") and model.names(Role.FINAL_NORM) == ("final_norm",)
-    assert model.names(Role.LM_HEAD) == (model.shared,) == ("embedding",)
-    untied = gpt_model(tiny_config("--untie-embeddings-and-output-weights").model)
-    assert untied.names(Role.LM_HEAD) == ("output",) and untied.shared is None
-
-
 @pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])
 def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     """With positions and attention reset, two documents in one sample give what each gives alone."""
@@ -232,73 +179,6 @@ def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     both = stage(tokens, {"position_ids": positions, "cu_seqlens": documents, "seq_length": 16})
     torch.testing.assert_close(both[:6], stage(tokens[:, :6], {"seq_length": 6}), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(both[6:], stage(tokens[:, 6:], {"seq_length": 10}), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("positions", ["none", "rope"])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_attention_with_head_norms_equals_its_definition(normalization: str, positions: str, groups: int) -> None:
-    """Head by head: normalise, turn, attend. Output and each gradient, the bias of the projection's among them."""
-    flags = f"--qk-layernorm --normalization {normalization} --num-query-groups {groups}"
-    model = tiny_config(f"{flags} --position-embedding-type {positions}").model
-    attention = Attention(Linears(model)).double()
-    generator = torch.Generator().manual_seed(5)
-    for parameter in attention.parameters():
-        parameter.data.normal_(generator=generator)
-    parameters = dict(attention.named_parameters())
-    x_ND = torch.randn(2 * 16, 32, dtype=torch.float64, generator=generator)
-
-    def norm(name: str, head_NK: torch.Tensor) -> torch.Tensor:
-        if normalization == "RMSNorm":
-            scaled = head_NK / (head_NK.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-            return scaled * parameters[f"{name}.weight"]
-        centred = head_NK - head_NK.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
-        return scaled * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
-
-    def turned(head_SK: torch.Tensor) -> torch.Tensor:
-        if positions == "none":
-            return head_SK
-        angles_SR = torch.arange(16)[:, None].double() * 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
-        turns_SR = torch.polar(torch.ones(16, 4).double(), angles_SR)
-        both_SR = torch.complex(head_SK[:, :4], head_SK[:, 4:]) * turns_SR
-        return torch.cat((both_SR.real, both_SR.imag), dim=-1)
-
-    mixed_NO = x_ND @ parameters["qkv.weight"].t() + parameters["qkv.bias"]
-    samples = []
-    for sample in mixed_NO.split(16):
-        outputs = []
-        for group_SO in sample.chunk(groups, dim=-1):
-            *queries, key_SK, value_SK = group_SO.split(8, dim=-1)
-            key_SK = turned(norm("key_norm", key_SK))
-            for query_SK in queries:
-                scores_SS = turned(norm("query_norm", query_SK)) @ key_SK.t() / 8**0.5
-                later_SS = torch.ones(16, 16).triu(1).bool()
-                outputs.append(scores_SS.masked_fill(later_SS, -torch.inf).softmax(-1) @ value_SK)
-        samples.append(torch.cat(outputs, dim=-1))
-    wanted = torch.cat(samples) @ parameters["out.weight"].t() + parameters["out.bias"]
-    found = attention(x_ND, None, None, 16)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9 if positions == "none" else 1e-5)
-    into = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-    gradients = [torch.autograd.grad((y * into).sum(), list(parameters.values())) for y in (found, wanted)]
-    for name, got, plain in zip(parameters, *gradients, strict=True):
-        torch.testing.assert_close(got, plain, rtol=1e-6, atol=1e-9 if positions == "none" else 1e-4, msg=name)
-
-
-def test_recomputation_changes_no_gradient() -> None:
-    config = tiny_config("--hidden-dropout 0.1 --attention-dropout 0.1")
-    tokens = random_tokens(2, 16, 60)
-    found = []
-    for groups in ((), (("layers.0",), ("layers.1",)), (("layers.0", "layers.1"),)):
-        stage = Stage(gpt_model(config.model).specs, recompute=groups, keep=Keep(random=False))
-        weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
-        initialise(weights, inits_of_stage(stage), seed=3)
-        stage.place(weights)
-        seeds = seed_fields(layers_with_dropout(stage.specs), 5, 0, 0, torch.device("cpu"))
-        loss = stage.train()(tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": 16, **seeds})
-        found.append((loss, *torch.autograd.grad(loss, list(stage.global_parameters().values()))))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
 
 def test_initial_values_depend_on_seed_and_name_alone() -> None:

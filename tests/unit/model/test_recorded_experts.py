@@ -57,12 +57,11 @@ def trained(flags: str, recorder: PythonRecorder | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
         "--moe-expert-capacity-factor 0.75 --recompute-granularity selective --recompute-modules mlp",
         "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-pre-softmax --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
     ],
-    ids=["plain", "capacity", "groups"],
+    ids=["capacity", "groups"],
 )
 def test_a_recorded_step_has_the_launched_one_s_bits(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has_kernel", lambda *_: True)  # that of the CPU takes bf16, too

@@ -1,63 +1,24 @@
-"""Rotary positions with Llama 3.1's scaling, against transformers' own frequencies and against the formula's ends."""
+"""Rotary positions with Llama 3.1's scaling, against float64 and against the formula's ends."""
 
 from __future__ import annotations
-
-import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from gptpar.config.flags import parse_flags
-from gptpar.config.sections.positions import SCALED_BY
-from gptpar.config.stored import stored_config, stored_model
-from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 from gptpar.model.attention import Attention
 from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
 from gptpar.model.rotary import Rotary, rotate
 from gptpar.pipeline import Stage
-from tests.helpers import TINY, tiny_config
+from tests.helpers import tiny_config
 
 CPU = torch.device("cpu")
-OLD = {
-    **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4},
-    **{"kv_channels": 8, "seq_length": 16, "padded_vocab_size": 64},
-}
-"""What a checkpoint says of a tiny model."""
 
 
 def llama(width: int, base: int, factor: float) -> Rotary:
     """Plain positions, or with a factor those of Llama 3.1."""
     return Rotary(width, base, "llama3" if factor > 1 else None, factor, 8192, (1.0, 4.0))
-
-
-@pytest.mark.parametrize(("factor", "base", "width"), [(8.0, 500_000, 128), (32.0, 500_000, 64), (8.0, 10_000, 16)])
-def test_frequencies_are_those_of_transformers(factor: float, base: int, width: int) -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = transformers.LlamaConfig(
-        hidden_size=4 * width,
-        num_attention_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "llama3", "factor": factor, "rope_theta": float(base), **numbers},
-    )
-    wanted, attention = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
-    assert attention == 1.0
-    torch.testing.assert_close(llama(width, base, factor).frequencies(CPU), wanted, rtol=1e-6, atol=0)
-
-
-def test_frequencies_are_kept_divided_or_between_by_their_turns_in_8192_tokens() -> None:
-    plain, scaled = llama(128, 500_000, 1).frequencies(CPU), llama(128, 500_000, 8).frequencies(CPU)
-    turns = plain * 8192 / (2 * math.pi)
-    assert torch.equal(scaled[turns >= 4], plain[turns >= 4]) and (turns >= 4).sum() > 20
-    assert torch.equal(scaled[turns <= 1], plain[turns <= 1] / 8) and (turns <= 1).sum() > 20
-    between = (turns > 1) & (turns < 4)
-    assert between.any() and ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
 def float64_turned(x: np.ndarray, positions: np.ndarray, rotated: int, base: int, factor: float) -> np.ndarray:
@@ -70,9 +31,9 @@ def float64_turned(x: np.ndarray, positions: np.ndarray, rotated: int, base: int
     return np.concatenate((turned.real, turned.imag, x[..., rotated:]), axis=-1)
 
 
-@pytest.mark.parametrize("rotated", [16, 4])
-@pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
-@pytest.mark.parametrize(("base", "spacing"), [(10_000, 1), (500_000, 3)])
+@pytest.mark.parametrize(
+    ("rotated", "factor", "base", "spacing"), [(16, 1.0, 10_000, 1), (4, 8.0, 500_000, 3), (16, 32.0, 500_000, 3)]
+)
 def test_fp64_turns_by_fp64_angles(rotated: int, factor: float, base: int, spacing: int) -> None:
     x = np.random.default_rng(0).uniform(-1, 1, (2, 3, 32, 16))
     positions = np.stack((np.arange(32) * spacing, np.arange(32)))
@@ -84,23 +45,6 @@ def test_fp64_turns_by_fp64_angles(rotated: int, factor: float, base: int, spaci
     np.testing.assert_allclose(plain, wanted[1:], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("scaling", ["", "--use-rope-scaling --rope-scaling-factor 32"])
-def test_attention_in_fp64_is_that_of_float64(scaling: str) -> None:
-    flags = f"--position-embedding-type rope --rotary-base 500000 --disable-bias-linear {scaling}"
-    attention = Block(tiny_config(flags).model).attention.double()
-    random = np.random.default_rng(0)
-    for parameter in attention.parameters():
-        parameter.data = torch.from_numpy(random.uniform(-0.2, 0.2, parameter.shape))
-    x, positions = random.uniform(-1, 1, (16, 32)), np.arange(16)[None] * 100
-    heads = (x @ attention.qkv.weight.detach().numpy().T).reshape(1, 16, 4, 3, 8).transpose(3, 0, 2, 1, 4)
-    q, k = (float64_turned(part, positions, 8, 500_000, 32.0 if scaling else 1.0) for part in heads[:2])
-    scores = q @ k.swapaxes(-1, -2) / 8**0.5 + np.triu(np.full((16, 16), -np.inf), 1)
-    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    wanted = (shares @ heads[2])[0].transpose(1, 0, 2).reshape(16, 32) @ attention.out.weight.detach().numpy().T
-    found = attention(torch.from_numpy(x), torch.from_numpy(positions), None, 16).detach().numpy()
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     x = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -109,35 +53,6 @@ def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8)), wanted)
-
-
-def test_the_flags_are_megatrons() -> None:
-    rope = [*TINY.split(), "--position-embedding-type", "rope"]
-    model = resolve(parse_flags([*rope, "--use-rope-scaling"]), 1)[0].model
-    assert (model.rope_scaling_type, model.rope_scaling_factor) == ("llama3", 8.0)
-    assert model.original_max_position_embeddings == 8192
-    with pytest.raises(ConfigError) as caught:
-        resolve(parse_flags([*TINY.split(), "--use-rope-scaling"]), 1)
-    assert caught.value.problems == [
-        "--use-rope-scaling changes rotary positions: give --position-embedding-type rope, or drop it."
-    ]
-
-
-def test_a_checkpoint_of_a_version_before_keeps_its_scaled_positions() -> None:
-    """It says ``use_rope_scaling`` alone, of Llama 3.1's form; so do Megatron's arguments."""
-    wanted = {f"model.{name}" for name in ("rope_scaling_type", "rope_scaling_factor", *SCALED_BY)}
-    for before, kind, context in ((True, "llama3", 8192), (False, None, None)):
-        values = {"use_rope_scaling": before, "rope_scaling_factor": 32.0}
-        flags, known, problems = stored_config({"model": values}, wanted)
-        found = flags.model
-        assert (found.rope_scaling_type, found.original_max_position_embeddings) == (kind, context)
-        assert (found.rope_scaling_factor, problems) == (32.0, [])
-        assert known == {f"model.{name}" for name in ("rope_scaling_type", *SCALED_BY)[:3]}
-    values = {"rope_scaling_type": "yarn", "original_max_position_embeddings": 64}
-    assert stored_config({"model": values}, wanted)[0].model.rope_scaling_type == "yarn"
-    old = {**OLD, "use_rope_scaling": True, "position_embedding_type": "rope"}
-    model = stored_model(Path("old"), {"config": {"model": old, "tokenizer": {}}}).model
-    assert Rotary.of(model) == Rotary(8, 10000, "llama3", 8.0, 8192, (1.0, 4.0), 16)
 
 
 def test_frequencies_without_a_stretch_are_the_plain_ones() -> None:

@@ -25,18 +25,3 @@ def test_sums_on_the_host_leave_the_device_and_take_time_where_the_host_is_slow(
     assert leave.time.cpu_optimizer > (count - 1) * max(0.0, each - compute)
     text = " ".join(plan_text(leave, []).split())
     assert "gradients leave the GPU at once, and those of 100 % of the layers are added up on the host" in text
-
-
-def test_a_part_of_the_sums_may_stay_on_the_device() -> None:
-    """Of 36 layers and the embedding, every second one's sum: 4 bytes an element are on either side."""
-    flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 80 --host-memory 512 --global-batch-size 160 --offload-gradients on"
-    all_leave, half = plan(flags), plan(f"{flags} --offload-gradients-ratio 0.5")
-    table = half.job.table(half.job.stages[0])
-    summed = table.summed_on_host(0.5)
-    names = [unit.name for unit in table.units]
-    assert list(summed) == names[::2] and summed == {u.name: u.shard_length for u in table.units[::2]}
-    (whole,), (part,) = all_leave.memory, half.memory
-    assert part.gradients - whole.gradients == 4 * (table.length() - sum(summed.values()))
-    wide = sums_bytes(sum(summed.values()), 4, 4)
-    assert whole.host - part.host == sums_bytes(table.length(), 4, 2) - wide
-    assert half.time.cpu_optimizer <= all_leave.time.cpu_optimizer

@@ -6,7 +6,7 @@ import pytest
 
 from gptpar.engine.ranges import Home
 from gptpar.plan.job import Job
-from gptpar.plan.matrices import flops_of_step, longest_first, matrices_of
+from gptpar.plan.matrices import flops_of_step
 from gptpar.plan.report import plan_json, plan_text
 from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
@@ -28,27 +28,12 @@ def test_the_share_of_a_step_falls_with_the_batch(samples: int, share: float) ->
     assert planned.time.total - with_adam.time.total == pytest.approx(planned.time.matrices, rel=0.1)
 
 
-def test_a_block_has_the_matrices_that_it_declares() -> None:
-    grouped = "--num-attention-heads 4 --group-query-attention --num-query-groups 2"
-    job = Job(tiny_config(f"{MUON} --swiglu {grouped}"), Mesh())
-    matrices = matrices_of(job, job.unit(min(job.layers.blocks)))
-    width, ffn = job.shape.hidden_size, job.shape.ffn_hidden_size
-    shapes = {(rows, columns): count for (_, rows, columns), count in matrices.items()}
-    assert shapes == {(width, width): 2, (width // 2, width): 2, (ffn, width): 2, (width, ffn): 1}
-    assert not matrices_of(job, job.unit(0))
-
-
 def test_processes_that_share_matrices_share_their_products() -> None:
     flags = f"{MODEL.replace('--world-size 1', '')} --global-batch-size 128 {MUON}"
     alone = plan(f"{flags} --world-size 1").time.matrices
     sharing = plan(f"{flags} --world-size 2 --zero-stage 1").time.matrices
     copies = plan(f"{flags} --world-size 2 --zero-stage 0").time.matrices
     assert copies == alone and 0.5 * alone < sharing < 0.8 * alone
-
-
-def test_the_longest_work_comes_first() -> None:
-    assert longest_first([1, 4, 2, 3], 2) == 5 and longest_first([3, 3, 2, 2, 2], 2) == 7
-    assert longest_first([], 3) == 0 and longest_first([5, 1], 1) == 6
 
 
 @pytest.mark.parametrize("ratio", [0, 0.3, 1])

@@ -12,10 +12,6 @@ from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.run.assemble import memory_explained
-from gptpar.run.auto_offload import with_gradients
-from gptpar.system import command_line
-from gptpar.topology.groups import Topology
-from gptpar.topology.mesh import Mesh
 from tests.helpers import TINY, tiny_config
 
 FULL = "this machine's memory is full (a very long run's order of samples needs some): "
@@ -39,11 +35,7 @@ def test_numpy_and_the_cpu_optimizer_have_an_exception_of_their_own(flags: str, 
     [
         ("", ""),
         ("--cpu-optimizer", "set --offload-gradients on, or "),
-        ("--cpu-optimizer --offload-gradients on", ""),
-        ("--cpu-optimizer --global-batch-size 4", "set --offload-gradients on, or "),
         ("--cpu-optimizer --global-batch-size 4 --log-num-zeros-in-grad", ""),
-        ("--cpu-optimizer --cuda-graph on", ""),
-        ("--cpu-optimizer --cpu-optimizer-ratio 0", ""),
         ("--cpu-optimizer --cpu-optimizer-ratio auto", "set --offload-gradients on, or "),
     ],
 )
@@ -51,16 +43,6 @@ def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
     with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
-
-
-def test_what_auto_has_decided_is_not_advised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
-    config = tiny_config("--bf16 --cpu-optimizer --num-layers 12 --hidden-size 512")
-    with pytest.raises(GptparError) as caught, memory_explained(lambda: config):
-        config, _ = with_gradients(config, Topology(Mesh(), 0, torch.device("cuda")))
-        assert config.offload.gradients_leave_at_once
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {LOWER}")
 
 
 def test_a_failing_updating_thread_ends_the_run_with_the_sentence(
@@ -74,11 +56,3 @@ def test_a_failing_updating_thread_ends_the_run_with_the_sentence(
     error = capsys.readouterr().err
     what = " What failed: the CPU optimizer could not allocate its sums\n"
     assert error == "error: " + FULL + LESS_OFFLOAD + LOWER + what
-
-
-def test_other_verbs_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    def full(argv: list[str]) -> int:
-        raise MemoryError("Unable to allocate 8.00 EiB")
-
-    assert command_line.run(full, []) == 1
-    assert capsys.readouterr().err == "error: this machine's memory is full: Unable to allocate 8.00 EiB\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptpar.cli.plan import make_planner
-from gptpar.plan.report import plan_json, plan_text
+from gptpar.plan.report import plan_json
 from tests.unit.plan.plans import GIB, SMALL, plan
 
 BATCH = "--micro-batch-size 1 --global-batch-size 32 --zero-stage 1 "
@@ -33,15 +33,6 @@ def test_each_of_several_machines_keeps_its_neighbours_files_too() -> None:
     assert cost.process == max(stages) / 16
     assert cost.machine == pytest.approx(2 * 8 * (2 * max(stages)) / 16)
     assert cost.sent_s == cost.process / 1.1e9
-
-
-def test_the_report_tells_the_cost_and_a_longer_interval() -> None:
-    flags = "--preset 1.3B --bf16 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 64 --world-size 16 "
-    text = " ".join(plan_text(plan(flags + "--zero-stage 1 --mirror-interval 20"), []).split())
-    assert "memory mirror each 20 steps, 29.41 GiB of a machine's memory (941.15 MiB a process leave its GPU" in text
-    assert "in at most 1.03 ms a step, and reach the next machine in 0.9 s while training goes on)" in text
-    text = " ".join(plan_text(plan(flags + "--zero-stage 1 --mirror-interval 1"), []).split())
-    assert "that is longer than the interval, and training waits: --mirror-interval " in text
 
 
 def test_copies_that_a_machine_cannot_hold_do_not_fit() -> None:

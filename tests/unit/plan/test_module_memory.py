@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import gptpar
 from gptpar.cli import main
-from gptpar.deepspeed.memory_estimates import sizes_of
-from gptpar.errors import ConfigError
 
 FILE = Path(__file__).parents[2] / "fixtures/user_modules.py"
 CONFIG = {
@@ -51,19 +48,6 @@ def test_state_on_a_disk_takes_no_memory(tmp_path):
     assert f"and {48:.2f} KiB of disk" in str(found)
 
 
-def test_the_table_adds_up():
-    found = gptpar.estimate_memory(blocks(), CONFIG, 4)
-    lines = str(found).splitlines()
-    assert lines[0] == "16.38 K parameters, 4 processes; each process, without activations:"
-    assert [len(line) for line in lines[1:]] == [62] * 6
-    assert lines[4].startswith("double buffers, where memory is free      ")
-
-
-def test_a_wrong_configuration_is_told():
-    with pytest.raises(ConfigError, match="train_batch_size 8 is not a multiple of"):
-        gptpar.estimate_memory(blocks(), CONFIG, 3)
-
-
 def test_zero3_prints_what_deepspeed_prints(capsys):
     gptpar.estimate_zero3_model_states_mem_needs_all_cold(2_851_000_000, 32_000_000, 8, 1)
     assert capsys.readouterr().out.splitlines() == [
@@ -78,24 +62,6 @@ def test_zero3_prints_what_deepspeed_prints(capsys):
         "    1.43GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=1",
         "  127.45GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=0",
     ]
-
-
-def test_a_live_model_has_the_sizes_of_a_cold_one(capsys):
-    model = nn.Sequential(nn.Linear(2000, 3000, bias=False), nn.Linear(3000, 1000, bias=False))
-    model.append(model[1])  # shared: counts once
-    assert sizes_of(model) == (9_000_000, 6_000_000)
-    gptpar.estimate_zero2_model_states_mem_needs_all_live(model, 2, 2)
-    gptpar.estimate_zero3_model_states_mem_needs_all_live(model, 2, 2)
-    live = capsys.readouterr().out
-    gptpar.estimate_zero2_model_states_mem_needs_all_cold(9_000_000, 2, 2)
-    gptpar.estimate_zero3_model_states_mem_needs_all_cold(9_000_000, 6_000_000, 2, 2)
-    assert capsys.readouterr().out == live
-    assert live.splitlines()[1:3] == [
-        "HW: Setup with 2 nodes, 2 GPUs per node.",
-        "SW: Model with 9M total params.",
-    ]
-    assert live.splitlines()[4] == "    0.20GB |   0.02GB | offload_optimizer=cpu "
-    assert sizes_of(torch.nn.Linear(3, 3, device="meta")) == (12, 12)
 
 
 def write(tmp_path: Path, config: dict) -> str:
@@ -121,11 +87,3 @@ def test_benchmark_of_a_module(tmp_path, capsys):
     assert (found["params"], found["steps"], found["global_batch_size"], found["zero_stage"]) == (87, 3, 4, 3)
     assert found["samples_per_s"] == pytest.approx(4e3 / found["ms_per_step"], rel=0.01)
     assert found["ms_min"] <= found["ms_per_step"] <= found["ms_max"] and found["cpu_optimizer_ratio"] == 1
-
-
-@pytest.mark.parametrize("verb", ["check-layouts", "plan", "benchmark"])
-def test_help_of_a_module_is_its_own(verb, capsys):
-    with pytest.raises(SystemExit):
-        main([verb, "--module", "x", "--help"])
-    text = capsys.readouterr().out
-    assert "FUNCTION takes no arguments and returns" in text and "--num-layers" not in text

@@ -65,18 +65,12 @@ def described(table: ParameterTable) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("mesh", "flags"),
     [
-        (Mesh(), CUT),
-        (Mesh(tensor=2), CUT),
         (Mesh(tensor=2), CUT + "--sequence-parallel"),
-        (Mesh(pipeline=2), ""),
-        (Mesh(pipeline=2), CUT),
         (Mesh(pipeline=2), CUT + LLAMA),
         (Mesh(pipeline=2), CUT + "--num-virtual-stages-per-pipeline-rank 2"),
-        (Mesh(pipeline=4), CUT),
         (Mesh(2, 2, 2), CUT + LLAMA + "--sequence-parallel --zero-stage 1"),
         (Mesh(2, 2, 1), CUT + "--sequence-parallel --qk-layernorm --zero-stage 3"),
         (Mesh(pipeline=2), CUT + "--weight-decay-override embedding*=0 *norm.weight=1 layers.2.mlp.*=0.5"),
-        (Mesh(tensor=2), CUT + "--lr-override layers.0.*.bias=2 layers.3.*=0.5"),
         (Mesh(), CUT + "--mup --mup-base-hidden-size 8 --decoupled-lr 1e-3"),
     ],
 )

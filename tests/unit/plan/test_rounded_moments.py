@@ -8,7 +8,6 @@ from gptpar.engine.ranges import Home
 from gptpar.optim.adamw import ADAMW, adamw_with
 from gptpar.plan.host_updates import speed_of
 from gptpar.plan.planner import Plan
-from gptpar.run.banner import _wide_formats
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.plan.plans import OFFLOAD, SMALL, plan
 
@@ -45,13 +44,3 @@ def test_a_run_allocates_what_the_update_says() -> None:
         vectors = trainer.engine.optimizer.vectors.values()
         assert sum(one.nbytes for one in vectors) == size * trainer.engine.table.length(Home.DEVICE)
         trainer.close()
-
-
-def test_the_banner_says_which_moments_are_rounded() -> None:
-    said = [_wide_formats(tiny_config(words).optimizer) for words in ("", "--exp-avg-sq-dtype bf16", BOTH)]
-    assert said == [
-        "master weights, moments and gradient sums in fp32 or wider",
-        "master weights, the other moment and gradient sums in fp32 or wider; exp_avg_sq in bf16, rounded "
-        "stochastically",
-        "master weights and gradient sums in fp32 or wider; exp_avg and exp_avg_sq in bf16, rounded stochastically",
-    ]

@@ -15,7 +15,6 @@ from gptpar.model.layer_spec import LayerSpec
 from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.plan import job as plan_job
 from gptpar.plan import layers as plan_layers
-from gptpar.plan.host_updates import layers_of
 from gptpar.plan.planner import Plan
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from tests.unit.plan.plans import CALM, OFFLOAD, plan
@@ -70,7 +69,7 @@ def of_kind(width: int, flags: str = "") -> Plan:
 
 
 @pytest.mark.parametrize(
-    "flags", ["", FULL, "--recompute-granularity selective --recompute-modules mlp ", OFFLOAD + "0.5 --cuda-graph off"]
+    "flags", ["--recompute-granularity selective --recompute-modules mlp ", OFFLOAD + "0.5 --cuda-graph off"]
 )
 def test_memory_and_time_are_sums_over_blocks(flags: str) -> None:
     found, narrow, wide = mixed(flags), of_kind(NARROW, flags), of_kind(WIDE, flags)
@@ -101,26 +100,3 @@ def test_stages_are_even_in_what_they_compute(method: str) -> None:
     found = mixed(PIPED + method)
     assert found.job.split.layers_of(0) == [0, 1, 2, 3]
     assert [len(found.job.blocks(part)) for part in found.job.stages] == [2, 4]
-
-
-def test_stages_of_different_blocks_differ() -> None:
-    flags = PIPED + "uniform --recompute-granularity full --recompute-method block --recompute-num-layers 1"
-    found, narrow, wide = mixed(flags), of_kind(NARROW, flags), of_kind(WIDE, flags)
-    first, second = found.job.stages
-    assert first != second and [len(found.job.blocks(part)) for part in (first, second)] == [3, 3]
-    boundary, alive = found.job.boundary_bytes, 2
-    kept = {kind: one.job.kept(one.job.blocks(one.job.stages[0])[0]) for kind, one in (("w", wide), ("n", narrow))}
-    assert found.memory[0].activations == alive * (boundary + kept["w"] + kept["n"])
-    assert found.memory[1].activations == narrow.memory[1].activations == boundary + 2 * kept["n"]
-    assert found.memory[1].buffers == narrow.memory[1].buffers < wide.memory[1].buffers
-    assert found.memory[0].buffers == wide.memory[0].buffers > narrow.memory[0].buffers
-
-
-def test_the_host_updates_each_block_after_its_own_gradient() -> None:
-    found = mixed(OFFLOAD + "1")
-    (part,) = found.job.stages
-    times = [(1.0 * number, 2.0) for number in part.layers]
-    updated = layers_of(found.job, part, times)
-    assert [(one.forward, one.backward) for one in updated] == times
-    assert [one.elements for one in updated[:-1]] == [found.job.unit(number).length for number in part.layers[:-1]]
-    assert updated[2].elements > updated[4].elements and updated[-1].elements == 0  # the tied head has the embedding's

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from gptpar.reporting.sinks import CsvSink, make_sinks
+from gptpar.reporting.sinks import CsvSink
 from tests.unit.reporting.records import record
 
 
@@ -26,15 +24,6 @@ def test_each_curve_is_a_file_of_samples_and_values(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_there_is_a_curve_of_the_loss_scale_with_fp16_alone(tmp_path: Path) -> None:
-    (sink,) = make_sinks(run_folder=None, csv_folder=tmp_path)
-    sink.close()
-    assert contents(tmp_path) == {
-        "Train_Samples_lr.csv": b"step,lr\r\n",
-        "Train_Samples_train_loss.csv": b"step,train_loss\r\n",
-    }
-
-
 def test_a_run_that_goes_on_drops_the_rows_that_it_writes_again(tmp_path: Path) -> None:
     path = tmp_path / "Train_Samples_lr.csv"
     path.write_bytes(b"step,lr\r\n8,0.1\r\n16,0.2\r\n24,0.3\r\n32,0.")
@@ -46,14 +35,3 @@ def test_a_run_that_goes_on_drops_the_rows_that_it_writes_again(tmp_path: Path) 
     sink.iteration(record(1))
     sink.close()
     assert path.read_bytes().endswith(b"\r\n24,0.0001\r\n8,0.0001\r\n")
-
-
-def test_what_one_file_cannot_take_is_in_the_others(tmp_path: Path) -> None:
-    (tmp_path / "Train_Samples_train_loss.csv").mkdir()
-    sink = CsvSink(tmp_path)
-    with pytest.raises(IsADirectoryError):
-        sink.iteration(record(1))
-    assert (tmp_path / "Train_Samples_lr.csv").read_bytes() == b"step,lr\r\n8,0.0001\r\n"
-    (tmp_path / "Train_Samples_train_loss.csv").rmdir()
-    sink.close()
-    assert (tmp_path / "Train_Samples_train_loss.csv").read_bytes() == b"step,train_loss\r\n8,4.9\r\n"

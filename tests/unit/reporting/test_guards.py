@@ -14,11 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptpar.reporting import record_file
 from gptpar.reporting.guards import GuardedSink, guarded_console
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.record_file import RecordFile
-from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.records import ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
 from tests.unit.reporting.records import read_tensorboard, record
@@ -69,43 +68,6 @@ def test_a_removed_file_is_told_and_then_begun_anew(tmp_path: Path) -> None:
     file.append(b"3")
     file.close()
     assert path.read_bytes() == b"head.23"
-
-
-def test_a_file_removed_before_the_end_is_told_and_what_waited_is_in_a_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    file = RecordFile(path, header=b"head.", queue_size=10)
-    file.flush()
-    file.append(b"1", b"2")
-    path.unlink()
-    with pytest.raises(OSError, match="it was removed, with what it held"):
-        file.close()
-    assert path.read_bytes() == b"head.12"
-
-
-def test_a_header_that_finds_no_room_is_written_with_what_waits(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "file"
-    file = RecordFile(path, header=b"head.", queue_size=10)
-    assert not path.parent.exists()
-    with files_end_at(3):
-        for _ in range(2):
-            with pytest.raises(OSError, match="File too large"):
-                file.flush()
-        assert path.read_bytes() == b""
-        file.append(b"1")
-    file.flush()
-    file.append(b"2")
-    file.close()
-    assert path.read_bytes() == b"head.12"
-
-
-def test_memory_for_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "MAX_WAITING_BYTES", 1 << 20)
-    file = RecordFile(tmp_path / "file", queue_size=10)
-    file.append(bytes(1 << 19))
-    with pytest.raises(OSError, match="more than 1 MiB wait"):
-        file.append(bytes((1 << 19) + 1))
-    file.close()
-    assert (tmp_path / "file").stat().st_size == 1 << 19
 
 
 def test_metrics_are_told_of_once_and_complete_after_the_next_checkpoint(tmp_path: Path) -> None:
@@ -180,86 +142,6 @@ def test_a_full_disk_at_the_start_ends_no_run(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_cannot_be_made_is_told_at_the_start_and_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    said: list[str] = []
-    sink = GuardedSink(TensorBoardSink(tmp_path / "file" / "events", ScalarOptions()), said.append)
-    for iteration in range(7, 10):
-        sink.iteration(record(iteration))
-        sink.flush()
-    sink.close()
-    assert [text.split(" (")[0] for text in said] == [
-        "TensorBoard cannot be written at the start",
-        "TensorBoard lacks records, at first of iteration 7",
-    ]
-
-
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_records_that_were_not_kept_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
-) -> None:
-    """Memory takes 6 of the 8 records that find no room on the disk."""
-    monkeypatch.setattr(record_file, "MAX_WAITING_BYTES", 2000)
-    said: list[str] = []
-    sink = GuardedSink(JsonlSink(tmp_path), said.append)
-    with files_end_at(800):
-        for iteration in range(1, 11):
-            sink.iteration(record(iteration))
-    if not at_the_end:
-        sink.flush()
-    sink.close()
-    assert [o["iteration"] for o in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
-    assert len(said) == 2 and said[1] == (
-        "metrics.jsonl lacks 2 records, at first of iteration 9 (more than 0 MiB wait to be written)"
-        if at_the_end
-        else "metrics.jsonl is written again; 2 records are missing since then"
-    )
-
-
-class Service:
-    """A sink that is as good as its network."""
-
-    name, keeps_records = "the service", False
-
-    def __init__(self) -> None:
-        self.dead, self.got = False, 0
-
-    def iteration(self, record: IterationRecord) -> None:
-        if self.dead:
-            raise ConnectionError("the service is down\nwith details")
-        self.got += 1
-
-    def validation(self, record: ValidationRecord) -> None:
-        self.iteration(record)  # type: ignore[arg-type]
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        if self.dead:
-            raise ConnectionError("the service is down")
-
-
-def test_a_dead_service_does_not_end_the_run() -> None:
-    said: list[str] = []
-    service = Service()
-    sink = GuardedSink(service, said.append)
-    for iteration in range(1, 4):
-        service.dead = iteration == 2
-        sink.iteration(record(iteration))
-    sink.flush()
-    service.dead = True
-    sink.validation(ValidationRecord(9, 72, 9216, 4.5))
-    sink.close()
-    assert service.got == 2
-    assert [text.split(";")[0] for text in said] == [
-        "the service cannot be written at iteration 2 (the service is down)",
-        "the service is written again",
-        "the service cannot be written at iteration 9 (the service is down)",
-        "the service lacks records, at first of iteration 9 (the service is down)",
-    ]
-    assert said[1].endswith("; 1 records are missing since then")
-
-
 def test_a_dead_wandb_is_told_of_once_until_it_takes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second record is logged; a checkpoint, or a record that is not logged, tells nothing of the service."""
     said: list[str] = []
@@ -316,13 +198,3 @@ def test_a_reader_that_leaves_is_told_of_once(
     assert capsys.readouterr().out.splitlines()[0] == (
         "warning: stderr cannot be written (Broken pipe); the run goes on without it"
     )
-
-
-def test_an_ordinary_console_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout, sys.stderr
-    with guarded_console():
-        print("out")
-        print("err", file=sys.stderr)
-        assert sys.stdout.encoding == before[0].encoding and sys.stdout.write("four") == 4
-    assert (sys.stdout, sys.stderr) == before
-    assert capsys.readouterr() == ("out\nfour", "err\n")

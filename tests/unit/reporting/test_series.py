@@ -19,7 +19,7 @@ def test_what_is_not_finite_or_absent_is_none() -> None:
     assert series(FILE, [*lines, {"iteration": 6}], "a") == [1.0, 2.5, None, None, None, None]
 
 
-@pytest.mark.parametrize("value", ["1.5", "nan", True, [1.0], {"a": 1}, 10**400])
+@pytest.mark.parametrize("value", ["1.5", True, 10**400])
 def test_what_is_no_number_is_told(value: object) -> None:
     with pytest.raises(GptparError) as caught:
         series(FILE, [{"iteration": 1, "lm_loss": 2.0}, {"iteration": 7, "lm_loss": value}], "lm_loss")
@@ -28,8 +28,7 @@ def test_what_is_no_number_is_told(value: object) -> None:
     )
 
 
-@pytest.mark.parametrize("verb", ["summary", "plot"])
-@pytest.mark.parametrize("text", ['"high"', "[3]", "1" + "0" * 400, "true"])
+@pytest.mark.parametrize(("verb", "text"), [("summary", '"high"'), ("plot", "1" + "0" * 400)])
 def test_no_verb_ends_in_a_traceback(verb: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rest = json.dumps({"consumed_tokens": 1, "learning_rate": 1, "grad_norm": 1, "tokens_per_s": 1})[1:]
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 3, "lm_loss": {text}, {rest}\n')
@@ -43,7 +42,7 @@ def test_no_verb_ends_in_a_traceback(verb: str, text: str, tmp_path: Path, capsy
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "drawn"),
-    [("3e38", True), ("-1e308", True), ("1e308", False), ("1e-320", False), ("0", False), ("Infinity", False)],
+    [("-1e308", True), ("1e308", False), ("1e-320", False), ("Infinity", False)],
 )
 def test_any_number_can_be_summed_up_and_drawn(number: str, drawn: bool, tmp_path: Path) -> None:
     keys = ("lm_loss", "consumed_tokens", "learning_rate", "grad_norm", "tokens_per_s")

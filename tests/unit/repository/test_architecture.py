@@ -184,7 +184,7 @@ def test_importing_gptpar_is_light():
 
 
 def test_no_module_imports_torchs_compiler_when_it_is_imported():
-    """``torch.compiler.disable`` does, for 1.5 s of each process; ``not_compiled`` of attention_dropout.py does not."""
+    """``torch.compiler.disable`` does, for 1.5 s of each process; ``not_compiled`` of core_attention.py does not."""
     texts = {file: file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
     assert not [str(file.relative_to(ROOT)) for file, text in texts.items() if "@torch.compiler.disable" in text]
 

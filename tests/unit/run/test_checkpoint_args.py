@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptpar.cli import main
-from gptpar.cli.benchmark import measure
-from gptpar.cli.plan import make_planner
 from gptpar.config import ModelConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
@@ -37,13 +33,6 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(tmp_path: Path) -> None
     reasons = {one.name: one.reason for one in derived}
     assert reasons["hidden size"] == reasons["vocab size"] == "--use-checkpoint-args"
     assert not filled(tmp_path).problems
-
-
-def test_what_agrees_and_what_may_differ_is_taken_as_typed(tmp_path: Path) -> None:
-    saved(tmp_path, MODEL)
-    found = filled(tmp_path, "--hidden-size 32 --hidden-dropout 0.1 --seq-length 8")
-    assert not found.problems
-    assert (found.flags.model.hidden_dropout, found.flags.model.seq_length) == (0.1, 8)
 
 
 def test_rotary_positions_may_be_stretched_for_a_new_run(tmp_path: Path) -> None:
@@ -79,33 +68,6 @@ def test_without_a_checkpoint_it_is_told(tmp_path: Path) -> None:
     assert problem == "--use-checkpoint-args needs --load, a folder with checkpoints."
     with pytest.raises(CheckpointError):
         filled(tmp_path, "--ckpt-step 9")
-
-
-def test_plan_and_benchmark_take_the_model_and_leave_the_run_alone(tmp_path: Path) -> None:
-    saved(tmp_path, MODEL)
-    words = f"--load {tmp_path} --use-checkpoint-args --micro-batch-size 2".split()
-    config, _ = resolve(measure.parse(words), 1)
-    planner, _ = make_planner(words)
-    there = tiny_config(MODEL).model
-    for model in (config.model, planner.plan().job.config.model):
-        assert dataclasses.replace(model, padded_vocab_size=64) == there
-    assert config.checkpoint.load is None and config.data.mock_data
-
-
-def test_a_benchmark_counts_the_parameters_of_a_model_with_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The vocabulary is known only once the run has read the tokenizer."""
-    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
-    flags = f"{words} --tokenizer-type ByteLevelTokenizer --steps 1 --warmup-steps 1"
-    assert main(["benchmark", *flags.split()]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    block = 12 * 32 * 32 + 13 * 32
-    padded = 384  # 256 bytes and the end of a document, up to a multiple of 128
-    assert found["params"] == 2 * block + (padded + 16) * 32 + 2 * 32
-
-
-def test_without_the_flag_nothing_is_read() -> None:
-    parsed = parse_flags(["--load", "/nowhere"])
-    assert with_checkpoint_args(parsed) is parsed
 
 
 def keeping(folder: Path, words: str) -> ModelConfig:

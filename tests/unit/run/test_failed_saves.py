@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +10,9 @@ import pytest
 
 from gptpar.checkpoint import newest_whole
 from gptpar.checkpoint.data_file import DataFile
-from gptpar.cli.launch.failure import Failure
 from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.run.run_folder.owner import Owner
-from tests.unit.run.test_saving_runs import FEW, assert_same_tensors, iterations, losses, run
+from tests.unit.run.test_saving_runs import assert_same_tensors, iterations, losses, run
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
@@ -69,14 +66,6 @@ def test_a_run_whose_saves_keep_failing_ends_at_the_third(
     assert len(told) == 2 and "ends if that fails, too (2 have in a row)" in told[1]
 
 
-def test_the_third_save_stands_still_and_a_success_forgives_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = fail(monkeypatch, [2, 4, 8, 10])
-    run(tmp_path, "--save-interval 2 --train-iters 14")
-    assert not left and iterations(tmp_path) == [6, 12, 14]
-
-
 def test_a_failed_save_of_the_last_step_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = fail(monkeypatch, [8])
     run(tmp_path, "--save-interval 4")
@@ -102,28 +91,3 @@ def test_a_folder_of_another_run_is_not_forgiven(tmp_path: Path, monkeypatch: py
     with pytest.raises(FolderTakenError, match="taken by another run"):
         run(tmp_path, "--save-interval 2")
     assert iterations(tmp_path) == [2]
-
-
-SCRIPT = """
-import sys
-from gptpar.checkpoint.data_file import DataFile
-from gptpar.cli.pretrain import main
-from gptpar.errors import CheckpointError
-from gptpar.system.command_line import run
-
-def refuse(*_):
-    raise CheckpointError("cannot write there: No space left on device")
-
-DataFile.write = refuse
-sys.exit(run(main, sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_exit_code_and_last_sentence_tell_that_the_newest_state_is_lost(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", SCRIPT, *FEW.split(), "--save", str(tmp_path), "--save-interval", "4"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 74
-    told = "state, of iteration 8, is not on the disk: nothing that this run has learnt is."
-    assert done.stderr.splitlines()[-1].endswith(told)
-    assert str(Failure(0, 74, "iteration 8")).endswith("; the newest state is not on the disk")

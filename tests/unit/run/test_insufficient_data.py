@@ -12,7 +12,7 @@ from gptpar.config import Config
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.data.indexed import IndexedDatasetWriter
-from gptpar.errors import ConfigError, DataError
+from gptpar.errors import DataError
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.data import Loaders, Vocabulary, data_order, make_loaders, other_order
 from gptpar.topology.groups import make_topology
@@ -73,14 +73,6 @@ def test_evaluations_repeat_what_does_not_suffice_and_say_so_once(tmp_path: Path
     assert said == []  # weights repeat by themselves, as a single corpus does
 
 
-def test_sharded_cyclic_data_smaller_than_one_micro_batch_everywhere_are_refused(tmp_path: Path) -> None:
-    path = f"--split 1 --data-path {corpus(tmp_path / 'a', 1)} {corpus(tmp_path / 'b', 2)} --eval-iters 0"
-    cyclic = f"{path} --train-iters 9 --micro-batch-size 4 --dataloader-type cyclic"
-    assert loaders_of(cyclic)["train"] is not None
-    with pytest.raises(DataError, match="takes 4 samples, the data set has 3"):
-        loaders_of(f"{cyclic} --data-sharding")
-
-
 def test_full_validation_is_one_pass_over_all_corpora(tmp_path: Path) -> None:
     a, b = corpus(tmp_path / "a", 13), corpus(tmp_path / "b", 4)
     flags = "--train-iters 10 --global-batch-size 4 --full-validation --eval-iters 0"
@@ -93,29 +85,6 @@ def test_full_validation_is_one_pass_over_all_corpora(tmp_path: Path) -> None:
     assert config_of(f"--data-path {a} {flags}").logging.eval_interval == 1000
     with pytest.raises(DataError, match="--split 1 leaves --full-validation nothing to read"):
         loaders_of(f"--data-path {a} --split 1 {flags}")
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--mock-data --full-validation", "which --mock-data lack"),
-        ("--data-path 1 {a} 2 {a} --full-validation", "2 corpora once, but the weights of --data-path"),
-        ("--train-data-path {a} --valid-data-path 1 {a} 2 {a} --full-validation", "weights of --valid-data-path"),
-        ("--train-data-path {a} --full-validation", "no validation set to read: give --valid-data-path"),
-        ("--mock-data --data-sharding", "--data-sharding is Megatron's order for --dataloader-type cyclic"),
-        ("--mock-data --seed 4294967296", "--seed is 4294967296; the data order takes seeds below 2^32 = 4294967296"),
-    ],
-)
-def test_flags_that_do_not_go_together(tmp_path: Path, flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("^", r"\^")) as error:
-        config_of(f"--train-iters 10 {flags}".format(a=corpus(tmp_path / "a", 3)))
-    assert len(error.value.problems) == 1
-
-
-def test_what_full_validation_and_cyclic_take() -> None:
-    parsed = parse_flags(["--no-data-sharding", "--dataloader-type", "cyclic"])
-    assert parsed.problems == [] and "--data-sharding" in parsed.without_effect[0]
-    assert config_of("--mock-data --train-iters 1 --seed 4294967295").data.seed == 2**32 - 1
 
 
 def test_a_resumed_run_reads_in_the_same_order() -> None:

@@ -40,13 +40,6 @@ def test_a_step_does_not_depend_on_how_it_is_cut(micro_batch: int) -> None:
     assert one_step("", micro_batch) != pytest.approx(whole(), rel=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [2, 8])
-def test_without_masks_nothing_changes(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.run.test_per_token_loss.MASK", None)
-    plain = one_step("", micro_batch)
-    assert one_step(PER_TOKEN, micro_batch) == pytest.approx(plain, rel=1e-14)
-
-
 def test_a_step_without_a_token_that_counts_is_a_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.unit.run.test_per_token_loss.MASK", torch.zeros_like(MASK))
     loss, norm, _ = one_step(PER_TOKEN, 2)

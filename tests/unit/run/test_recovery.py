@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +18,13 @@ from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.run import mirror, recovery, resume, saved_state
 from gptpar.run.accept import Inputs
-from gptpar.run.mirror import COPIES, Mirror, open_copies, open_mirror
+from gptpar.run.mirror import COPIES, Mirror, open_copies
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving
 from gptpar.run.trainer import Trainer
 from gptpar.system import restart
 from gptpar.system.activity import FOLDER_VARIABLE
-from gptpar.system.restart import MEMORY_VARIABLE, Restart
+from gptpar.system.restart import MEMORY_VARIABLE
 from tests.helpers import TINY, make_trainer, tiny_config
 
 INPUTS = Inputs({}, {}, {})
@@ -63,12 +62,6 @@ def test_the_first_start_loads_what_it_is_told(launched: Path, trainer: Trainer)
     assert (again.load, again.finetune, again.ckpt_step) == (f"{launched}/run", False, None)
 
 
-def test_before_the_first_state_a_restart_is_a_first_start(launched: Path) -> None:
-    restart.note_begun()
-    typed = flags(f"--save {launched}/run --load {launched}/other --finetune")
-    assert recovery.continued(typed) is typed
-
-
 @pytest.mark.parametrize(("disk", "memory", "first"), [(4, 6, "memory"), (6, 4, "run"), (4, None, "run")])
 def test_the_newest_state_is_taken(launched: Path, trainer: Trainer, disk: int, memory: int | None, first: str) -> None:
     restart.note_begun()
@@ -78,15 +71,6 @@ def test_the_newest_state_is_taken(launched: Path, trainer: Trainer, disk: int, 
     config = resolve(recovery.continued(flags(f"--save {launched}/run")), 1)[0]
     assert config.checkpoint.load == f"{launched}/run"  # or the folder's own checkpoints would be another run's
     assert checkpoints_in(resume.folders_to_load(config, config.checkpoint.load))[0][1].parent == launched / first
-
-
-def test_a_manifest_that_cannot_be_read_is_passed_over(launched: Path, trainer: Trainer) -> None:
-    restart.note_begun()
-    for iteration in (3, 6):
-        save(trainer, launched / "memory", iteration)
-    (launched / "memory/iter_0000006/manifest.json").write_text("{")
-    found = recovery.newest_of_own(flags("").flags.checkpoint)
-    assert found is not None and found.iteration == 3
 
 
 def test_fewer_processes_keep_the_global_batch(launched: Path, trainer: Trainer) -> None:
@@ -131,42 +115,6 @@ def test_room_is_looked_for_and_the_copies_that_are_there_count(
     assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
 
 
-def test_room_for_a_neighbours_files_counts_and_for_others_that_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three machines with one process each, where each process loads all files."""
-    mirror_of_first = Mirror(Copies(tmp_path, Ring.of(["a", "b", "c"]), print), 5)
-    free = [2 * (10 + 40) + 20]
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[0], f_frsize=1))
-    mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
-    free[0] -= 1
-    what = r"2 copies of 10 B of the machine's own state and 40 B of its neighbour's \(and 20 B of others' once"
-    with pytest.raises(GptparError, match=what):
-        mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
-
-
-def test_a_mirror_that_nobody_would_load_is_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (MEMORY_VARIABLE, restart.VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    assert open_copies(trainer.config, print) is None and open_mirror(None, trainer, 0, print) is None
-    mirrored = tiny_config("--mirror-interval 5")
-    with pytest.raises(GptparError, match="--mirror-interval 5 needs a launcher that restarts, and a folder /dev/shm"):
-        open_copies(mirrored, print)
-    monkeypatch.setenv(MEMORY_VARIABLE, "/dev/shm/unused")
-    for words in (
-        "",
-        "--save a",
-        "--save a --load .",
-        "--save a --load a --finetune",
-        "--save a --load a --reset-iteration",
-        "--save a --load a --no-load-lr-state",
-        "--save a --load a --no-load-optim",
-        "--save a --load a --ckpt-step 3",
-    ):
-        with pytest.raises(GptparError, match="a replaced machine have to go on as the others do: give --load the fol"):
-            open_copies(tiny_config(f"--mirror-interval 5 {words}"), print)
-
-
 def test_a_folder_in_memory_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "named by a batch script"
     monkeypatch.setenv(MEMORY_VARIABLE, str(folder))
@@ -208,32 +156,3 @@ def test_data_parallelism_shrinks_to_what_the_gpus_and_the_batch_allow(
     else:
         with pytest.raises(GptparError, match="3 of 4 GPUs are left, and the run cannot go on there: .*tensor"):
             processes_left(4)
-
-
-def test_processes_that_share_gpus_or_have_none_all_go_on() -> None:
-    assert remaining(flags(""), 8, 4)(4) == 4
-
-
-def test_what_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(restart.VARIABLE, raising=False)
-    assert Restart.of_worker() == Restart()
-    told = Restart(number=2, limit=5, noticed_s=0.25, ended_s=0.5)
-    for name, value in told.to_environment().items():
-        monkeypatch.setenv(name, value)
-    found = Restart.of_worker()
-    assert dataclasses.replace(found, started=0.0) == told and found.started > 0
-
-
-def test_the_parts_of_a_restart_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.5, 11.0, 11.25, 12.0])
-    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    said: list[str] = []
-    times = recovery.RecoveryTimes(Restart(1, 3, 0.05, 0.2, started=10.0), said.append)
-    times.mark("built")
-    times.mark("loaded")
-    for iteration in (8, 9):
-        times.iteration(SimpleNamespace(iteration=iteration))  # type: ignore[arg-type]
-    assert said == [
-        " > restart 1 of 3 took 2.25 s up to the end of iteration 8 "
-        "(noticed 0.05, ended 0.20, started 0.50, built 0.50, loaded 0.25, first step 0.75)"
-    ]

@@ -29,12 +29,3 @@ def test_a_run_is_repeated_and_goes_on_from_its_own_file(tmp_path: Path, monkeyp
     assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--load", "a", "--train-iters", "5"]) == 0
     assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--load", "c", "--save", "c"]) == 0
     assert len(losses(Path("c"))) == 5 and losses(Path("c")) == losses(Path("a"))
-
-
-def test_a_run_that_only_evaluates_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert gptpar.cli.main(["pretrain", *FLAGS.split(), "--train-iters", "2", "--save", "a"]) == 0
-    before = Path("a/config.toml").read_text()
-    words = "--skip-train --load a --save a --eval-iters 1"
-    assert gptpar.cli.main(["pretrain", *FLAGS.split(), *words.split()]) == 0
-    assert Path("a/config.toml").read_text() == before

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
-from gptpar.run import resume, same_run, saved_state
-from gptpar.run.generation import load_model
+from gptpar.run import resume, same_run
 from gptpar.run.progress import Progress
 from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
-from tests.helpers import OTHER_EXPERTS, make_trainer, tiny_config
+from tests.helpers import make_trainer, tiny_config
 from tests.unit.run.saved_runs import DONE, inputs_of, save, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
@@ -53,7 +49,7 @@ def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
                 assert torch.equal(after.engine.parameters.views()[name], view.parts[0][1].half())
 
 
-@pytest.mark.parametrize("overflows", [1, 2, 3, 20])
+@pytest.mark.parametrize("overflows", [1, 20])
 def test_a_run_of_fp16_goes_on_after_any_number_of_overflows(tmp_path: Path, overflows: int) -> None:
     """The first steps overflow about twenty times, because the scale begins at 2**32."""
     config = tiny_config(f"--save {tmp_path} --load {tmp_path} --fp16")
@@ -68,10 +64,6 @@ def test_a_run_of_fp16_goes_on_after_any_number_of_overflows(tmp_path: Path, ove
         before.loss_scale.update(overflow)
         after.loss_scale.update(overflow)
         assert after.loss_scale.value == before.loss_scale.value
-
-
-def test_an_empty_run_folder_is_a_fresh_start(tmp_path: Path) -> None:
-    assert checkpoint_to_resume(tiny_config(f"--save {tmp_path} --load {tmp_path}")) is None
 
 
 RESETS = {
@@ -102,122 +94,22 @@ def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: P
             assert torch.equal(after.engine.optimizer.state_tensors()[kind][name].parts[0][1], view.parts[0][1])
 
 
-@pytest.mark.parametrize(("flags", "told"), [("--seed 5", "other data"), ("--min-lr 1e-3", "its schedule is another")])
-def test_what_is_not_left_behind_must_be_the_same(tmp_path: Path, flags: str, told: str) -> None:
-    saved(tmp_path)
-    flag = "--no-load-lr-state" if "seed" in flags else "--reset-iteration"
-    config = tiny_config(f"--load {tmp_path} {flag} {flags}")
-    with pytest.raises(CheckpointError, match=told):
-        progress_to_resume(config, inputs_of(config))
-
-
-@pytest.mark.parametrize(
-    "flag", ["--finetune", "--reset-iteration", "--skip-train", "--ckpt-step 3", "--exit-on-missing-checkpoint"]
-)
+@pytest.mark.parametrize("flag", ["--finetune", "--ckpt-step 3", "--exit-on-missing-checkpoint"])
 def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str) -> None:
     told = "there is no readable checkpoint.* in --load .*: it has none, so give the --save folder of a run that has"
     with pytest.raises(CheckpointError, match=told):
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
 
 
-def test_an_iteration_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    saved(tmp_path)
-    have = ", ".join(str(number) for number, _ in reversed(find_checkpoints(tmp_path)))
-    told = f"{{}}: it has {have}; gptpar inspect says whether they are whole"
-    with pytest.raises(CheckpointError) as resumed:
-        checkpoint_to_resume(tiny_config(f"--load {tmp_path} --ckpt-step 99"))
-    there = f"there is no readable checkpoint of iteration 99 in --load {tmp_path}"
-    assert str(resumed.value) == told.format(there)
-    with pytest.raises(CheckpointError) as loaded:
-        load_model(tmp_path, torch.device("cpu"), torch.float32, 99)
-    assert str(loaded.value) == told.format(f"there is no checkpoint of iteration 99 in {tmp_path}")
+def other(value: object) -> object:
+    """Another value of a field; a text is that of a split, which alone is read."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return (*value, "x") if isinstance(value, tuple) else "90,10,0"
 
 
-# Field -> a value other than the tiny model's.
-OTHER: dict[str, Any] = {
-    "model.num_layers": 3,
-    "model.hidden_size": 64,
-    "model.ffn_hidden_size": 96,
-    "model.num_attention_heads": 8,
-    "model.num_query_groups": 2,
-    "model.kv_channels": 4,
-    "model.max_position_embeddings": 32,
-    "model.position_embedding_type": "none",
-    "model.rotary_base": 500,
-    "model.rotary_percent": 0.5,
-    "model.rope_pattern": "RN",
-    "model.rope_scaling_type": "linear",
-    "model.rope_scaling_factor": 32.0,
-    "model.original_max_position_embeddings": 8,
-    "model.low_freq_factor": 2.0,
-    "model.high_freq_factor": 8.0,
-    "model.yarn_beta_fast": 16.0,
-    "model.yarn_beta_slow": 2.0,
-    "model.yarn_attention_factor": 1.5,
-    "model.yarn_correction_range_round_to_int": False,
-    "model.normalization": "RMSNorm",
-    "model.norm_epsilon": 0.1,
-    "model.qk_layernorm": True,
-    "model.apply_layernorm_1p": True,
-    "model.embed_layernorm": True,
-    "model.norm_placement": "peri",
-    "model.use_parallel_residual": True,
-    "model.qk_layernorm_scope": "width",
-    "model.attention_output_gate": True,
-    "model.window_size": 4,
-    "model.window_pattern": "SF",
-    "model.mlp_activation": "squared_relu",
-    "model.logit_softcap": 20.0,
-    "model.mup": True,
-    "model.mup_base_hidden_size": 16,
-    "model.mup_base_kv_channels": 4,
-    "model.z_loss_weight": 1e-4,
-    "model.swiglu": True,
-    "model.add_bias_linear": False,
-    "model.add_qkv_bias": True,
-    "model.untie_embeddings_and_output_weights": True,
-    "model.padded_vocab_size": 128,
-    "model.softmax_vocab_size": 64,
-    "model.seq_length": 8,
-    "model.attention_dropout": 0.5,
-    "model.hidden_dropout": 0.5,
-    **{f"model.{name}": value for name, value in OTHER_EXPERTS.items()},
-    **dict.fromkeys((f"data.{name}" for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")), True),
-    "data.calculate_per_token_loss": True,
-    "data.mock_data": False,
-    "data.split": "90,10,0",
-    "data.split_rule": "legacy",
-    "data.dataloader_type": "cyclic",
-    "data.seed": 99,
-    "batch.global_batch_size": 4,
-    "batch.micro_batch_size": 1,
-    "batch.rampup_batch_size": (2, 2, 4),
-    "batch.step_batch_size_schedule": "0:2 1K:4",
-    "batch.train_minutes": 7.0,
-    "optimizer.optimizer": "other",
-    "optimizer.clip_grad": 2.0,
-    "optimizer.weight_decay_override": ("embedding*=0",),
-    "model.softmax_type": "learnable",
-    **dict.fromkeys(("model.activation_func_clamp_value", "model.glu_linear_offset"), 1.0),
-    "optimizer.lr_override": ("embedding*=0.5",),
-    "optimizer.adam_beta1": 0.8,
-    "optimizer.adam_beta2": 0.8,
-    "optimizer.adam_eps": 1e-6,
-    **dict.fromkeys(("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), "bf16"),
-    "optimizer.adam_bias_correction": False,
-    "optimizer.lion_beta1": 0.8,
-    "optimizer.lion_beta2": 0.9,
-    "optimizer.muon_nesterov": False,
-    "optimizer.muon_num_ns_steps": 6,
-    "optimizer.muon_coefficient_type": "simple",
-    "optimizer.muon_scale_mode": "shape_scaling",
-    **dict.fromkeys((f"optimizer.muon_{name}" for name in ("momentum", "extra_scale_factor", "lr")), 0.5),
-    "optimizer.muon_qkv": "fused",
-    "precision.fp16": True,
-    "precision.bf16": True,
-    "precision.fp64": True,
-    "precision.loss_scale": 4.0,
-}
 NEEDS = {  # where a field has an effect
     "model.rope_scaling_factor": {"model.rope_scaling_type": "linear"},
     "model.original_max_position_embeddings": {"model.rope_scaling_type": "dynamic"},
@@ -246,16 +138,15 @@ def test_every_field_has_a_rule() -> None:
     assert set(FREE_SECTIONS) < sections.keys() and fields == RULES.keys()
     optimizers_own = sum(len(optimizer.flags) for optimizer in OPTIMIZERS.values())
     assert sum(len(names.split()) for names in same_run._BY_RULE.values()) + optimizers_own == len(RULES)
-    judged = {name for name, rule in RULES.items() if rule in (Rule.MODEL, Rule.DATA, Rule.REPORTED)}
-    assert OTHER.keys() == judged, "give the new field another value above"
 
 
 def test_each_difference_is_found_by_its_rule() -> None:
     """What a checkpoint does not say is not compared."""
     plain = tiny_config(ROPE)
-    for name, value in OTHER.items():
+    for name in (name for name, rule in RULES.items() if rule in (Rule.MODEL, Rule.DATA, Rule.REPORTED)):
         there = with_fields(plain, NEEDS.get(name, {}))
-        here = with_fields(there, {name: value})
+        section, field = name.split(".")
+        here = with_fields(there, {name: other(getattr(getattr(there, section), field))})
         found = {rule: same_run.differing(rule, there, here, same_run.COMPARED) for rule in Rule}
         assert [rule for rule, differ in found.items() if differ] == [RULES[name]] and len(found[RULES[name]]) == 1
         assert " there, " in found[RULES[name]][0] and found[RULES[name]][0].endswith(" here")
@@ -265,9 +156,7 @@ def test_each_difference_is_found_by_its_rule() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--micro-batch-size 1 --global-batch-size 2 --recompute-granularity full --no-compile --log-interval 3",
         "--cpu-optimizer --cpu-optimizer-ratio 0.5 --zero-stage 1 --no-pipeline-parallel",
-        "--init-method-std 0.5 --num-workers 0 --exit-interval 5 --rotary-base 77 --add-qkv-bias --log-throughput",
         "--group-query-attention --num-query-groups 4 --kv-channels 8 --ffn-hidden-size 128 --eval-interval 4",
     ],
 )
@@ -295,14 +184,6 @@ def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
     assert "clip-grad" not in message
 
 
-def test_what_a_stranger_wrote_is_escaped(tmp_path: Path) -> None:
-    saved(tmp_path, change=lambda meta: meta.update(tokenizer={"\x1b[2J": "\n > loaded"}))
-    config = tiny_config(f"--load {tmp_path}")
-    with pytest.raises(CheckpointError) as refused:
-        progress_to_resume(config, inputs_of(config))
-    assert r"(\x1b[2J \n > loaded there, None here; " in str(refused.value)
-
-
 def test_other_data_go_on_if_asked_for(tmp_path: Path) -> None:
     saved(tmp_path)
     flags = f"--load {tmp_path} --seed 99 --attention-dropout 0.2 --dataloader-type cyclic"
@@ -314,37 +195,6 @@ def test_other_data_go_on_if_asked_for(tmp_path: Path) -> None:
     )
     evaluating = tiny_config(f"{flags} --skip-train")
     assert progress_to_resume(evaluating, inputs_of(evaluating)) == DONE
-
-
-def test_a_resumed_run_keeps_its_fitted_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fits = "--train-minutes 3 --lr-warmup-iters 10 --train-iters 20"
-    saved(tmp_path, fits, change=lambda meta: meta["progress"].update(fitted_iters=20))
-    config = tiny_config(f"{fits} --train-minutes 7 --load {tmp_path}")
-    resume.load(make_trainer(config), inputs_of(config), print)
-    said = capsys.readouterr().out
-    assert "--train-minutes 3.0 there, 7.0 here" in said and "keeps the 20 steps that were fitted" in said
-
-
-@pytest.mark.parametrize("more", ["", "--position-embedding-type rope --normalization RMSNorm --num-query-groups 2"])
-def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: str) -> None:
-    config = tiny_config(f"--save {tmp_path} --qk-layernorm {more}")
-    trainer = make_trainer(config)
-    weights = trainer.engine.optimizer.state_tensors()["weights"]
-    norms = [name for name in weights if ".attention.query_norm." in name or ".attention.key_norm." in name]
-    assert len(norms) == (4 if more else 8)  # two layers; LayerNorm has a bias, too
-    for number, name in enumerate(norms):
-        weights[name].fill(torch.linspace(0.5, 2.0 + number, 8))
-    trainer.engine.publish()
-    meta = json.loads(json.dumps(saved_state.meta_of(trainer, DONE, inputs_of(config))))
-    save_checkpoint(tmp_path, 7, saved_state.checkpoint_tensors(trainer), meta)
-    stage, loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
-    assert loaded.model.qk_layernorm
-    tokens = torch.arange(16)[None]
-    fields = {"seq_length": 16}
-    trainer.pipeline.eval()
-    with torch.no_grad():
-        assert torch.equal(stage(tokens, fields), trainer.engine.stages[0](tokens, fields))
-    trainer.close()
 
 
 @pytest.mark.parametrize(

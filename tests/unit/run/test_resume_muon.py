@@ -1,4 +1,4 @@
-"""Checkpoints of Muon: a run goes on to the bit, AdamW's goes on with Muon, and what cannot is told."""
+"""Other moments than a checkpoint's: AdamW's become Muon's momenta, number formats change, and what cannot is told."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gptpar.run.progress import Progress
 from gptpar.run.trainer import Trainer
 from gptpar.topology.tensor_parts import TensorParts
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.offload.tiny_runs import OFFLOAD, config_words, train
 from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
-MUON, ROUNDED = "--optimizer muon --bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+MUON, ROUNDED = "--optimizer muon --bf16", "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
 def run_of(folder: Path, words: str) -> Trainer:
@@ -36,41 +36,6 @@ def save(trainer: Trainer, steps: int) -> None:
     samples = 4 * steps
     progress = Progress(iteration=steps, consumed_samples=samples, scheduled_samples=samples)
     saved_runs.save(trainer, progress, inputs_of(trainer.config), keep=None)
-
-
-@pytest.mark.parametrize(
-    ("words", "before", "after"),
-    [
-        (MUON, "0", "0"),
-        (MUON, "0.3", "1"),
-        pytest.param(MUON, "1", "0.3", marks=pytest.mark.slow),
-        (f"--bf16 {ROUNDED}", "0.3", "1"),
-    ],
-)
-def test_a_run_goes_on_to_the_bit_at_any_ratio(words: str, before: str, after: str, tmp_path: Path) -> None:
-    first = run_of(tmp_path, f"{words} {OFFLOAD} {before}")
-    train(first, 0, 3)
-    save(first, 3)
-    second = run_of(tmp_path, f"{words} {OFFLOAD} {after}")
-    assert resume.load(second, inputs_of(second.config), lambda _: None).iteration == 3
-    for trainer in (first, second):
-        train(trainer, 3, 6)
-        trainer.engine.finish()
-    assert hash_of(first) == hash_of(second)
-    first.close()
-    second.close()
-
-
-def test_matrices_have_no_second_moment(tmp_path: Path) -> None:
-    trainer = run_of(tmp_path, f"{MUON} {OFFLOAD} 0.731")
-    found = trainer.engine.optimizer.state_tensors()
-    assert found["weights"].keys() == found["exp_avg"].keys()
-    assert {name for name in found["weights"] if name not in found["exp_avg_sq"]} == {
-        f"layers.{number}.{name}.weight"
-        for number in range(2)
-        for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-    }
-    trainer.close()
 
 
 @pytest.mark.parametrize("ratio", ["0", "0.731"])
@@ -102,3 +67,26 @@ def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
     assert resume.load(anew, inputs_of(anew.config), lambda _: None).iteration == 1
     assert anew.engine.optimizer.steps_taken == 0
     assert not any(vector.any() for kind, vector in anew.engine.optimizer.vectors.items() if kind != "weights")
+
+
+@pytest.mark.parametrize(
+    ("before", "sentence"),
+    [
+        (ROUNDED, "the values of exp_avg are fp32 again, exactly as they were in bf16"),
+        ("--bf16", "the values of exp_avg_sq are bf16: fp32 was rounded to nearest once"),
+    ],
+)
+def test_a_run_goes_on_with_another_number_format_and_says_so(before: str, sentence: str, tmp_path: Path) -> None:
+    first, told = run_of(tmp_path, f"{before} {OFFLOAD} 0.731"), list[str]()
+    train(first, 0, 3)
+    save(first, 3)
+    second = run_of(tmp_path, f"--bf16 --exp-avg-sq-dtype bf16 {OFFLOAD} 0.731")
+    resume.load(second, inputs_of(second.config), told.append)
+    assert [one for one in told if "the values of" in one] == [f" > {sentence}"]
+    old, new = (trainer.engine.optimizer.state_tensors() for trainer in (first, second))
+    for kind, views in new.items():
+        for name, view in views.items():
+            assert torch.equal(whole(view), whole(old[kind][name]).to(view.dtype)), (kind, name)
+    assert not train(second, 3, 4)[0][2]
+    first.close()
+    second.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from gptpar.checkpoint import load_meta
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.reporting.record_file import RecordFile
 from gptpar.run.trainer import Trainer
 from gptpar.system.stop import Stopped
 from tests.helpers import TINY
@@ -74,29 +71,6 @@ def test_an_evaluation_ends_on_request(
     assert [json.loads(line)["iteration"] for line in text.splitlines()] == [1, 2] and "validation" not in text
 
 
-def test_the_evaluation_after_the_last_step_ends_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_batch(monkeypatch, 12, ask_to_stop)  # 5 at iteration 2, 5 at 4, then the test data
-    assert run(tmp_path, EVALUATES) == signal.SIGTERM
-    output = capsys.readouterr().out
-    assert "left the evaluation on test data after 2 of 5 batches" in output and "> stopped by SIGTERM" in output
-    assert load_meta(tmp_path)["progress"]["iteration"] == 4
-
-
-@pytest.mark.parametrize("flags", ["--skip-train", "--train-iters 4"])
-def test_what_saved_nothing_does_not_say_where_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
-) -> None:
-    """It only evaluates, or nothing is left to train."""
-    run(tmp_path / "trained", "--train-iters 4 --eval-iters 0")
-    on_batch(monkeypatch, 2, ask_to_stop)
-    folder = tmp_path / ("trained" if "4" in flags else "other")
-    load = f"--load {tmp_path / 'trained'} --eval-iters 5 --eval-interval 2 --train-iters 4"
-    assert run(folder, f"{load} {flags}") == signal.SIGTERM
-    assert capsys.readouterr().out.splitlines()[-1] == " > stopped by SIGTERM"
-
-
 def test_a_stop_during_start_up_is_an_end_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(Trainer, "initialise", lambda self: ask_to_stop())
@@ -104,22 +78,3 @@ def test_a_stop_during_start_up_is_an_end_without_a_checkpoint(tmp_path: Path, m
     with pytest.raises(Stopped, match="stopped by SIGTERM"):
         run(tmp_path, EVALUATES)
     assert closed == [True] and not list(tmp_path.glob("iter_*"))
-
-
-def test_a_full_disk_under_every_record_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write = RecordFile._write
-
-    def full(self: RecordFile, data: bytes) -> None:
-        if b"iteration" in data or b"lm loss" in data:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, data)
-
-    monkeypatch.setattr(RecordFile, "_write", full)
-    assert run(tmp_path, "--train-iters 4 --eval-iters 0 --save-interval 2") is None
-    assert load_meta(tmp_path)["progress"]["iteration"] == 4
-    told = re.findall(r"warning: (metrics.jsonl|TensorBoard) (cannot be written|lacks)", capsys.readouterr().err)
-    assert sorted(told) == [
-        (name, what) for name in ("TensorBoard", "metrics.jsonl") for what in ("cannot be written", "lacks")
-    ]

@@ -18,7 +18,7 @@ from gptpar.cli import main
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
-from gptpar.run.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
+from gptpar.run.run_folder.branches import finish_branches, leave_branch, read_journal
 from tests.helpers import TINY
 from tests.unit.reporting.records import record
 
@@ -90,22 +90,6 @@ def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain:
     assert numbers(folder) == [2, 4, 6]
 
 
-@pytest.mark.slow
-def test_back_again_and_then_fine_tuned_with_retention(folder: Path, pretrain: Run) -> None:
-    same = f"--load {folder} --save {folder}"
-    pretrain(f"{BACK} {same} --ckpt-step 2 --save-interval 3 --exit-interval 7")
-    assert numbers(folder) == [2, 3, 6, 7]
-    pretrain(f"{BACK} {same} --ckpt-step 6 --save-interval 1 --keep-checkpoints 1 --exit-interval 7")
-    assert numbers(folder) == [7] and steps(folder) == list(range(1, 8))
-    said = pretrain(f"--train-iters 3 {same} --finetune --save-interval 1 --keep-checkpoints 2")
-    assert "goes on from iteration 0" in said and "(checkpoint 7, " in said
-    assert numbers(folder) == [2, 3] and steps(folder) == [1, 2, 3] == curve(folder)
-    branches = {path.name: numbers(path) for path in (folder / "branches").iterdir()}
-    assert branches == {"1-from-0000002": [4, 6, 8], "2-from-0000006": [7], "3-from-0000000": [7]}
-    assert not list(folder.glob("metrics.*.jsonl"))
-    assert steps(folder / "branches" / "3-from-0000000") == list(range(1, 8))
-
-
 def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: Run) -> None:
     for number in (6, 8):
         (folder / f"iter_{number:07d}" / "rank00000.bin").write_bytes(b"short")
@@ -138,59 +122,6 @@ def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(fold
     assert runs[0] == runs[1] and runs[0][-1][0] == 10
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_no_advice_to_go_on_from_damaged_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
-) -> None:
-    """The damage shows in no file's size; the run that could not load them knows."""
-    for number in (2, 4, 6):
-        save_checkpoint(tmp_path, number, {"w": torch.full((8,), float(number))}, {})
-    said: list[str] = []
-    leave_branch(tmp_path, 2, 4, None, said.append, damaged=not whole)
-    branch = tmp_path / "branches" / "1-from-0000002"
-    advice = f"to go on from there: --load {branch} --save {branch}"
-    assert (advice in said[0]) == whole == ("(damaged: no run can go on from there)" not in said[0])
-    assert "(checkpoints 4, 6, with metrics)" in said[0]
-    main(["runs", str(tmp_path)])
-    assert (advice in capsys.readouterr().out) == whole
-    save_checkpoint(branch, 8, {"w": torch.ones(8)}, {})
-    assert how_to_go_on(branch) == f"--load {branch} --save {branch}"
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_tensorboard_files_are_cut_where_they_are_inside_the_folder(tmp_path: Path, killed: bool) -> None:
-    """Elsewhere other runs may write to them; a killed run's are those that its journal names."""
-    root, shared = tmp_path / "run", tmp_path / "shared"
-    for number in (2, 4):
-        save_checkpoint(root, number, {"w": torch.ones(8)}, {})
-    for place in (shared, root / "tensorboard"):
-        sink = TensorBoardSink(place, ScalarOptions())
-        for number in range(1, 5):
-            sink.iteration(record(number))
-        sink.close()
-    before = snapshot(shared)
-    leave_branch(root, 3, 24, shared, lambda _: None)
-    assert snapshot(shared) == before and curve(root) == [1, 2, 3, 4]
-    journal = root / "branches" / "1-from-0000003" / "branch.json"
-    assert json.loads(journal.read_text())["tensorboard"] is None
-    if killed:
-        for named, steps_left in ((str(shared), [1, 2, 3, 4]), ("../shared", [1, 2, 3, 4]), ("tensorboard", [1, 2, 3])):
-            values = json.loads(journal.read_text()) | {"complete": False, "tensorboard": named}
-            journal.write_text(json.dumps(values))
-            finish_branches(root, lambda _: None)
-            assert snapshot(shared) == before and curve(root) == steps_left
-    else:
-        save_checkpoint(root, 4, {"w": torch.ones(8)}, {})
-        leave_branch(root, 2, 16, root / "tensorboard", lambda _: None)
-        assert curve(root) == [1, 2] and curve(root / "branches" / "2-from-0000002") == [1, 2, 3, 4]
-
-
-def test_steps_that_a_crash_takes_again_are_shown_once(folder: Path, pretrain: Run) -> None:
-    shutil.rmtree(folder / "iter_0000008")
-    pretrain(f"--train-iters 8 --load {folder} --save {folder}")
-    assert steps(folder) == curve(folder) == list(range(1, 9)) and not (folder / "branches").exists()
-
-
 def snapshot(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
@@ -200,8 +131,6 @@ def snapshot(root: Path) -> dict[str, bytes]:
     "flags",
     [
         "--train-iters 8 --load RUN --save RUN --ckpt-step 4 --skip-train",
-        "--train-iters 4 --load RUN --save RUN --ckpt-step 4 --override-opt-param-scheduler --eval-iters 1",
-        "--train-iters 2 --load RUN --save OTHER --ckpt-step 4 --finetune",
         "--train-iters 6 --load RUN --ckpt-step 4 --override-opt-param-scheduler",
     ],
 )
@@ -241,18 +170,6 @@ def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder
     assert f"all checkpoints of {folder} are in branches: fine-tuning begins with {branch}" in said
     assert f"loaded {branch}/iter_0000006 (iteration 6)" in said
     assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
-
-
-def test_an_edited_marker_file_is_answered(folder: Path, pretrain: Run) -> None:
-    hint = folder / "latest_checkpointed_iteration.txt"
-    os.utime(hint, (0, 0))
-    hint_is_late = "--train-iters 8 --skip-train --load"
-    assert "latest_checkpointed" not in pretrain(f"{hint_is_late} {folder}")
-    hint.write_text("4\n")
-    said = pretrain(f"{hint_is_late} {folder}")
-    assert "(iteration 8)" in said and "names iteration 4, but the newest" in said and "--ckpt-step 4" in said
-    os.utime(hint, (0, 0))  # as a save leaves it that was killed before it could write the marker
-    assert "names iteration" not in pretrain(f"{hint_is_late} {folder}")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.checkpoint import find_checkpoints, save_checkpoint
+from gptpar.checkpoint import save_checkpoint
 from gptpar.cli import main
 from gptpar.run.run_folder.branches import leave_branch
 from gptpar.run.run_folder.owner import Owner
@@ -90,17 +90,3 @@ def test_damage_left_overs_and_owners(root: Path, show: Show, closing: Callable[
     found = json.loads(show("--json", expect=1))
     assert found["owner"]["alive"] and not found["branches"][0]["owner"]["alive"]
     assert found["branches"][0]["from_iteration"] == 4 and len(found["branches"][0]["checkpoints"]) == 2
-
-
-def test_a_strangers_names_are_escaped(root: Path, show: Show) -> None:
-    name = "w\n         99  whole\x1b[31m"
-    path = save_checkpoint(root, 12, {name: torch.zeros(4)}, {})
-    (path / "rank00000.bin").write_bytes(b"")
-    text = show(expect=1)
-    assert "\x1b" not in text and not any(line.startswith("         99") for line in text.splitlines())
-    assert find_checkpoints(root)[0][0] == 12
-
-
-def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["runs", str(tmp_path / "none")]) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'none'} does not exist: name a folder of checkpoints.\n"

@@ -11,10 +11,9 @@ from gptpar.checkpoint import find_checkpoints, read_tensors
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError, DataError
-from gptpar.run.data import Vocabulary, with_vocabulary
+from gptpar.errors import ConfigError
 from gptpar.run.trainer import Trainer
-from tests.helpers import TINY, tiny_config
+from tests.helpers import TINY
 
 FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
 
@@ -48,15 +47,6 @@ def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.Monke
     assert iterations(tmp_path / "run") == [3, 8]
 
 
-@pytest.mark.parametrize(
-    ("flags", "left"),
-    [pytest.param("", [3, 6, 8], marks=pytest.mark.slow), ("--keep-checkpoints 2", [3, 6, 7, 8])],
-)
-def test_retained_checkpoints_stay(tmp_path: Path, flags: str, left: list[int]) -> None:
-    run(tmp_path, f"--save-interval 1 --save-retain-interval 3 {flags}")
-    assert iterations(tmp_path) == left
-
-
 def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every step of it takes deterministic kernels alone, and adds the parts of bf16 sums in fp32 if asked to."""
     update, found, products = Trainer.update, [], torch.backends.cuda.matmul
@@ -80,12 +70,6 @@ def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeyp
     assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16
 
 
-def test_rows_of_the_embedding_may_be_given() -> None:
-    words = TINY.replace("--vocab-size 60", "")
-    config, _ = resolve(parse_flags(f"{words} --vocab-size 60 --pad-vocab-size-to 77".split()), 1)
-    assert config.model.padded_vocab_size == 77
-    with pytest.raises(ConfigError, match="--vocab-size 60 is more than the 59 rows of --pad-vocab-size-to"):
-        tiny_config("--pad-vocab-size-to 59")
-    with pytest.raises(DataError, match=r"78 ids and --pad-vocab-size-to 77 leaves no rows for 1 of them: raise it"):
-        with_vocabulary(config, Vocabulary(78, None, {}))
-    assert with_vocabulary(config, Vocabulary(70, None, {})).model.padded_vocab_size == 77
+def test_retained_checkpoints_stay(tmp_path: Path) -> None:
+    run(tmp_path, "--save-interval 1 --save-retain-interval 3 --keep-checkpoints 2")
+    assert iterations(tmp_path) == [3, 6, 7, 8]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptpar.model.gpt import gpt_model
-from gptpar.model.key_value_cache import cached, seen_B1ST
+from gptpar.model.key_value_cache import cached
 from gptpar.pipeline import Stage
 from gptpar.run.sampling import Sampling, continue_texts, make_texts
 from gptpar.topology.initial_values import initialise
@@ -15,22 +15,17 @@ from tests.helpers import inits_of_stage, tiny_config
 CONTEXT, VOCAB = 16, 60
 OPTIONS = {
     "gpt2": "",
-    "rotary": "--position-embedding-type rope",
     "rotary in part, of groups": "--position-embedding-type rope --rotary-percent 0.5 --num-query-groups 2",
-    "no positions, one group": "--position-embedding-type none --num-query-groups 1",
-    "query/key norms": "--qk-layernorm --position-embedding-type rope",
     "norms over the width": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
-    "windows": "--window-size 5 --window-pattern SF --position-embedding-type rope",
     "layers without positions": "--position-embedding-type rope --no-rope-freq 2 --window-size 5 --window-pattern FS",
     "dynamic positions": "--position-embedding-type rope --rope-scaling-type dynamic "
     "--original-max-position-embeddings 4",
     "YaRN": "--position-embedding-type rope --rope-scaling-type yarn --original-max-position-embeddings 8 "
     "--rope-scaling-factor 2 --yarn-beta-fast 2",
+    "distances": "--position-embedding-type alibi",
     "post-norm": "--norm-placement post --normalization RMSNorm --swiglu",
-    "peri-norm": "--norm-placement peri",
-    "gated attention": "--attention-output-gate",
-    "parallel residual": "--use-parallel-residual --untie-embeddings-and-output-weights",
-    "softcap and muP": "--logit-softcap 2 --mup --mup-base-hidden-size 16",
+    "gate, parallel residual, softcap": "--attention-output-gate --use-parallel-residual --logit-softcap 2 "
+    "--untie-embeddings-and-output-weights",
 }
 
 
@@ -82,11 +77,7 @@ PROMPTS = [[1, 2, 3], list(range(14)), list(range(30))]
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"temperature": 0.0},
-        pytest.param({"temperature": 0.8, "top_k": 20}, marks=pytest.mark.slow),
-        pytest.param({"top_p": 0.7}, marks=pytest.mark.slow),
-    ],
+    [{"temperature": 0.0}, pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.7}, marks=pytest.mark.slow)],
 )
 def test_texts_do_not_depend_on_the_cache_nor_on_other_prompts(options: dict[str, float]) -> None:
     """Also those that grow beyond the context, and one that is longer from the start."""
@@ -119,14 +110,8 @@ def test_a_text_ends_by_itself_while_others_go_on() -> None:
         assert text == whole_text[:end]
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.6, 2), (0.9, 3), (0.99, 4), (1.0, 4)])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.9, 3), (1.0, 4)])
 def test_top_p_keeps_the_fewest_likeliest(top_p: float, kept: int) -> None:
     how, generator = Sampling(1, CONTEXT, 4, top_p=top_p), torch.Generator().manual_seed(0)
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert {how.choose(logits, generator) for _ in range(300)} == set(range(kept))
-
-
-def test_the_cache_is_seen_up_to_a_tokens_place_and_within_its_window() -> None:
-    seen = seen_B1ST(torch.tensor([[2], [4]]), 5, None)
-    assert seen.squeeze().tolist() == [[True, True, True, False, False], [True] * 5]
-    assert seen_B1ST(torch.tensor([[3]]), 5, 2).squeeze().tolist() == [False, False, True, True, False]

@@ -1,4 +1,4 @@
-"""What a save that is written behind the training does to the end of a run, and to exports."""
+"""What a save that is written behind the training does to exports."""
 
 from __future__ import annotations
 
@@ -8,28 +8,8 @@ from pathlib import Path
 import pytest
 
 from gptpar.exchange.exports import Exports
-from gptpar.run import saving
 from gptpar.run.saving import Target
-from tests.unit.run.saved_runs import inputs_of
 from tests.unit.run.test_saving import done, make
-
-
-def test_the_first_error_ends_a_run_whatever_becomes_of_its_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, _, _ = make(tmp_path)
-
-    def lost(*_: object, **__: object) -> Path:
-        raise RuntimeError("connection closed by peer")
-
-    monkeypatch.setattr(saving, "save_checkpoint", lost)
-    with (
-        pytest.raises(ValueError, match="the cause"),
-        saving.open_saving(trainer, inputs_of(trainer.config), lambda line: None, lambda: None, ()) as behind,
-    ):
-        behind.begin(behind.targets[0], done(1), keep_all=False)
-        raise ValueError("the cause")
-    trainer.close()
 
 
 def test_only_what_may_delete_a_checkpoint_waits_for_its_export(

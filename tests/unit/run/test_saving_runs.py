@@ -1,4 +1,4 @@
-"""Whole runs that save behind the training: what they leave, by steps and by minutes, in one folder and in two."""
+"""Whole runs that save behind the training: when they save, what they leave in two folders, and signals meanwhile."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,15 +14,11 @@ import torch
 
 from gptpar.checkpoint import find_checkpoints, newest_whole, read_tensors
 from gptpar.checkpoint.data_file import DataFile
-from gptpar.checkpoint.save_request import Save
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 from gptpar.run import saving
 from tests.helpers import TINY
-from tests.unit.offload.tiny_runs import OFFLOAD, train
-from tests.unit.run.test_saving import done, make
 
 FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
 
@@ -47,26 +40,6 @@ def losses(folder: Path) -> dict[int, float]:
 def assert_same_tensors(one: Path, other: Path) -> None:
     ours, theirs = read_tensors(one), read_tensors(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_behind_the_training_or_not_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "behind", "--save-interval 3")
-    told = "saving: training goes on while a checkpoint is written; state that a step is about to overwrite is copied "
-    assert told in capsys.readouterr().out
-    run(tmp_path / "still", "--save-interval 3 --no-async-save")
-    out = capsys.readouterr().out
-    assert "saving: training stands still meanwhile" in out and out.count("  successfully saved checkpoint") == 3
-    assert iterations(tmp_path / "behind") == iterations(tmp_path / "still") == [3, 6, 8]
-    for number in (3, 6, 8):
-        assert_same_tensors(tmp_path / "behind" / f"iter_{number:07d}", tmp_path / "still" / f"iter_{number:07d}")
-    assert losses(tmp_path / "behind") == losses(tmp_path / "still")
-
-
-def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter(range(1000))
-    monkeypatch.setattr(saving.Target, "minutes_are_over", lambda self: next(looks) % 3 == 2)  # asked at each step
-    run(tmp_path, "--save-interval-minutes 1")
-    assert iterations(tmp_path) == [3, 6, 8]
 
 
 def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,26 +82,6 @@ def test_the_newest_of_two_folders_is_taken(tmp_path: Path, capsys: pytest.Captu
     assert all(torch.equal(whole[name], tensor) for name, tensor in read_tensors(shared / "iter_0000008").items())
 
 
-def test_a_local_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    run(tmp_path / "other", "--train-iters 1")
-    with pytest.raises(ConfigError, match="--save-local .*other already holds checkpoints"):
-        run(tmp_path / "new", f"--save-local {tmp_path / 'other'} --save-local-interval 1")
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("--save-local {folder}/local", "--save-local .* is never used"),
-        ("--save-local-interval 3", "--save-local-interval or -minutes is given but --save-local is not"),
-        ("--save-local {folder} --save-local-interval 3", "--save-local .* is --save itself"),
-        ("--save-interval-minutes 0", "--save-interval-minutes"),
-    ],
-)
-def test_flags_that_contradict_each_other(tmp_path: Path, flags: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        run(tmp_path, flags.format(folder=tmp_path))
-
-
 def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,57 +97,3 @@ def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_stat
     assert run(tmp_path, "--save-interval 2") == signal.SIGTERM
     saved = iterations(tmp_path)
     assert saved[0] == 2 and 2 <= saved[-1] < 8 and not list(tmp_path.glob("*.tmp-*"))
-
-
-KILLED = """
-import os, signal, sys
-from gptpar.checkpoint.data_file import DataFile
-from gptpar.checkpoint.save_request import Save
-from tests.unit.run import test_saving_runs
-
-write, seen = DataFile.write, []
-
-def killed(self, place, data):
-    if "iter_0000004" in str(self._path):
-        seen.append(place)
-        if len(seen) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-    write(self, place, data)
-
-DataFile.write = killed
-test_saving_runs.run(test_saving_runs.Path(sys.argv[1]), "--save-interval 2")
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_amid_a_save_behind_the_training_costs_the_steps_since_the_last(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed")], capture_output=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert iterations(tmp_path / "killed") == [2]
-    run(tmp_path / "killed", f"--save-interval 2 --load {tmp_path / 'killed'}")
-    run(tmp_path / "whole")
-    assert_same_tensors(tmp_path / "killed/iter_0000008", tmp_path / "whole/iter_0000008")
-    assert not list((tmp_path / "killed").glob("*.tmp-*"))
-
-
-def test_a_clock_that_is_set_ahead_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = time.time, iter(range(10**9))
-    monkeypatch.setattr(time, "time", lambda: real() + 1e6 * next(calls))
-    run(tmp_path / "run", "--exit-duration-in-mins 60")
-    assert iterations(tmp_path / "run") == [8]
-
-
-@pytest.mark.parametrize(("words", "kinds"), [("", 3), ("--no-save-optim", 1)])
-def test_moments_that_are_not_saved_hold_up_no_step(
-    words: str, kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither is their memory guarded, nor does their size count where room for copies is looked for."""
-    trainer, behind, _ = make(tmp_path, f"--bf16 {OFFLOAD} 1 {words}")
-    train(trainer, 0, 2)
-    asked: list[Save] = []
-    monkeypatch.setattr(behind._saver, "begin", lambda save, **_: asked.append(save))
-    behind.begin(behind.targets[0], done(2), keep_all=False)
-    late = behind._late()
-    assert sum(block.nbytes for block in late.blocks) == asked[0].late_bytes == kinds * 114_176  # with padding
-    assert len({name.split("/")[0] for name in late.tensors()}) == kinds
-    trainer.close()

@@ -98,7 +98,6 @@ def test_an_outlier_is_told_logged_and_kept(skipping: Ran, capsys: pytest.Captur
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("", marks=pytest.mark.slow),
         pytest.param("--bf16 --clip-grad 0.1 --global-batch-size 4", marks=pytest.mark.slow),
         "--fp16 --initial-loss-scale 4294967296",
     ],
@@ -139,50 +138,3 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(skipping: Ran, tmp_path:
     run(tmp_path, f"{OFTEN} --exit-interval {first}")
     run(tmp_path, f"{OFTEN} --load {tmp_path}")
     assert steps(tmp_path) == whole
-
-
-def test_a_skipped_outlier_counts_for_the_schedule(plain: Ran, skipping: Ran) -> None:
-    rates = [[one["learning_rate"] for one in steps(folder)] for folder, _ in (plain, skipping)]
-    assert rates[0] == rates[1]
-
-
-@pytest.mark.slow
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **more: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(spikes.np, "save", full)
-    out = run(tmp_path, OFTEN)
-    assert "nothing is kept of the outlier of iteration" in out and "No space left on device" in out
-    assert os.listdir(tmp_path / "spikes") == []
-
-
-@pytest.mark.slow
-def test_only_the_first_are_kept(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spikes, "MAX_BUNDLES", 1)
-    run(tmp_path, OFTEN)
-    first = next(one["iteration"] for one in steps(tmp_path) if one["outlier_iterations"])
-    assert os.listdir(tmp_path / "spikes") == [f"iter_{first:07d}"]
-
-
-@pytest.mark.slow
-def test_without_bundles_there_is_no_folder(tmp_path: Path, run: Run) -> None:
-    assert "was skipped as an outlier" in run(tmp_path, f"{OFTEN} --no-spike-bundle")
-    assert not (tmp_path / "spikes").exists()
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"iteration": 3}'])
-def test_a_damaged_bundle_is_told_in_a_sentence(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / spikes.FILE).write_text(damage)
-    assert main(["inspect", str(tmp_path)]) == 1
-    assert "is no readable bundle of an outlier" in capsys.readouterr().err
-
-
-def test_the_sentence_of_a_window_without_spread() -> None:
-    spike = spikes.Spike(9, 2.0, 1.0, 16, 2, [1.0, 1.0], [1.0, 3.0], {})
-    assert spike.sentence().startswith(
-        "iteration 9 was skipped as an outlier: loss 2 is +inf sigma from the mean 1, gradient norm 1 is -0.7 sigma "
-        "from the mean 2 of the last 2 steps; its batch is samples 16 to 17"
-    )

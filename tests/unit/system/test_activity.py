@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli.launch.failure import Failure
 from gptpar.system import activity
 from gptpar.system.activity import COUNTED_BYTES, SLOT_BYTES, START, Activity, LostRankError, SignsOfLife, last_activity
 
@@ -29,12 +28,6 @@ def test_the_last_note_is_read_and_older_ones_are_gone(tmp_path: Path) -> None:
     assert (tmp_path / "rank3").stat().st_size == 1 + 2 * SLOT_BYTES
 
 
-def test_a_character_cut_in_two_is_left_out(tmp_path: Path) -> None:
-    worker = Activity(0, tmp_path)
-    worker.note("é" * 200)
-    assert last_activity(tmp_path, 0) == "é" * (SLOT_BYTES // 2)
-
-
 def test_a_killed_process_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(activity.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
@@ -42,25 +35,6 @@ def test_a_killed_process_leaves_its_record(tmp_path: Path, monkeypatch: pytest.
     program += "for i in range(1000): a.note(f'iteration {i}')\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
     assert done.returncode == -signal.SIGKILL and last_activity(tmp_path, 1) == "iteration 999"
-
-
-def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(activity.FOLDER_VARIABLE, raising=False)
-    monkeypatch.chdir(tmp_path)
-    worker = Activity.of_worker()
-    worker.note("iteration 1")
-    assert worker.doing == "iteration 1" and list(tmp_path.iterdir()) == []
-
-
-def test_a_note_is_cheap(tmp_path: Path) -> None:
-    """A step makes a few notes for each micro-batch: 20 microseconds would still be far below one kernel's work."""
-    worker, batches = Activity(0, tmp_path), []
-    for _ in range(10):
-        start = time.process_time()  # what other processes take meanwhile does not count
-        for i in range(1000):
-            worker.note(f"iteration {i}, micro-batch 3, backward")
-        batches.append((time.process_time() - start) / 1000)
-    assert min(batches) < 20e-6
 
 
 @pytest.mark.parametrize(
@@ -83,21 +57,6 @@ def test_a_lost_rank_is_one_sentence(monkeypatch: pytest.MonkeyPatch, text: str,
     reason = text if reason is None else reason
     expected = f"rank 2 lost another rank while it was at iteration 5, summing gradients; torch says: {reason}"
     assert str(caught.value) == expected
-
-
-def test_other_errors_pass_through() -> None:
-    with pytest.raises(RuntimeError, match="^shapes differ$"), Activity().lost_ranks_explained():
-        raise RuntimeError("shapes differ")
-
-
-def test_the_launchers_last_sentence() -> None:
-    place = "while it was at iteration 12, backward"
-    expected = f"was killed by SIGKILL, as Linux does to the largest process when memory is full, {place}"
-    assert str(Failure(3, -signal.SIGKILL, "iteration 12, backward")) == f"rank 3 {expected}"
-    assert str(Failure(0, -signal.SIGSEGV, "iteration 12, backward")) == f"rank 0 was killed by SIGSEGV {place}"
-    assert (
-        str(Failure(0, 1, "iteration 12, backward")) == f"rank 0 ended with exit code 1 {place}; its message is above"
-    )
 
 
 def shown_since(moment: float, signs: SignsOfLife, processes: list[int]) -> bool:

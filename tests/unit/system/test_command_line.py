@@ -1,15 +1,14 @@
-"""What a user sees of the command line's own machinery: typos, a full disk, workers that fail together."""
+"""What a user sees of the command line's own machinery: typos, empty paths, workers that fail together."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 
 import pytest
 
 from gptpar.cli import main
-from gptpar.errors import DataError, printable
+from gptpar.errors import DataError
 from gptpar.system import command_line
 
 
@@ -18,14 +17,6 @@ def test_a_typo_is_named_rather_than_the_flag_it_leaves_missing(capsys: pytest.C
         main(["inspect", "--verfy"])
     assert stopped.value.code == 2
     assert "unrecognized argument --verfy (did you mean --verify?)" in capsys.readouterr().err
-
-
-def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def full(argv: list[str]) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "corpus.bin")
-
-    assert command_line.run(full, []) == 1
-    assert capsys.readouterr().err == "error: No space left on device: corpus.bin\n"
 
 
 def test_a_failure_of_another_worker_alone_is_told(
@@ -39,18 +30,6 @@ def test_a_failure_of_another_worker_alone_is_told(
 
     assert command_line.run(bad, []) == 1
     assert capsys.readouterr().err == "error: local rank 3: sample 7 is damaged\n"
-
-
-def test_only_the_first_worker_tells_of_ctrl_c(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(argv: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    assert command_line.run(interrupted, []) == 130
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert command_line.run(interrupted, []) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 @pytest.mark.parametrize(
@@ -68,10 +47,6 @@ def test_an_empty_path_is_an_unset_variable_to_every_verb(words: list[str], caps
         main(words)
     assert stopped.value.code == 2
     assert "is empty, perhaps by an unset shell variable: set it, or leave the flag out" in capsys.readouterr().err
-
-
-def test_what_a_stranger_wrote_stays_on_its_line() -> None:
-    assert printable("a\x1b[2J\r\nb\u2028c\ud800 é") == r"a\x1b[2J\r\nb\u2028c\ud800 é"
 
 
 @pytest.mark.parametrize(("number", "told"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "interrupted")])

@@ -9,11 +9,10 @@ from random import Random
 import pytest
 import torch
 
-from gptpar.errors import NativeBuildError
 from gptpar.system import crc32 as room
 from gptpar.system.crc32 import copy_with_crc32, crc32, read_with_crc32
 
-SIZES = (0, 1, 3, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 1000, 4096, 100_003)
+SIZES = (0, 1, 15, 17, 64, 79, 129, 4096, 100_003)
 
 
 @pytest.fixture(params=["with the helper", "without"])
@@ -52,17 +51,8 @@ def test_a_copy_is_row_major() -> None:
     assert target.numpy().tobytes() == source.contiguous().numpy().tobytes()
 
 
-def test_known_numbers() -> None:
-    def of(text: bytes) -> int:
-        return crc32(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-
-    assert of(b"123456789") == 0xCBF43926  # the check value of this CRC in its catalogues
-    assert of(bytes(1 << 20)) == zlib.crc32(bytes(1 << 20)) == 0xA738EA1C
-    assert of(b"\xff" * 4096) == 0xF154670A == zlib.crc32(b"\xff" * 4096)
-
-
 @pytest.mark.usefixtures("_helper")
-@pytest.mark.parametrize("part_bytes", [1, 64, 1000, 1 << 20])
+@pytest.mark.parametrize("part_bytes", [1, 1000])
 def test_what_is_read_is_the_files_and_has_zlibs_number(tmp_path: Path, part_bytes: int) -> None:
     path, text = tmp_path / "file", Random(part_bytes).randbytes(5000)
     path.write_bytes(text)
@@ -73,22 +63,3 @@ def test_what_is_read_is_the_files_and_has_zlibs_number(tmp_path: Path, part_byt
             expected = len(there), zlib.crc32(there, before)
             assert read_with_crc32(file.fileno(), place, target, before, part_bytes) == expected
             assert target.numpy().tobytes() == there + bytes(size - len(there))
-
-
-@pytest.mark.usefixtures("_helper")
-def test_a_refused_read_says_why() -> None:
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        read_with_crc32(-1, 0, torch.zeros(8, dtype=torch.uint8), 0, 8)
-
-
-def test_without_a_compiler_zlib_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise NativeBuildError("no compiler")
-
-    monkeypatch.setattr(room.native, "load", refuse)
-    room._library.cache_clear()
-    try:
-        assert room._library() is None
-        assert crc32(torch.tensor([1, 2, 3], dtype=torch.uint8)) == zlib.crc32(bytes([1, 2, 3]))
-    finally:
-        room._library.cache_clear()

@@ -113,12 +113,9 @@ COMMIT = "models--o--n/snapshots/" + "0a" * 20
     ("folder", "target", "lies"),
     [
         (COMMIT, "models--o--n/blobs/b", True),
-        (COMMIT, "models--o--n/blobs/below/b", False),
         (COMMIT, "models--o--m/blobs/b", False),
         ("models--o--n/snapshots/main", "models--o--n/blobs/b", False),
-        ("models--o--n/runs/" + "0a" * 20, "models--o--n/blobs/b", False),
         ("o/snapshots/" + "0a" * 20, "o/blobs/b", False),
-        ("runs/r/huggingface", "runs/blobs/b", False),
         ("runs/r/huggingface", "runs/r/huggingface/below/b", True),
     ],
 )

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.config.sections.offload import check_offload
 from gptpar.config.sections.precision import graph_obstacles
 from gptpar.offload.buckets import buckets_of
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.graph import wants_graph
-from gptpar.run.auto_offload import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
+from gptpar.run.auto_offload import any_batches, bytes_saved_without_host, smallest_ratio
 from gptpar.run.trainer import Trainer
 from gptpar.system import host
 from gptpar.topology.groups import Topology
@@ -22,7 +21,6 @@ from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
 
 GIB = 1 << 30
-NO_LIMIT = 9223372036854771712  # of version 1
 
 
 def machine(root: Path, cgroup: str) -> None:
@@ -37,22 +35,6 @@ def group(folder: Path, limit: object, used: int, inactive: int) -> None:
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-
-
-def old_group(folder: Path, limit: int, used: int, inactive: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
-
-
-def test_free_swap(tmp_path: Path) -> None:
-    assert host.free_swap(tmp_path / "nothing") == 0
-    machine(tmp_path, "0::/\n")
-    assert host.free_swap(tmp_path) == 0
-    with (tmp_path / "proc/meminfo").open("a") as file:
-        file.write("SwapTotal: 4096 kB\nSwapFree: 1024 kB\n")
-    assert host.free_swap(tmp_path) == 1 << 20
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
@@ -81,24 +63,11 @@ def test_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
     assert host.available_memory(tmp_path) == 0
 
 
-@pytest.mark.parametrize("path", ["/docker/abc", "/../../outside"])
-def test_groups_of_version_1_and_a_container_that_sees_its_own_at_the_top(tmp_path: Path, path: str) -> None:
-    machine(tmp_path, f"9:name=systemd:/x\n5:cpu,cpuacct:/y\n4:memory:{path}\n0::/\n")
-    memory = tmp_path / "sys/fs/cgroup/memory"
-    old_group(memory, NO_LIMIT, 20 * GIB, 0)
-    assert host.available_memory(tmp_path) == 8 * GIB
-    old_group(memory, 5 * GIB, 2 * GIB, GIB)
-    assert host.available_memory(tmp_path) == 4 * GIB
-    old_group(memory / "docker/abc", 3 * GIB, 2 * GIB, 0)
-    assert host.available_memory(tmp_path) == (GIB if path == "/docker/abc" else 4 * GIB)
-
-
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
         ({"LOCAL_RANK": "3", "SLURM_LOCALID": "1"}, 3),
         ({"RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5"}, 1),
-        ({"RANK": "5", "MPI_LOCALRANKID": "2"}, 2),
         ({"RANK": "5", "SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, 1),
         ({"RANK": "5", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, None),  # a batch script started it, not srun
         ({"RANK": "5"}, None),
@@ -123,29 +92,11 @@ def test_the_number_of_processes_on_the_machine(monkeypatch: pytest.MonkeyPatch)
     assert host.place_on_machine() == (1, 2)
 
 
-def test_cores_are_shared_out_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "cores", lambda: [0, 1, 2, 3, 8, 9, 10])
-    shares = [host.cores_of_process(place, 3) for place in range(3)]
-    assert shares == [[0, 1], [2, 3], [8, 9, 10]]
-    assert host.cores_of_process(0, 1) == [0, 1, 2, 3, 8, 9, 10]
-    assert all(host.cores_of_process(place, 20) for place in range(20))  # more processes than cores
-
-
 def test_the_smallest_ratio_that_fits() -> None:
     assert smallest_ratio(16 * 1000, [(1000, 16)]) == 0.0
     assert smallest_ratio(14 * 400, [(1000, 14)]) == 0.6
     assert smallest_ratio(14 * 400 - 1, [(1000, 14)]) == 0.601
     assert smallest_ratio(-5, [(1000, 16)]) == 1.0
-
-
-def test_the_smallest_ratio_of_elements_of_two_sizes() -> None:
-    """The device takes the first units: 100 elements of 16 bytes, then as many of 12 as there is room for."""
-    sizes = [(100, 16), (900, 12)]
-    assert smallest_ratio(1600 + 900 * 12, sizes) == 0.0
-    assert smallest_ratio(1600 + 300 * 12, sizes) == 0.6
-    assert smallest_ratio(1600 + 300 * 12 - 1, sizes) == 0.601
-    assert smallest_ratio(50 * 16 + 12, sizes) == 0.95
-    assert smallest_ratio(0, sizes) == 1.0
 
 
 def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
@@ -157,13 +108,6 @@ def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
         parameters = 4 * trainer.engine.table.length()
         assert bytes_saved_without_host(trainer) == (parameters if saved else 0)
         trainer.close()
-
-
-def test_without_a_gpu_auto_is_nothing() -> None:
-    config = tiny_config("--cpu-optimizer --cpu-optimizer-ratio auto")
-    assert config.offload.ratio == "auto"
-    found = with_ratio(config, Topology(Mesh(), 0, torch.device("cpu")))
-    assert found.offload.ratio == 0.0
 
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -194,16 +138,6 @@ def test_what_needs_the_host_during_a_step_speaks_against_a_graph() -> None:
     assert not wants_graph(tiny_config("--zero-stage 1"), 2) and not wants_graph(tiny_config("--cuda-graph off"), 1)
 
 
-def test_a_folder_for_files_must_be_one() -> None:
-    config = tiny_config().update(
-        "offload", cpu_optimizer=True, optimizer_nvme_path="/nowhere", offload_speculation="on"
-    )
-    assert [problem.split(" ", 2)[0] for problem in check_offload(config, 1)] == [
-        "--offload-speculation",
-        "--optimizer-nvme-path",
-    ]
-
-
 def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     config = tiny_config("--cpu-optimizer --bf16 --global-batch-size 8 --lr-warmup-iters 2 --lr-decay-style cosine")
     topology = Topology(Mesh(), 0, torch.device("cpu"))
@@ -214,12 +148,3 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     optimizer = trainer.engine.optimizer
     assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
-
-
-def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
-    mesh = Mesh(pipeline=2)
-    topology = Topology(mesh, 0, torch.device("cpu"))
-    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
-    assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
-    assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4
-    assert len(any_batches(tiny_config("--global-batch-size 2"), Topology(Mesh(), 0, topology.device))) == 1

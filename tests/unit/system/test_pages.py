@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from gptpar.system import pages
 from gptpar.system.host import peak_process_memory, process_memory
 from gptpar.system.pinned import PinnedMemory
-
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, pages.HUGE_BYTES, 3 * pages.HUGE_BYTES + 12345])
@@ -36,16 +33,6 @@ def test_what_is_not_filled_takes_no_huge_page_and_all_is_given_back() -> None:
     gc.collect()
     assert process_memory() - before <= 1 << 20
     assert (peak_process_memory() or 0) >= before + taken - (1 << 20)
-
-
-@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no transparent huge pages here")
-def test_large_stretches_are_marked_for_huge_pages() -> None:
-    data = pages.zeros(8 * pages.HUGE_BYTES)
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    start = f"{data.data_ptr():x}-"
-    number = next(n for n, line in enumerate(lines) if line.startswith(start))
-    flags = next(line for line in lines[number:] if line.startswith("VmFlags"))
-    assert " hg" in flags
 
 
 def test_locked_memory_is_unlocked_when_nobody_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

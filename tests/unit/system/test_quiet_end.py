@@ -30,12 +30,6 @@ def test_waits_for_a_thread_without_pythons_lock() -> None:
     thread.join()
 
 
-def test_a_thread_that_never_rests_costs_only_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet_end, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(quiet_end, "_another_thread_runs", lambda: True)
-    assert not quiet_end.quiet_threads()
-
-
 def test_the_end_of_a_process_waits_and_keeps_its_status() -> None:
     program = (
         "import sys; from gptpar.system import quiet_end; quiet_end.wait_at_exit(); quiet_end.wait_at_exit()\n"

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gptpar.errors import CheckpointError
-from gptpar.system import pages
 from gptpar.system import snapshot as snapshot_module
-from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
+from gptpar.system.regions import PIECE_BYTES, copy_bytes
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.system.state_guard import StateGuard
@@ -85,7 +84,7 @@ def test_what_is_added_later_is_read_as_it_was_then() -> None:
     assert read(snapshot, first) == before and read(snapshot, later) == bytes_of(torch.full((2 * PIECE,), -1.0))
 
 
-@pytest.mark.parametrize("num_needed", [0, PIECE, 2 * PIECE])
+@pytest.mark.parametrize("num_needed", [0, PIECE])
 def test_a_block_is_exchanged_before_it_is_known_what_is_needed_of_it(num_needed: int) -> None:
     block, free = torch.randint(0, 256, (2 * PIECE,), dtype=torch.uint8), torch.zeros(PIECE, dtype=torch.uint8)
     before, spare = bytes_of(block[:num_needed]), SpareMemory(1 << 30)
@@ -103,41 +102,6 @@ def test_a_block_is_exchanged_before_it_is_known_what_is_needed_of_it(num_needed
     if num_needed:
         assert read(snapshot, needed) == before
     assert snapshot._room == 64 << 20 and spare.take(block.numel()).data_ptr() == block.data_ptr()
-
-
-def test_a_block_with_parts_known_from_the_first_goes_back_once() -> None:
-    block, spare = torch.randint(0, 256, (2 * PIECE,), dtype=torch.uint8), SpareMemory(1 << 30)
-    known, before = block[:PIECE], bytes_of(block[:PIECE])
-    snapshot = Snapshot([known], room=64 << 20, more=True, spare=spare, exchanged=[block])
-    snapshot.hold([block])
-    assert snapshot.exchange(block) is not None
-    assert read(snapshot, known) == before
-    snapshot.add([], [block])
-    assert snapshot._room == 64 << 20
-    assert spare.take(block.numel()).data_ptr() != spare.take(block.numel()).data_ptr()
-
-
-def test_a_block_that_is_held_stays_where_memory_has_no_room() -> None:
-    block = torch.zeros(2 * PIECE, dtype=torch.uint8)
-    snapshot = Snapshot([], room=block.numel() - 1, more=True)
-    snapshot.hold([block])
-    assert snapshot.exchange(block) is None and snapshot.needs(block)
-    overwriting = threading.Thread(target=overwrite, args=(snapshot, block), daemon=True)
-    overwriting.start()
-    overwriting.join(0.2)
-    assert overwriting.is_alive()
-    snapshot.add([], [block])
-    overwriting.join(60)
-    assert not overwriting.is_alive() and snapshot.waited_s > 0.1
-
-
-def test_a_block_that_was_exchanged_goes_back_if_the_save_ends_before_its_parts_are_known() -> None:
-    block, spare = torch.zeros(2 * PIECE, dtype=torch.uint8), SpareMemory(1 << 30)
-    snapshot = Snapshot([], room=64 << 20, more=True, spare=spare)
-    snapshot.hold([block])
-    assert snapshot.exchange(block) is not None
-    snapshot.close()
-    assert spare.take(block.numel()).data_ptr() == block.data_ptr()
 
 
 def test_a_save_that_ends_before_its_snapshot_is_complete_holds_up_nobody() -> None:
@@ -214,32 +178,6 @@ def test_many_readers_copiers_and_writers_at_once() -> None:
         assert found == before
 
 
-def test_what_another_process_reads_is_let_go_and_so_is_everything_at_the_end() -> None:
-    mine, others = torch.randn(10), torch.randn(10)
-    snapshot = Snapshot([mine, others])
-    snapshot.read_only([mine])
-    overwrite(snapshot, others)  # nobody waits
-    snapshot.close()
-    overwrite(snapshot, mine)
-
-
-def test_memory_that_is_refused_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(10)
-    before = bytes_of(tensor)
-    snapshot = Snapshot([tensor], room=1000)
-
-    def refuse(num_bytes: int) -> torch.Tensor:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(pages, "untouched", refuse)
-    writer = threading.Thread(target=overwrite, args=(snapshot, tensor), daemon=True)
-    writer.start()
-    writer.join(0.05)
-    assert read(snapshot, tensor) == before
-    writer.join(10)
-    assert bytes_of(tensor) != before
-
-
 def parts_of_a_block() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A block of memory, and tensors that lie in it with gaps; the first one is several pieces."""
     block = torch.randint(0, 256, (3 * PIECE_BYTES,), dtype=torch.uint8)
@@ -274,52 +212,8 @@ def test_a_block_is_exchanged_only_where_memory_has_room() -> None:
     assert [read(snapshot, tensor) for tensor in tensors] == before and not snapshot.needs(block)
 
 
-@pytest.mark.slow
-def test_what_is_being_copied_is_waited_for_before_an_exchange() -> None:
-    """A block that is given away while a copier reads it could be lent again, and overwritten, meanwhile."""
-    block, tensors = parts_of_a_block()
-    before = [bytes_of(tensor) for tensor in tensors]
-    for _ in range(20):
-        snapshot = Snapshot(tensors, room=1 << 30)  # copied ahead, too
-        copier = threading.Thread(target=snapshot.copy_ahead, daemon=True)
-        copier.start()
-        other = snapshot.exchange(block)
-        (block if other is None else other).fill_(7)
-        copier.join(10)
-        assert not copier.is_alive()
-        assert other is not None or snapshot.most_kept > 0
-        assert [read(snapshot, tensor) for tensor in tensors] == before
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(torch.frombuffer(bytearray(old), dtype=torch.float32))
-
-
-def test_sizes_to_prepare_are_those_that_are_borrowed() -> None:
-    block, tensors = parts_of_a_block()
-    outside = torch.randn(PIECE + 3)
-    assert sorted(sizes_of_copies([*tensors, outside], [block])) == [12, PIECE_BYTES, block.numel()]
-
-
-def test_a_guard_without_a_save_lets_everything_through() -> None:
-    guard, block = StateGuard(), torch.zeros(3, dtype=torch.uint8)
-    guard.before_write([block])
-    assert guard.exchange(block) is None and not guard.needs(block) and not list(guard.exchanged())
-
-
 def test_overwriting_that_waits_for_a_hung_disk_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "STILL_SECONDS", 0.2)
     tensor = torch.zeros(8)
     with pytest.raises(CheckpointError, match="file system does not answer, and memory has no room"):
         Snapshot([tensor], room=0).before_write([tensor])
-
-
-def test_whoever_needs_quiet_waits_until_all_is_read() -> None:
-    guard, tensor = StateGuard(), torch.ones(3)
-    guard.wait_until_read()  # there is no save
-    guard.snapshot = Snapshot([tensor])
-    waiting = threading.Thread(target=guard.wait_until_read, daemon=True)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    guard.snapshot.close()
-    waiting.join(10)
-    assert not waiting.is_alive()

@@ -6,11 +6,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
 
-from gptpar.system import pages
-from gptpar.system.host import process_memory
 from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
@@ -25,37 +22,6 @@ def test_a_block_comes_back_where_its_size_fits() -> None:
     assert spare.num_bytes == 300
     assert (spare.take(100).data_ptr(), spare.take(200).data_ptr()) == addresses
     assert spare.take(100).data_ptr() not in addresses and spare.num_bytes == 400
-
-
-def test_no_more_than_the_limit_is_kept() -> None:
-    spare = SpareMemory(limit=300)
-    for block in [spare.take(size) for size in (100, 100, 200)]:
-        spare.give_back(block)
-    assert spare.num_bytes <= 300
-    spare.take(250)  # others make room for it
-    assert spare.num_bytes == 250
-    spare.limit = 0
-    spare.give_back(spare.take(10))
-    assert spare.num_bytes == 250
-
-
-def test_a_lower_limit_gives_free_memory_back_at_once() -> None:
-    spare = SpareMemory(limit=300)
-    spare.give_back(spare.take(200))
-    spare.limit_to(100)
-    assert (spare.limit, spare.num_bytes) == (100, 0)
-
-
-def test_refused_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(num_bytes: int) -> torch.Tensor:
-        raise OSError("no memory")
-
-    spare = SpareMemory(limit=300)
-    monkeypatch.setattr(pages, "untouched", refuse)
-    with pytest.raises(OSError, match="no memory"):
-        spare.take(100)
-    spare.prepare([100, 100]).join()
-    assert spare.num_bytes == 0
 
 
 def test_prepared_memory_is_what_snapshots_take() -> None:
@@ -100,25 +66,3 @@ def test_hundreds_of_gigabytes_take_few_mappings() -> None:
 
 def num_mappings() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
-
-
-def test_memory_beyond_a_lower_limit_goes_back_to_the_system_and_its_addresses_stay() -> None:
-    spare, size = SpareMemory(limit=8 * PIECE_BYTES), PIECE_BYTES + 1000
-    blocks = [spare.take(size) for _ in range(4)]
-    for number, block in enumerate(blocks):
-        block.fill_(number + 1)
-    addresses, kept = {block.data_ptr() for block in blocks}, blocks.pop()
-    before = process_memory()
-    for block in blocks:
-        spare.give_back(block)
-    spare.limit_to(size)
-    after = process_memory()
-    assert spare.num_bytes == size and before is not None and after is not None
-    assert before - after > 2.5 * PIECE_BYTES
-    assert (kept == 4).all()  # its neighbours' pages went, and none of its own
-    spare.limit_to(4 * size)
-    again = [spare.take(size) for _ in range(3)]
-    assert {block.data_ptr() for block in [kept, *again]} == addresses
-    for block in again:
-        assert not block.any()
-        block.fill_(9)

@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from gptpar.system import command_line, stop
+from gptpar.system import stop
 from gptpar.system.stop import STOP_SIGNALS, Stopped, StopRequest, handling, stop_at_once
 
 ROOT = Path(__file__).parents[3]
@@ -66,19 +65,6 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_other_threads_leave_the_signals_alone() -> None:
-    found = []
-
-    def listen() -> None:
-        with StopRequest().listening():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
-
-
 def test_a_stuck_write_does_not_outlive_a_second_ctrl_c() -> None:
     program = """
 import concurrent.futures, os, signal, time
@@ -95,22 +81,7 @@ with request.listening(), concurrent.futures.ThreadPoolExecutor() as pool:
     assert done.returncode == 130 and done.stderr == "error: interrupted; a write did not end within 0.3 s\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_verb_that_is_stopped_says_so(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
-    cleaned = []
-
-    def work(argv: list[str]) -> int:
-        try:
-            send(number)
-        finally:
-            cleaned.append(True)
-        return 0
-
-    assert command_line.run(work, []) == 128 + number and cleaned == [True]
-    assert capsys.readouterr().err == f"error: stopped by {number.name}\n"
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_in_start_up_is_not_lost_where_its_exception_is(number: signal.Signals) -> None:
     """An import may catch it, or make another error of it."""
     expected = KeyboardInterrupt if number == signal.SIGINT else Stopped

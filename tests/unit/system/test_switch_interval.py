@@ -30,13 +30,3 @@ def test_it_is_short_within_a_context_and_as_before_after_it() -> None:
         assert sys.getswitchinterval() == pytest.approx(SHORT_SECONDS)
         raise ZeroDivisionError
     assert sys.getswitchinterval() == pytest.approx(before)
-
-
-def test_it_is_long_again_for_a_part_of_a_context() -> None:
-    before = sys.getswitchinterval()
-    with SWITCH_INTERVAL.short():
-        with pytest.raises(ZeroDivisionError), SWITCH_INTERVAL.long_again():
-            assert sys.getswitchinterval() == pytest.approx(before)
-            raise ZeroDivisionError
-        assert sys.getswitchinterval() == pytest.approx(SHORT_SECONDS)
-    assert sys.getswitchinterval() == pytest.approx(before)

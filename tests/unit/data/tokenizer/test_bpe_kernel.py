@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from gptpar.data.tokenizer import bpe, build_tokenizer
+from gptpar.data.tokenizer import bpe
 from gptpar.data.tokenizer.base import Tokenizer
-from gptpar.data.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet, last_cut
-from gptpar.errors import NativeBuildError, TokenizerError
+from gptpar.data.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet
+from gptpar.errors import TokenizerError
 from tests.unit.data.tokenizer.vocabularies import GPT2, build, small_vocabulary, write_files
 
 ALPHABETS = [
@@ -75,11 +75,6 @@ def test_equals_tiktoken(tokenizer: Tokenizer):
     assert as_lists(tokenizer, texts, tokenizer.eod) == ended
 
 
-def test_no_text_at_all(tokenizer: Tokenizer):
-    tokens, lengths = tokenizer.encode_batch([])
-    assert (tokens.size, lengths.size) == (0, 0)
-
-
 def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer):
     texts = all_texts()
     expected = as_lists(tokenizer, texts)
@@ -104,21 +99,6 @@ def test_a_vocabulary_whose_ids_do_not_begin_with_the_bytes():
         assert kernel.encode_batch([text.encode()])[0].tolist() == plain.encode_ordinary(text)
 
 
-def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def no_compiler(*_: object) -> None:
-        raise NativeBuildError("no C++ compiler found")
-
-    monkeypatch.setattr(bpe.native, "load", no_compiler)
-    bpe._library.cache_clear()
-    try:
-        tokenizer = write_files(tmp_path, *small_vocabulary(25))
-        with pytest.warns(UserWarning, match="tiktoken alone, the same but slower: no C"):
-            assert not tokenizer.threads
-        assert as_lists(tokenizer, EDGES, 281) == [[*tokenizer.encode(text), 281] if text else [] for text in EDGES]
-    finally:
-        bpe._library.cache_clear()
-
-
 @pytest.mark.slow
 def test_a_text_may_be_divided_at_every_cut(tokenizer: Tokenizer):
     assert isinstance(tokenizer, GPT2BPETokenizer)
@@ -130,18 +110,3 @@ def test_a_text_may_be_divided_at_every_cut(tokenizer: Tokenizer):
             assert tokenizer.encode(left) + tokenizer.encode(right) == whole, (left[-20:], right[:20])
             cuts += 1
     assert cuts > 10_000
-
-
-def test_the_last_cut():
-    assert last_cut(b"one two") == 3
-    assert last_cut(b"one two three") == 7
-    assert last_cut(b"a" * 100_000) == last_cut(b"") == last_cut(b" a") == 0
-    assert last_cut(b"a b" + b"c" * 100_000) == 1
-    assert last_cut("\u65e5\u672c\n\u8a9e".encode()) == 6
-    assert last_cut("a\u00a0\n\u8a9e".encode()) == 0  # all blanks belong together, as far as one can see here
-
-
-def test_bytes_are_divided_between_characters():
-    cutter = build_tokenizer("ByteLevelTokenizer").cutter
-    assert cutter is not None
-    assert [cutter(text.encode()) for text in ("ab", "a\u00e9", "\U0001f600\U0001f600", "a", "")] == [1, 1, 4, 0, 0]

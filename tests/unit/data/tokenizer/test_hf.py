@@ -79,25 +79,6 @@ def test_a_text_that_a_tokenizer_cannot_say_is_told(model: dict[str, Any], told:
         preprocess([*flags, "--output-prefix", str(tmp_path / "c")])
 
 
-@pytest.mark.parametrize(
-    ("panics", "told"),
-    [
-        (
-            {"model": BPE | {"merges": [["a", "b"]], "continuing_subword_prefix": "##"}},
-            "is not a tokenizer.json: slice",
-        ),
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
-    ],
-    ids=["load", "encode"],
-)
-def test_panics_of_the_library_are_told(panics: dict[str, Any], told: str, tmp_path: Path):
-    tokenizer_of(tmp_path, BPE)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | panics))
-    with pytest.raises(TokenizerError, match=f"{path}.*{told}"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(path)).encode("a")
-
-
 def processed(folder: Path, texts: list[str], flags: str) -> list[list[int]]:
     corpus = folder / "c.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -120,19 +101,6 @@ def test_lost_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "lost what 2 tokens stand for: the vocabulary lacks it" in told and "no token represents" not in told
     assert processed(other, ["a b"], "") == [[4, 5]]
     assert "\nlost" not in capsys.readouterr().out
-
-
-def test_documents_can_begin_with_bos(tmp_path: Path):
-    tokenizer_of(tmp_path, UNIGRAM)
-    assert processed(tmp_path, ["ab", "", "b"], "--prepend-bos --append-eod") == [
-        [1, 4, 5, 2],
-        [1, 5, 2],
-    ]  # the second is empty
-    other = tmp_path / "other"
-    tokenizer_of(other, UNIGRAM)
-    (other / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(DataError, match="--prepend-bos: the HFTokenizer has no bos token; leave it out"):
-        processed(other, ["ab"], "--prepend-bos")
 
 
 def test_prompts_begin_with_bos_where_the_file_puts_it_before_texts(tmp_path: Path):

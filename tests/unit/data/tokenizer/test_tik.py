@@ -88,16 +88,3 @@ def test_what_cannot_be_is_told_with_numbers(model: str, tmp_path: Path) -> None
     with pytest.raises(TokenizerError, match="the first 256 tokens the single bytes"):
         build_tokenizer("TikTokenizer", tokenizer_model=swapped)
     assert tokenizer_problems("TikTokenizer") == ["--tokenizer-type TikTokenizer needs --tokenizer-model"]
-
-
-def test_a_folder_names_the_flags_that_read_what_is_in_it(tmp_path: Path) -> None:
-    assert tokenizer_problems("TikTokenizer", tokenizer_model=str(tmp_path)) == [
-        f"--tokenizer-model {tmp_path} is a folder, and a file is needed"
-    ]
-    (tmp_path / "merges.txt").touch()
-    assert tokenizer_problems("HFTokenizer", tokenizer_model=str(tmp_path)) == [
-        f"--tokenizer-model {tmp_path} holds no tokenizer.json, but merges.txt: give --tokenizer-type GPT2BPETokenizer "
-        f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
-    ]
-    (tmp_path / "tokenizer.model").touch()
-    assert tokenizer_problems("Llama2Tokenizer", tokenizer_model=str(tmp_path)) == []

@@ -65,10 +65,11 @@ def test_scores_are_written_at_their_interval_and_at_the_end(
     assert "3 items in " in said and " tokens/s)" in said
 
 
-def test_without_an_interval_of_their_own_tasks_follow_eval_interval(tmp_path: Path, files: str) -> None:
-    run(tmp_path / "a", f"--eval-tasks {files} --eval-interval 2 --train-iters 4")
-    found = [line["iteration"] for line in lines_of(tmp_path / "a") if line.get("task") == "texts"]
-    assert found == [2, 4]  # the end of the run is no further evaluation of the same iteration
+def test_malformed_lines_are_told_before_training_begins(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "bad.jsonl", [QUESTIONS[0], "no"])
+    with pytest.raises(ConfigError, match=r"bad.jsonl, line 2: this is not JSON"):
+        run(tmp_path / "a", f"--eval-tasks {file}")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_request_to_stop_leaves_the_tasks(
@@ -86,30 +87,3 @@ def test_a_request_to_stop_leaves_the_tasks(
     assert said.count(" > left the evaluation on questions") == 1
     assert not [line for line in lines_of(tmp_path / "a") if "task" in line]
     assert [number for number, _ in find_checkpoints(tmp_path / "a")] == [2]
-
-
-def test_malformed_lines_are_told_before_training_begins(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "bad.jsonl", [QUESTIONS[0], "no"])
-    with pytest.raises(ConfigError, match=r"bad.jsonl, line 2: this is not JSON"):
-        run(tmp_path / "a", f"--eval-tasks {file}")
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--eval-limit 5 --eval-tasks-interval 3", "--eval-limit and --eval-tasks-interval without --eval-tasks has"),
-        ("--eval-tasks {file} --eval-limit 0", "--eval-limit is 0"),
-    ],
-)
-def test_flags_that_cannot_be(flags: str, told: str, tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "good.jsonl", QUESTIONS)
-    with pytest.raises(ConfigError, match=told):
-        run(tmp_path / "a", flags.format(file=file))
-
-
-def test_tasks_need_a_tokenizer(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "good.jsonl", QUESTIONS)
-    words = BYTES.replace("--tokenizer-type ByteLevelTokenizer", "--vocab-size 60").split()
-    with pytest.raises(ConfigError, match="--eval-tasks reads text: give --tokenizer-type and its files"):
-        resolve(parse_flags([*words, "--eval-tasks", file]), 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.run.evaluation.evaluator import Evaluator, plan_batches
 from gptpar.run.evaluation.items import Document, Question
-from gptpar.run.evaluation.tasks import Task, read_tasks, sampled
+from gptpar.run.evaluation.tasks import Task, read_tasks
 from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer
 from tests.unit.run.evaluation.task_files import QUESTIONS, TEXTS, byte_config, write_lines
@@ -121,35 +120,3 @@ def test_all_data_ranks_compute_the_same_shapes_and_each_row_once() -> None:
         assert sorted(row for plan in plans for batch in plan for row in batch.rows) == list(range(len(lengths)))
         assert all(batch.width == 40 for batch in plans[0])  # 48 tokens would be more than the context
         assert all(len(batch.rows) <= batch.height for plan in plans for batch in plan)
-
-
-def test_a_plan_takes_time_in_proportion_to_its_rows() -> None:
-    """A million rows take about 0.3 s; with a copy of the remaining rows for each micro-batch they took minutes."""
-    started = time.process_time()
-    plan = plan_batches([32] * 10**6, tokens=256, context=32)
-    assert time.process_time() - started < 20
-    assert len(plan) == 125_000 and plan[-1].rows == tuple(range(10**6 - 8, 10**6))
-
-
-def test_a_sample_is_the_same_in_every_run_and_in_order() -> None:
-    items = [Document(str(number), "here") for number in range(100)]
-    drawn = sampled(items, 10)
-    assert drawn == sampled(items, 10) and len(drawn) == 10
-    numbers = [int(item.text) for item in drawn if isinstance(item, Document)]
-    assert numbers == sorted(numbers) and numbers != list(range(10))
-    assert sampled(items, 100) == sampled(items, None) == items
-
-
-def test_a_request_to_stop_leaves_a_task(tmp_path: Path) -> None:
-    (questions, _) = tasks_in(tmp_path)
-    asked = iter([False, True])
-    assert evaluator_of(make_trainer(byte_config()), 32).evaluate(questions, lambda: next(asked)) is None
-
-
-def test_a_model_that_gives_no_number_has_no_score() -> None:
-    items = [Question("q", ("a", "b"), 0, "line 1"), Question("q", ("a", "b"), 1, "line 2")]
-    task = Task("t", items, [], [0, 0, 1, 1])
-    assert task.scores([-1.0, -2.0, -2.0, -1.0])["acc"] == 1
-    assert task.scores([-1.0, -math.inf, -2.0, -1.0])["acc"] == 1
-    scores = task.scores([math.nan, -2.0, -2.0, -1.0])
-    assert len(scores) == 6 and all(map(math.isnan, scores.values()))

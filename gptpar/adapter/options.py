@@ -134,6 +134,7 @@ class EngineOptions:
         tag_validation: what happens if processes give a checkpoint different tags: ``ignore``, ``warn`` or ``fail``.
         monitor: where DeepSpeed's curves are written.
         ignore_unused: whether a step may leave parameters without a gradient.
+        drop_last: whether the loader of ``training_data`` leaves out samples that fill no micro-batch on every process.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
         config: the configuration as it was given, without ``"auto"`` values.
     """
@@ -160,6 +161,7 @@ class EngineOptions:
     async_save: bool = False
     tag_validation: str = "warn"
     ignore_unused: bool = True
+    drop_last: bool = True
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
     by_matrix: MatrixOptions | None = None
@@ -173,8 +175,7 @@ class EngineOptions:
         mine = replace(
             self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=LoggingConfig(), config={}
         )
-        found = {field.name: str(getattr(mine, field.name)) for field in fields(mine)}
-        return {**found, "update": self.update.name}
+        return {field.name: str(getattr(mine, field.name)) for field in fields(mine)} | {"update": self.update.name}
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -360,7 +361,6 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
     o, named, rate = flags.optimizer, part_of(plain, "optimizer"), values.get("optimizer.lr", DEFAULT_LR)
     has_optimizer = "type" in named or bool(part_of(named, "params"))
     _, update = updates_of(o)
-    hyperparameters = update.configured(o, rate, o.weight_decay)
     schedule = values.section("scheduler")
     kind = schedule.pop("type", None)
     return EngineOptions(
@@ -378,7 +378,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         ),
         max_norm=o.clip_grad,
         reduce_in_bf16=flags.parallel.grad_reduce_in_bf16,
-        optimizer=hyperparameters if has_optimizer else None,
+        optimizer=update.configured(o, rate, o.weight_decay) if has_optimizer else None,
         update=update,
         by_matrix=MatrixOptions.of(o, values.get("optimizer.muon_lr", rate)),
         scheduler=None if kind is None else SchedulerOptions(kind, schedule),
@@ -391,6 +391,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),
         ignore_unused=values.get("module.ignore_unused_parameters", True),
+        drop_last=values.get("module.drop_last", True),
         async_save=values.get("checkpoint.async_save", False),
         tag_validation=values.get("module.tag_validation", "warn"),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),

@@ -143,7 +143,10 @@ class KeyReader:
 
     def _unknown(self, name: str, value: Any, prefix: str, tree: Tree) -> None:
         """Ignore a key that DeepSpeed ignores, unless it resembles a known key; refuse any other unknown key."""
-        key = prefix + name
+        key, dotted = prefix + name, self._rule_of(name)
+        if isinstance(dotted, NoEffect) and not prefix:  # zero_optimization.reduce_bucket_size as one name, from TRL
+            self.without_effect.append(f"{key}: {dotted.why}")
+            return
         near = self._nearest(name, prefix, tree)
         near = near if self._can_mean(near, value, prefix) else ""
         is_short = prefix and len(tree) <= MAX_LISTED and prefix not in WITH_UNKNOWN

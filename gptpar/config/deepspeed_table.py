@@ -79,7 +79,6 @@ _MONITOR = "enabled output_path job_name"
 _PIPELINE = NoEffect("see --pipeline-model-parallel-size and --partition-method")
 _RECOMPUTE = NoEffect("see --recompute-granularity, --partition-activations and --checkpoint-in-cpu")
 _OWN_RECOMPUTE = NoEffect("recomputation is the module's own: it stays as it is")
-_FULL_BATCHES = "micro-batches have one size, so a rest that fills none is left out: drop it"
 
 
 def _schedule_param(name: str, read: Any, of: tuple[str, ...], default: Any = None, why: str = "") -> Key:
@@ -104,7 +103,7 @@ _BATCH = (
     Key("gradient_accumulation_steps", Sets(whole, "batch.gradient_accumulation_steps")),
     Key("gradient_clipping", Sets(number, "optimizer.clip_grad"), default=1.0),
     Key("steps_per_print", Sets(interval, "logging.log_interval")),
-    Key("dataloader_drop_last", NoEffect("every batch is full"), Only((True,), _FULL_BATCHES)),
+    Key("dataloader_drop_last", NoEffect("every batch is full"), Sets(truth, "module.drop_last")),
     Key("prescale_gradients", _DIVIDED),
     Key("gradient_predivide_factor", _DIVIDED),
     Key("communication_data_type", Sets(word_of({"fp32": False, "fp16": OFF, "bf16": True, "bfp16": True}),

@@ -41,7 +41,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """A trained parameter's mean gradient, between the step's last backward pass and the step; ``None``: untrained."""
+    """A trained parameter's mean gradient, between a backward pass and the step; ``None``: untrained."""
     engine, name = _of(param)
     return engine.full_gradient(name) if engine.weights.is_trained(name) else None
 
@@ -59,7 +59,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace a parameter's mean gradient, between the step's last backward pass and the step, on all processes."""
+    """Replace a parameter's mean gradient, between a backward pass and the step, on all processes."""
     engine, name = _of(param)
     engine.set_full_gradient(name, value)
 

@@ -94,8 +94,7 @@ class Init:
                 _mark(parameter, ValueOwner(), divided=True)
 
     def __enter__(self) -> Init:
-        is_inner = any(isinstance(mode, _OnMeta) for mode in _get_current_dispatch_mode_stack())
-        if self._enabled and not is_inner:
+        if self._enabled and not in_init():
             init_distributed()
             self._recording = self._stack.enter_context(deferred_init(seed=None))
             for register in (
@@ -111,6 +110,11 @@ class Init:
         self._stack.close()
         if self._recording is not None and exception[0] is None:
             _finish(self._recording, dict.fromkeys(self._modules))
+
+
+def in_init() -> bool:
+    """Whether this is inside of ``zero.Init`` or ``gptpar.deferred_init``, where no tensor has memory."""
+    return any(isinstance(mode, _OnMeta) for mode in _get_current_dispatch_mode_stack())
 
 
 def _modules_of(module: nn.Module, value: object) -> list[nn.Module]:
@@ -219,7 +223,7 @@ class GatheredParameters:
             self._stack.enter_context(engine.gathered(self._rank))
             if engine.device.type == "cpu":
                 self._stack.enter_context(_CopiesToCpu())
-        divided = [one for one in self._params if hasattr(one, "ds_status")]
+        divided = [one for one in self._params if hasattr(one, "ds_id")]
         self._stack.callback(_set_status, divided, ZeroParamStatus.NOT_AVAILABLE)
         _set_status(divided, ZeroParamStatus.AVAILABLE)
 

@@ -107,6 +107,11 @@ class GradientCollector:
             take = partial(self._take, name, self._unit_of[name])
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
+    def watch_added(self, name: str, scalar: torch.Tensor) -> None:
+        """Count a parameter, by global name, when its scalar gets a gradient: its own is in the sum by then."""
+        take = partial(self._take, name, self._unit_of[name], is_added=True)
+        self._hooks.append(scalar.register_post_accumulate_grad_hook(take))
+
     def unwatch(self) -> None:
         """Leave gradients to autograd, as it was before :meth:`watch`."""
         while self._hooks:
@@ -198,9 +203,10 @@ class GradientCollector:
                 self._expected[name] = max(arrivals, self._expected[name])
             self._has_learned = True
 
-    def _take(self, name: str, unit: Unit, parameter: torch.Tensor) -> None:
+    def _take(self, name: str, unit: Unit, parameter: torch.Tensor, *, is_added: bool = False) -> None:
         grad = parameter.grad
-        assert grad is not None
+        if grad is None:  # a compiled block reports its parameters that have no gradient, too
+            return
         parameter.grad = None
         if grad.layout != torch.strided:  # of an embedding with sparse=True
             grad = grad.to_dense()
@@ -229,7 +235,10 @@ class GradientCollector:
             self.late.add(name)
             return
         fresh = self._fresh.setdefault(unit.name, {})
-        fresh[name] = fresh[name] + grad if name in fresh else grad
+        if is_added:
+            self._arrived.add(name)
+        else:
+            fresh[name] = fresh[name] + grad if name in fresh else grad
         if self._missing[unit.name] <= 0:
             self._complete(unit)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axes import DataAxes
+from gptpar.engine.fused_sums import FusedSums
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.master_optimizer import MasterOptimizer
@@ -28,6 +29,7 @@ from gptpar.optim.update import Hyperparameters, Update
 from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.layers import SplitLinear
 
 
 class EngineStage(Protocol):
@@ -188,6 +190,7 @@ class Engine:
         frozen: units without gradients, which are not in the table.
         learns: see :class:`~gptpar.engine.collector.GradientCollector`.
         families: of the parameter groups (:class:`MasterOptimizer`).
+        summing: global name of a weight -> the layer that adds its gradient to the sum over micro-batches.
 
     Attributes:
         stages, table, parameters, settings, device, subscriber: as given.
@@ -215,6 +218,7 @@ class Engine:
         frozen: Sequence[Unit] = (),
         learns: bool = False,
         families: Sequence[Family] = GPT_FAMILIES,
+        summing: Mapping[str, SplitLinear] | None = None,
     ):
         # The order follows who needs whom. The optimizer reads the gradients' memory. The collector calls the reducer,
         # and tells the gatherer, which frees a layer's parameters after its backward pass. Layers get their memory and
@@ -252,14 +256,7 @@ class Engine:
         )
         self.gatherer.follow(orders)
         reducer = GradientReducer(
-            table,
-            memory,
-            data,
-            settings.reduce_dtype,
-            tensor.group,
-            tied or {},
-            subscriber,
-            self.graph_breaks,
+            *(table, memory, data, settings.reduce_dtype, tensor.group, tied or {}, subscriber, self.graph_breaks),
             counts_zeros=settings.counts_zeros,
         )
         trained = _trained_units(orders, layers, frozen_units)
@@ -269,6 +266,7 @@ class Engine:
             table.units, trained, memory, reducer, done, kept=done, final=final, learns=learns, in_order=in_order
         )
         self.gradients = Gradients(memory, collector, reducer)
+        self._fused = FusedSums(memory, self.gatherer, collector, table.units, summing or {})
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.call_through(self.gatherer)
@@ -276,6 +274,7 @@ class Engine:
 
     def publish(self) -> None:
         """Make the model's parameters equal to the master weights."""
+        self.gatherer.finish_pending()
         if self.subscriber is not None:
             self.subscriber.publish()
         if not self.masters_are_parameters:
@@ -284,6 +283,7 @@ class Engine:
 
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterOptimizer.step`; the model's parameters follow, each before it is used."""
+        self.gatherer.finish_pending()
         skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
             self.parameters.copy_from(self.optimizer.master_weights)
@@ -321,6 +321,7 @@ class Engine:
         """Begin a step."""
         assert num_micro_batches == 1 or self.gradients.shard.dtype == self.optimizer.master.dtype  # sums are wide
         self.gradients.begin(num_micro_batches)
+        self._fused.begin()
 
     def copy_of_gradient(self, factor: float = 1.0) -> dict[str, list[tuple[int, torch.Tensor]]]:
         """Copies of the final gradient's ranges, each where its range lives.

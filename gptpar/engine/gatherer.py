@@ -81,6 +81,7 @@ class ParameterGatherer:
 
     Attributes:
         watch: called when units become readable and stop being so; ``None``: nothing is called.
+        on_call: called with a layer's name before each of its forward passes, its parameters in place.
         changes: how often the shards got new values.
     """
 
@@ -110,6 +111,7 @@ class ParameterGatherer:
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
         self.watch: PresenceWatch | None = None
+        self.on_call: Callable[[str], None] = lambda name: None
         self.changes = self._holds = 0
 
     @property
@@ -197,6 +199,7 @@ class ParameterGatherer:
         if name not in self._units:
             return call(x, *args)
         self.before_forward(name)
+        self.on_call(name)
         y: torch.Tensor = call(x, *args)
         self.after_forward(name, y if y.requires_grad else None)
         return y
@@ -277,6 +280,14 @@ class ParameterGatherer:
             return
         for name in self._units if not self._memory.transient else ():
             self.acquire(name)
+
+    def finish_pending(self) -> None:
+        """Wait on a CPU for the gathers under way: the shards are about to get new values outside of their layers.
+
+        Such a gather ends in a thread of its own, where it writes all of a unit: also this process's shard, as it was.
+        """
+        for unit in list(self._pending) if self._memory.everything.device.type == "cpu" else ():
+            self._data.wait_for(self._pending.pop(unit))
 
     def acquire(self, name: str) -> None:
         """Let kernels launched from now on read a layer's parameters."""

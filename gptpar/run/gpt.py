@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,11 +30,12 @@ from gptpar.pipeline.host_activations import HostActivations, offloaded_blocks
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
-from gptpar.pipeline.stage import Fields
+from gptpar.pipeline.stage import Fields, Stage
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.job import Job
 from gptpar.plan.memory import activations_on_host, copied_size
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
+from gptpar.tensor_parallel.layers import SplitLinear
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import COPIES, EXPERT, TENSOR, Mesh, copies_over
 
@@ -116,12 +117,20 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         host,
         tied=pipeline.by_unit(pipeline.tied_groups),
         families=groups.families,
+        summing=_linears(pipeline.stages_here) if config.precision.gradient_accumulation_fusion else {},
     )
     partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)
     balance = ExpertBalance(config.model, model.specs, settings.wide, device)
     for stage in pipeline.stages_here:
         balance.attach(stage.layers_by_name())
     return GptEngine(model, pipeline, engine, host, groups, balance, partial_gradient)
+
+
+def _linears(stages: Iterable[Stage]) -> dict[str, SplitLinear]:
+    """Global name of the weight -> the linear layer, for all of them that are in blocks."""
+    layers = [(name, layer) for stage in stages for name, layer in stage.layers_by_name().items()]
+    modules = [(path, module) for name, layer in layers for path, module in layer.named_modules(prefix=name)]
+    return {f"{path}.weight": module for path, module in modules if isinstance(module, SplitLinear)}
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

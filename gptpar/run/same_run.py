@@ -90,6 +90,7 @@ _BY_RULE = {
         # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
         "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
         "precision.compile precision.cuda_graph precision.deterministic_mode "
+        "precision.gradient_accumulation_fusion "
         "precision.disable_bf16_reduced_precision_matmul"
     ),
 }

@@ -15,7 +15,7 @@ from torch import nn
 
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
-from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
+from gptpar.tensor_parallel.linear_ops import column_forward, row_forward, summing_linear
 from gptpar.tensor_parallel.products import PLAIN, product
 from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.matrices import WHOLE, Matrices
@@ -40,8 +40,14 @@ class SplitLinear(nn.Module):
             (:mod:`gptpar.kernels.bias_gradient`).
         format: number format of the products (:mod:`gptpar.tensor_parallel.products`).
         matrices: how the weight divides into matrices.
+
+    Attributes:
+        gradient_sum: [output features, input features] where the backward pass of the coming call adds the weight's
+            gradient; ``None``: it returns the gradient to autograd.
+        added: a scalar whose gradient comes when that is done.
     """
 
+    gradient_sum: torch.Tensor | None
     operator: Callable[..., torch.Tensor]
     """The product together with its transfer, for several ranks."""
 
@@ -67,6 +73,9 @@ class SplitLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
         self.alone, self.token_splits, self.bias_gradient = axis.size == 1, axis.token_splits, bias_gradient
         self.format, self.transfer = format, (axis.group_name, axis.sequence_parallel, axis.fused)
+        # A buffer, because buffers stay on the device where saved activations leave it.
+        self.register_buffer("gradient_sum", None, persistent=False)
+        self.added: torch.Tensor | None = None
 
     @property
     def unsummed_bias(self) -> nn.Parameter | None:
@@ -79,9 +88,14 @@ class SplitLinear(nn.Module):
         bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
         if weight.dim() > 2:
             weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        if self.alone:
+        total = self.gradient_sum if torch.is_grad_enabled() else None
+        weight = weight if total is None else weight.detach()
+        if not self.alone:
+            y = self.operator(x, weight, *self.transfer, self.format, total, self.added)
+        elif total is not None:
+            return summing_linear(x, weight, bias, self.format, total, self.added)
+        else:
             return product(x, weight.t(), self.format, bias=bias)
-        y = self.operator(x, weight, *self.transfer, self.format)
         return y if bias is None else y + bias
 
 

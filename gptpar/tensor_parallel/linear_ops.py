@@ -5,6 +5,9 @@ after. A row layer holds some input features: it sums its output after the produ
 output before (Shoeybi et al. 2019; with tokens split between layers, Korthikanti et al. 2022). A column layer's
 backward overlaps its two transfers with its two products.
 
+Instead of returning a weight's gradient, a backward can add it to ``total``, the weight's gradient sum: autograd then
+sees no weight, and a gradient of the scalar ``added``, which means nothing, comes when the sum is formed.
+
 Legend: N all tokens, n this rank's (N / t under sequence parallelism over t ranks, else N), I input features and O
 output features that this rank holds or needs.
 """
@@ -19,7 +22,7 @@ import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from gptpar.tensor_parallel.axis import gather, reduce_scatter, start_gather, start_reduce_scatter
-from gptpar.tensor_parallel.products import PLAIN, product
+from gptpar.tensor_parallel.products import PLAIN, add_product, product
 
 # Below this size of the gathered activations, the many small products of a fused transfer cost more than they hide.
 FUSED_BYTES = 32 << 20
@@ -46,9 +49,46 @@ def _gather_times(
     return rows, product(rows, matrix, format)
 
 
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, format: str, total: torch.Tensor | None) -> torch.Tensor:
+    """grad_NO, x_NI -> the weight's gradient; an empty tensor if it was added to ``total``."""
+    if total is None:
+        return product(grad.t(), x, format)
+    add_product(total, grad.t(), x, format)
+    return grad.new_empty(0)
+
+
+@torch.library.custom_op("gptpar::summing_linear", mutates_args=())
+def summing_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    format: str,
+    total: torch.Tensor,
+    added: torch.Tensor,
+) -> torch.Tensor:
+    """x_NI, weight_OI, bias_O -> y_NO, of a layer that no axis splits; the weight's gradient goes to ``total``."""
+    return product(x, weight.t(), format, bias=bias)
+
+
+@torch.library.custom_op("gptpar::summing_linear_backward", mutates_args=("total",))
+def summing_linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, format: str, total: torch.Tensor
+) -> torch.Tensor:
+    """grad_NO, x_NI, weight_OI -> the gradient of x."""
+    _weight_gradient(grad, x, format, total)
+    return product(grad, weight, format)
+
+
 @torch.library.custom_op("gptpar::column_forward", mutates_args=())
 def column_forward(
-    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool, format: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    fused: bool,
+    format: str,
+    total: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x_nI, weight_OI -> y_NO."""
     if sequence_parallel:
@@ -56,16 +96,22 @@ def column_forward(
     return product(x, weight.t(), format)
 
 
-@torch.library.custom_op("gptpar::column_backward", mutates_args=())
+@torch.library.custom_op("gptpar::column_backward", mutates_args=("total",))
 def column_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, format: str
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    format: str,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight."""
+    """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight (empty: it was added to ``total``)."""
     ranks = _group(group)
     if not sequence_parallel:
         grad_x = product(grad, weight, format)
         summing = dist.all_reduce(grad_x, group=ranks, async_op=True)
-        grad_weight = product(grad.t(), x, format)
+        grad_weight = _weight_gradient(grad, x, format, total)
         assert summing is not None
         summing.wait()
         return grad_x, grad_weight
@@ -73,14 +119,21 @@ def column_backward(
     partial = product(grad, weight, format)
     gathering.wait()
     grad_x, summing = start_reduce_scatter(partial, ranks)
-    grad_weight = product(grad.t(), rows, format)
+    grad_weight = _weight_gradient(grad, rows, format, total)
     summing.wait()
     return grad_x, grad_weight
 
 
 @torch.library.custom_op("gptpar::row_forward", mutates_args=())
 def row_forward(
-    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool, format: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    fused: bool,
+    format: str,
+    total: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x_NI, weight_OI -> y_nO, summed over ranks."""
     if sequence_parallel and _fuses(fused, x, x.shape[0], weight.shape[0], format):
@@ -92,7 +145,7 @@ def row_forward(
     return y
 
 
-@torch.library.custom_op("gptpar::row_backward", mutates_args=())
+@torch.library.custom_op("gptpar::row_backward", mutates_args=("total",))
 def row_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -101,13 +154,14 @@ def row_backward(
     sequence_parallel: bool,
     fused: bool,
     format: str,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
+    """grad_nO, x_NI, weight_OI -> gradients of x and weight (empty: it was added to ``total``)."""
     if sequence_parallel:
         grad, grad_x = _gather_times(grad, weight, group, fused, format)
     else:
         grad_x = product(grad, weight, format)
-    return grad_x, product(grad.t(), x, format)
+    return grad_x, _weight_gradient(grad, x, format, total)
 
 
 @torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())
@@ -116,6 +170,16 @@ def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_group(group))
     return total
+
+
+@summing_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@summing_linear_backward.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 @column_forward.register_fake
@@ -130,8 +194,9 @@ def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
 
 @column_backward.register_fake
 @row_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    has_total = isinstance(how[-1], torch.Tensor)
+    return x.new_empty(x.shape), weight.new_empty(0 if has_total else weight.shape)
 
 
 @sum_over_ranks.register_fake
@@ -151,19 +216,36 @@ sum_over_ranks.register_autograd(_summed_gradient, setup_context=_keep_group)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format = inputs
-    ctx.save_for_backward(x, weight)
+    x, weight, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format, ctx.total, _ = inputs
+    ctx.save_for_backward(x, weight)  # not the total, which other micro-batches change meanwhile
+
+
+def _gradients(ctx: Any, grad_x: torch.Tensor, grad_weight: torch.Tensor) -> tuple[Any, ...]:
+    if ctx.total is None:
+        return grad_x, grad_weight, *[None] * 6
+    return grad_x, *[None] * 6, ctx.total.new_empty(())
 
 
 def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    how = ctx.group, ctx.sequence_parallel, ctx.format
-    return *column_backward(grad, *ctx.saved_tensors, *how), None, None, None, None
+    how = ctx.group, ctx.sequence_parallel, ctx.format, ctx.total
+    return _gradients(ctx, *column_backward(grad, *ctx.saved_tensors, *how))
 
 
 def _row_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    how = ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format
-    return *row_backward(grad, *ctx.saved_tensors, *how), None, None, None, None
+    how = ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format, ctx.total
+    return _gradients(ctx, *row_backward(grad, *ctx.saved_tensors, *how))
 
 
+def _save_summing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, _, ctx.format, ctx.total, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _summing_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    grad_x = summing_linear_backward(grad, *ctx.saved_tensors, ctx.format, ctx.total)
+    return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None, ctx.total.new_empty(())
+
+
+summing_linear.register_autograd(_summing_gradients, setup_context=_save_summing)
 column_forward.register_autograd(_column_gradients, setup_context=_save)
 row_forward.register_autograd(_row_gradients, setup_context=_save)

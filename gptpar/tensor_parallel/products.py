@@ -42,3 +42,18 @@ def product(
         bias: [N].
     """
     return FORMATS[format](a, b, bias, out)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, format: str = PLAIN) -> None:
+    """``total += a @ b``, in the product's own pass: [M, N], [M, K] and [K, N].
+
+    Args:
+        total: of the operands' dtype or wider; the product is not rounded to theirs in between.
+        format: of the product; those that scale their operands are added in a pass of their own.
+    """
+    if format != PLAIN:
+        total += product(a, b, format)
+    elif total.is_cuda and total.dtype != a.dtype:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -19,6 +19,7 @@ VOCABULARY, LENGTH, WIDTH, SAMPLES = 40, 8, 16, 2
 LR, BETAS, DECAY = 1e-2, (0.9, 0.95), 0.1
 EPS = 1e-6  # gradients that are zero but for rounding (keys' biases) are divided by it: 1e-18 / 1e-8 would show
 STEPS = 20
+FREE = 1e3  # as clipping: a gradient's norm never reaches it, so that each speculation is right
 
 
 def tokens(generator: torch.Generator) -> Batch:

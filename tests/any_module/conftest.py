@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.any_module.matrix import Bench
-from tests.any_module.rank_pool import RankPool
+from tests.spawn import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tests.any_module.cases import CASES
 from tests.any_module.compare import Deviations, problems
 from tests.any_module.harness import GPTPAR, worst_of_ranks
 from tests.any_module.on_rank import Kind, reference_on_rank, resume_half, run_case, save_half
-from tests.any_module.rank_pool import RankPool
 from tests.any_module.reference import Trace, ranks_agree
+from tests.spawn import RankPool
 
 
 class Bench:

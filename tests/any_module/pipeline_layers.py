@@ -17,7 +17,7 @@ from gptpar import LayerSpec, PipelineModule, TiedLayerSpec
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA, Mesh
 
-VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 20
+VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 10
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 CLIP = 0.5
 
@@ -182,7 +182,7 @@ def parameters_here(engine: Any) -> Named:
 
 
 def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
-    """20 steps, the mean loss of an evaluation of step 0's data, and this process's parameters at the end."""
+    """Some steps, the mean loss of an evaluation of step 0's data, and this process's parameters at the end."""
     with fp64():
         engine, optimizer, _, _ = gptpar.initialize(model=layers(), loss_fn=loss_of, config=divided.config())
         trace, names = Trace(), list(reference().weights[0])

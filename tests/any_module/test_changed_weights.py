@@ -228,23 +228,3 @@ def stale(rank: int, setup: Setup, engine: str) -> Named:
 @layouts([Setup(1, 0), Setup(2, 3, 0.6)])
 def test_gradients_from_before_initialize_do_not_count(bench: Bench, setup: Setup) -> None:
     assert_same(bench.on_ranks(setup.world, stale, setup, bench.engine), in_plain_torch(CASES["mlp"], 1))
-
-
-def units_of_weights(rank: int, setup: Setup) -> list[tuple[str, str | None, str]]:
-    """(block, the scope whose memory has its weight, the layer that it is gathered with), after a step."""
-    training = Training(CASES["mlp"], setup)
-    training.run(0, 1)
-    stage, gatherer = training.engine._stage, training.engine.engine.gatherer
-    with training.engine.gathered():
-        return [
-            (name, stage.scope_of(block.up.weight[3:]), gatherer.layer_of(name))
-            for name, block in training.model.named_modules()
-            if name in ("blocks.0", "blocks.1", "blocks.2")
-        ]
-
-
-@layouts([Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3)])
-def test_each_weight_is_in_its_own_unit(bench: Bench, setup: Setup) -> None:
-    """Units that stay are in a row, in one memory; a block that nobody reads from outside is not merged."""
-    for found in bench.on_ranks(setup.world, units_of_weights, setup):
-        assert found == [(name, name, name) for name in ("blocks.0", "blocks.1", "blocks.2")]

@@ -37,6 +37,7 @@ def test_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         CheckpointError, match="no checkpoint of the tag 'worst'; it has 'aside', 'best', 'global_step2'"
     ):
         engine.load_checkpoint(tmp_path, "worst")
+    assert engine.load_checkpoint(tmp_path / "none") == (None, {})
     with pytest.raises(CheckpointError, match="'a\\\\nb' is no name"):
         engine.save_checkpoint(tmp_path, "a\nb")
     with pytest.raises(CheckpointError, match=f"is itself a checkpoint: give {tmp_path}"):

@@ -12,7 +12,7 @@ from torch import nn
 import gptpar
 from gptpar.adapter.guards import failed_passes
 from tests.any_module.pipeline_layers import Divided, data_of, fp64, layers, loss_of
-from tests.any_module.rank_pool import RankPool, RanksFailed
+from tests.spawn import RankPool, RanksFailed
 
 STEPS, FAILING = 5, (1, 3)
 

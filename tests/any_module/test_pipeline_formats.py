@@ -26,7 +26,7 @@ from tests.any_module.pipeline_layers import (
     square,
     vectors,
 )
-from tests.any_module.rank_pool import RankPool
+from tests.spawn import RankPool
 
 
 def narrow(rank: int, stages: int, keys: dict[str, Any], specs: list[Any]) -> tuple[list[float], Named]:

@@ -13,7 +13,7 @@ import gptpar
 from gptpar import LayerSpec, PipelineModule
 from gptpar.errors import ConfigError, GptparError, ModelError
 from tests.any_module.pipeline_layers import WIDTH, chain, small_config, square, vectors
-from tests.any_module.rank_pool import RankPool
+from tests.spawn import RankPool
 
 outside = nn.Linear(WIDTH, WIDTH)
 

@@ -14,7 +14,7 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Setup
 from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
-from tests.any_module.scenarios.beside import LossBackward
+from tests.any_module.scenarios.beside import LossBackward, ReadsGradientsSoFar
 
 STEPS = 6
 NAMES = [
@@ -23,7 +23,7 @@ NAMES = [
     "detached_weight_read_late_recomputed",
     "detached_weight_read_late_recomputed_reentrant",
     "other_blocks_weight_read_late",
-    "gpt2_checkpointed_reentrant",
+    "several_blocks_under_checkpoint_reentrant",
 ]
 SETUPS = [
     Setup(1, 0, 1.0, accumulation=3, steps=STEPS),
@@ -35,6 +35,20 @@ SETUPS = [
 @pytest.mark.parametrize(("name", "setup"), covering(NAMES, SETUPS))
 def test_a_loss_may_go_backward_without_the_engine(bench: Bench, name: str, setup: Setup) -> None:
     bench.check(name, setup, LossBackward)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(1, 0, 1.0, accumulation=3, steps=STEPS),
+        Setup(2, 0, 0.0, accumulation=3, steps=STEPS),
+        Setup(2, 1, 0.6, accumulation=2, steps=STEPS),
+        Setup(2, 3, 0.6, accumulation=3, steps=STEPS),
+    ],
+    ids=str,
+)
+def test_gradients_may_be_read_after_each_micro_batch(bench: Bench, setup: Setup) -> None:
+    bench.check("mlp", setup, ReadsGradientsSoFar)
 
 
 CLIP, LR, ACCUMULATION = 0.05, 0.1, 3

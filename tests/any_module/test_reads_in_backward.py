@@ -14,14 +14,13 @@ from torch import nn
 
 from gptpar.errors import GptparError
 from gptpar.offload.events import EventLog, What
-from tests.any_module.case import Case, Setup, make_optimizer
+from tests.any_module.case import FREE, Case, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities.late_reads import LATE_READS, DetachedFirstOnLastRank, DetachedInBlocks, HookReads
 from tests.any_module.reference import Named, copy_of_weights
-from tests.any_module.test_between_backward_and_step import FREE
 from tests.offload_log import logged
 
 STEPS = 5
@@ -197,6 +196,26 @@ def of_a_block(training: Training) -> Any:
     return {f"blocks.1.{name}": value for name, value in training.model.blocks[1].state_dict().items()}
 
 
+def plainly(training: Training) -> Any:
+    return copy_of_weights(training.model)
+
+
+def forward_of_the_module(training: Training) -> Any:
+    """What the model is called with: a hook of each block has its weights."""
+    found: Named = {}
+
+    def note(block: nn.Module, args: Any) -> None:
+        found[names[block]] = block.up.weight.detach().clone()  # type: ignore[union-attr]
+
+    names = {block: f"blocks.{name}.up.weight" for name, block in training.model.blocks.named_children()}
+    hooks = [block.register_forward_pre_hook(note) for block in names]
+    with torch.no_grad():
+        training.case.losses_of(training.model, training.make_batch(99, 0))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def backward_in_gathered(training: Training) -> Any:
     """What is read after ``gathered``, inside of which the gradient became final."""
     training.engine.zero_grad()
@@ -235,7 +254,7 @@ SETUPS = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 2, 0.6, clip=FREE)]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-@pytest.mark.parametrize("read", [whole, of_a_block, backward_in_gathered])
+@pytest.mark.parametrize("read", [whole, of_a_block, plainly, forward_of_the_module, backward_in_gathered])
 def test_states_before_the_step(bench: Bench, setup: Setup, read: Any) -> None:
     ((wrong, back, num_ahead),) = bench.on_ranks(setup.world, states, setup, read)
     assert wrong == [] and num_ahead > 0

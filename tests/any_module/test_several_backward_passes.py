@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from gptpar.offload.bucket_state import BucketState
-from tests.any_module.case import Setup, make_optimizer
+from tests.any_module.case import FREE, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.matrix import Bench
@@ -18,7 +19,6 @@ from tests.any_module.reference import Named, copy_of_weights
 
 CASE = CASES["mlp"]
 STEPS, PASSES = 4, 3
-FREE = 1e3  # a gradient's norm never reaches it, so that each speculation is right
 PLACES = ((0, 0.0), (0, 1.0), (2, 0.6), (3, 1.0))
 SETUPS = [Setup(world, stage, ratio, clip=FREE) for world in (1, 2) for stage, ratio in PLACES]
 
@@ -57,15 +57,16 @@ def until_speculated(engine: Any, step: int) -> bool:
     return True
 
 
-def by_engine(rank: int, setup: Setup) -> tuple[list[float], int, Named]:
-    """(norms, steps that had been speculated, last weights)"""
+def by_engine(rank: int, setup: Setup, early: bool) -> tuple[list[float], int, Named]:
+    """(norms, steps that had been speculated, last weights); ``early``: the first pass is not final."""
     training = Training(CASE, setup)
     engine, (name, *_) = training.engine, training.trainable
     norms, speculated = [], 0
     for step in range(STEPS):
-        engine.backward(loss_of(engine, step, 0))
-        speculated += until_speculated(engine, step)
-        if (grad := changed_of(training.model).grad) is not None:
+        with engine.no_sync() if early else nullcontext():
+            engine.backward(loss_of(engine, step, 0))
+        speculated += not early and until_speculated(engine, step)
+        if (grad := changed_of(training.model).grad) is not None and not early:
             grad.mul_(3)
         else:
             engine.set_full_gradient(name, 3 * engine.full_gradient(name))
@@ -78,10 +79,12 @@ def by_engine(rank: int, setup: Setup) -> tuple[list[float], int, Named]:
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-def test_a_final_gradient_is_added_to(bench: Bench, setup: Setup) -> None:
+@pytest.mark.parametrize("early", [False, True], ids=["final", "in no_sync"])
+def test_a_final_gradient_is_added_to(bench: Bench, setup: Setup, early: bool) -> None:
+    """So is one that was read and replaced before it was final."""
     wanted_norms, wanted = in_plain_torch()
-    for norms, speculated, weights in bench.on_ranks(setup.world, by_engine, setup):
-        assert speculated == (STEPS // 2 if setup.ratio else 0)
+    for norms, speculated, weights in bench.on_ranks(setup.world, by_engine, setup, early):
+        assert speculated == (STEPS // 2 if setup.ratio and not early else 0)
         assert norms == pytest.approx(wanted_norms, rel=1e-10)
         for name, value in wanted.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)

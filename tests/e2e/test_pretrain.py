@@ -38,19 +38,6 @@ def test_resume_is_bit_identical(tmp_path: Path, flags: str) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_run_moves_between_numbers_of_processes(tmp_path: Path) -> None:
-    """Three steps on two processes, three on one: in fp64 the same as six on one."""
-    flags = "--fp64 --train-iters 6 --global-batch-size 4 --hidden-dropout 0.1"
-    gptpar(f"{flags} --save {tmp_path}/one --nproc-per-node 1")
-    folder = f"--save {tmp_path}/moved --load {tmp_path}/moved"
-    gptpar(f"{flags} {folder} --nproc-per-node 2 --exit-interval 3")
-    gptpar(f"{flags} {folder} --nproc-per-node 1")
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-    one, moved = state(tmp_path / "one"), state(tmp_path / "moved")
-    for name in one:
-        torch.testing.assert_close(moved[name], one[name], rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals, workers: int) -> None:
     """One process and SIGTERM; two workers and a terminal's Ctrl-C, which reaches every process of the group."""
@@ -107,11 +94,6 @@ def test_fp16_overflows_are_skipped_and_counted(tmp_path: Path) -> None:
     assert meta["optimizer_steps"] == 30 - skipped
     assert meta["progress"]["scheduled_samples"] == 2 * (30 - skipped)
     assert lines[-1]["loss_scale"] < 16777216 and lines[-1]["lm_loss"] < lines[0]["lm_loss"]
-
-
-def test_loss_scale_at_its_minimum_is_a_clear_stop() -> None:
-    output = gptpar("--fp16 --initial-loss-scale 1e30 --min-loss-scale 1e29 --hysteresis 1", expect=1)
-    assert "already at its minimum" in output and "Traceback" not in output
 
 
 def test_a_run_that_has_diverged_stops(tmp_path: Path) -> None:
@@ -174,15 +156,6 @@ def test_batch_ramp_up_in_a_run_counted_in_tokens(tmp_path: Path) -> None:
     assert lines[-1]["consumed_tokens"] == 16 * sum(line["global_batch_size"] for line in lines)
 
 
-def test_generate_continues_a_prompt(tmp_path: Path) -> None:
-    words = "--tokenizer-type ByteLevelTokenizer --vocab-size 257"
-    gptpar(f"{words} --train-iters 1 --save {tmp_path}")
-    flags = f"--load {tmp_path} --prompt abc --num-tokens 5 --device cpu --temperature 0"
-    first, second = gptpar(flags, "generate"), gptpar(flags, "generate")
-    assert first == second and first.startswith("abc")
-    assert "there is no checkpoint in" in gptpar(f"--load {tmp_path}/none", "generate", expect=1)
-
-
 def test_an_interrupted_benchmark_says_that_there_is_no_result() -> None:
     flags = TINY.replace("--train-iters 20 ", "") + " --steps 100000 --nproc-per-node 2 --breakdown"
     process = stepping(command(flags, "benchmark"), taken=1)
@@ -191,14 +164,6 @@ def test_an_interrupted_benchmark_says_that_there_is_no_result() -> None:
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 130
     assert re.search(r"> ended after \d+ of 10\d+ steps: there is no result", rest) and "Traceback" not in rest
-
-
-def test_benchmark_prints_one_json_line() -> None:
-    flags = TINY.replace("--train-iters 20 ", "") + " --steps 4 --warmup-steps 2"
-    line = json.loads(gptpar(flags, "benchmark").splitlines()[-1])
-    assert line["steps"] == 4 and line["params"] == 28032
-    assert line["tokens_per_s"] == pytest.approx(32 / line["ms_per_step"] * 1e3, rel=1e-3)
-    assert {"model", "mfu", "mfu_causal", "peak_mem_gib", "loss", "layout", "tokens_per_s_per_gpu"} <= line.keys()
 
 
 @pytest.mark.parametrize(

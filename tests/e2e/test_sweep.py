@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import ENVIRONMENT, command, gptpar
+from tests.e2e.commands import gptpar
 from tests.helpers import TINY
 
 SWEEP = (
@@ -36,29 +32,3 @@ def test_two_layouts_and_two_micro_batches(tmp_path: Path) -> None:
     assert all(line["global_batch_size"] == 4 and line["steps"] == 3 for line in lines)
     assert all(line["tokens_per_s"] == pytest.approx(64 / line["ms_per_step"] * 1e3, rel=1e-3) for line in lines)
     assert picture.stat().st_size > 5_000
-
-
-def test_ctrl_c_ends_the_workers_and_shows_the_table(tmp_path: Path) -> None:
-    file, marked = tmp_path / "lines.jsonl", f"--seed {os.getpid()}"
-    sweep = subprocess.Popen(
-        command(f"{SWEEP} --json-lines {file} {marked}", "benchmark"),
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(1.0)  # until the second one runs
-        sweep.send_signal(signal.SIGINT)
-        output, _ = sweep.communicate(timeout=60)
-    finally:
-        sweep.kill()
-    assert sweep.returncode == 130
-    measured = len(file.read_text().splitlines())
-    assert f"interrupted after {measured} of 4" in output and 1 <= measured < 4
-    table = output.split("interrupted after")[1]
-    assert len(re.findall(r"^ *dp\d x tp\d x pp\d .*- +-$", table, re.MULTILINE)) == measured
-    commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert marked not in commands

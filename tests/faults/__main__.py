@@ -37,7 +37,7 @@ from tests.faults.prepared import Prepared  # noqa: E402
 from tests.faults.table import SETS, as_text, kind_of, summary  # noqa: E402
 
 RECORD = commands.ROOT / "benchmarks/faults.jsonl"
-SHORT_COUNT, SHORT_SEED = 40, 1
+SHORT_COUNT, SHORT_SEED = 24, 1
 
 
 def judge(fault: Fault, prepared: Prepared, folder: Path, *, talk: bool = False) -> Verdict:

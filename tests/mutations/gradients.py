@@ -140,6 +140,13 @@ GRADIENTS = [
         (TWO_WAYS,),
     ),
     Mutation(
+        "shards-published-while-older-ones-are-gathered",
+        "gptpar/engine/engine.py",
+        "        self.gatherer.finish_pending()\n        if self.subscriber is not None:\n",
+        "        if self.subscriber is not None:\n",
+        ("tests/ranks/test_gathers.py",),
+    ),
+    Mutation(
         "not-gathered-again-for-the-backward-pass",
         GATHERER,
         "        self._in_backward.add(name)\n        self.acquire(name)\n",

@@ -64,7 +64,7 @@ OFFLOAD = [
         STATES,
         "(_S.SPECULATED, _W.SUBMITTED): _S.STALE",
         "(_S.SPECULATED, _W.SUBMITTED): _S.SPECULATED",
-        ("tests/unit/offload/test_bucket_state.py::test_the_ways_through_a_step", ANY_ORDER),
+        (ANY_ORDER,),
     ),
     Mutation(
         "back-off-forgotten",

@@ -55,6 +55,13 @@ USER_MODULES = [
         ("tests/unit/adapter/test_failed_passes.py",),
     ),
     Mutation(
+        "gradient-that-was-read-begins-anew",
+        "gptpar/deepspeed/engines/engine.py",
+        "        if self._is_final or self._was_read:\n            self._reopen()\n",
+        "        if self._is_final:\n            self._reopen()\n",
+        ("tests/any_module/test_several_backward_passes.py",),
+    ),
+    Mutation(
         "error-after-exchange-not-noted",
         "gptpar/deepspeed/engines/training_engine.py",
         "if exchanging or gathers or self.engine.gradients.are_exchanged:",

@@ -68,8 +68,8 @@ class Family:
     words: Sequence[str]
     cases: Sequence[Candidate]
     kind: type[CaseRun] = CaseRun
-    saved: int = 2
-    steps: int = 3
+    saved: int = 1
+    steps: int = 2
 
 
 def assert_equals_one_process(family: Family, folder: Path) -> Outcome:

@@ -72,7 +72,7 @@ class ExtremeLoads(CaseRun):
 
 def family(name: str, model: str, *more: str) -> Family:
     words = [*SMALL.split(), *SIZES.split(), *EXPERTS.split(), *MODELS[model].split(), "--fp64", *more]
-    return Family(words, CASES[name], ExtremeLoads)
+    return Family(words, CASES[name], ExtremeLoads, saved=2, steps=3)
 
 
 @pytest.mark.parametrize("model", MODELS)

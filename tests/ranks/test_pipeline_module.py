@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.adapter.pipeline_module import PipelineModule
-from gptpar.errors import ConfigError
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
@@ -79,13 +78,8 @@ def alone(count: int) -> Result:
 @pytest.mark.parametrize(
     ("nproc", "stages", "options"),
     [
-        (2, 2, {}),
-        (2, 2, {"num_virtual_stages": 2}),
-        (2, 2, {"num_virtual_stages": 2, "partition_method": "0,2,4,8,9"}),
         (2, 2, {"num_virtual_stages": 3, "partition_method": "0,1,2,4,6,8,9"}),
         (4, 4, {}),
-        (4, 4, {"num_virtual_stages": 2, "partition_method": "0,1,2,3,4,5,6,7,9"}),
-        (4, 2, {}),
         (4, 2, {"num_virtual_stages": 2, "partition_method": "uniform"}),
     ],
 )
@@ -129,45 +123,6 @@ def test_one_process_agrees_with_plain_autograd() -> None:
     total.backward()
     for name, parameter in p.items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_virtual_stages_need_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match="2 virtual stages need a pipeline of at least 2 stages"):
-        PipelineModule(layers(), 1, loss_fn=F.mse_loss, num_virtual_stages=2)
-
-
-def built_modules(rank: int, stages: int) -> Result:
-    """Layers that exist already; two stages have no parameters."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
-    made: list = [nn.Linear(WIDTH, 8), torch.tanh, nn.Linear(8, WIDTH), torch.tanh]
-    module = PipelineModule(made, stages, loss_fn=F.mse_loss, partition_method="uniform")
-    loss = module.train_batch(batches(MICRO_BATCHES))
-    found = {name: p.grad for chunk in module.chunks for name, p in chunk.global_parameters().items()}  # type: ignore[operator]
-    return loss.item(), found
-
-
-def test_modules_that_exist_already() -> None:
-    loss, gradients = spawn(built_modules, 1, 1)[0]
-    for found_loss, found in spawn(built_modules, 4, 4):
-        assert found_loss == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(found, {name: gradients[name] for name in found}, rtol=1e-12, atol=1e-12)
-
-
-def two_calls(rank: int) -> bool:
-    """Whether a second call adds the same gradient once more."""
-    torch.set_default_dtype(torch.float64)
-    module = PipelineModule(layers(), num_stages=2, loss_fn=F.mse_loss)
-    module.train_batch(batches(MICRO_BATCHES))
-    once = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    module.train_batch(batches(MICRO_BATCHES))
-    twice = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    torch.testing.assert_close(twice, {name: 2 * grad for name, grad in once.items()}, rtol=1e-12, atol=1e-15)
-    return bool(once)
-
-
-def test_gradients_of_several_calls_add_up() -> None:
-    assert all(spawn(two_calls, 4))
 
 
 class ScaledPair(nn.Module):

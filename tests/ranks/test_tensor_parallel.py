@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
-from gptpar.tensor_parallel import TensorAxis, cross_entropy, symmetric_memory_works
+from gptpar.tensor_parallel import TensorAxis, cross_entropy
 from gptpar.topology.initial_values import draw
 from gptpar.topology.mesh import TENSOR
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
@@ -216,20 +216,6 @@ def test_compiled_blocks_give_the_same() -> None:
             assert_equal(got, expected, ("compiled", flags, sequence_parallel, rank))
 
 
-def recomputed(rank: int) -> list[Result]:
-    axis = axis_of(rank, 2, True)
-    return [
-        loss_and_whole_gradients(build(LLAMA, axis, modules).train(), axis, ())
-        for modules in ((), ("core_attn",), ("mlp",), ("layernorm", "mlp_act"), ("core_attn", "mlp", "layernorm"))
-    ]
-
-
-def test_recomputed_modules_give_the_same_bits() -> None:
-    for plain, *others in spawn(recomputed, 2):
-        for other in others:
-            torch.testing.assert_close(other, plain, rtol=0, atol=0)
-
-
 TILED = ("", LLAMA, "--mlp-activation geglu", "--mlp-activation squared_relu --hidden-dropout 0.3")
 
 
@@ -279,37 +265,6 @@ def test_dropouts_masks_are_the_whole_models() -> None:
         assert len(results) == 2 * len(DROPOUTS)
         for (name, sequence_parallel), got in results.items():
             assert_equal(got, expected[name], (name, sequence_parallel, rank))
-
-
-def evaluated(rank: int) -> list[float]:
-    losses = []
-    for sequence_parallel in (False, True):
-        tokens, fields = micro_batch(())
-        with torch.no_grad():
-            losses.append(build("", axis_of(rank, 2, sequence_parallel))(tokens, fields).item())
-    return losses
-
-
-def test_an_evaluation_gives_the_same_loss() -> None:
-    expected = loss_and_whole_gradients(build("", TensorAxis()), TensorAxis(), ())[0].item()
-    for losses in spawn(evaluated, 2):
-        assert losses == pytest.approx([expected, expected], rel=1e-12)
-
-
-def refusals(rank: int) -> tuple[bool, str]:
-    try:
-        tokens, fields = torch.zeros(1, 15, dtype=torch.long), {"labels": torch.zeros(1, 15), "seq_length": 15}
-        build("", axis_of(rank, 2, True))(tokens, fields)
-        said = ""
-    except AssertionError as error:
-        said = str(error)
-    return symmetric_memory_works(dist.group.WORLD), said
-
-
-def test_what_does_not_divide_is_refused_and_symmetric_memory_needs_gpus() -> None:
-    for works, said in spawn(refusals, 2):
-        assert said == "15 tokens do not divide over 2 tensor ranks"
-        assert works is False or torch.cuda.is_available()
 
 
 @pytest.mark.fast

@@ -123,3 +123,5 @@ def offload_gradients_obstacles(flags: Flags | Config, world_size: int) -> Itera
     """Reasons that keep gradients on the device until they are used, each as a part of a sentence."""
     if flags.logging.log_num_zeros_in_grad and flags.batch.adds_gradients(world_size):
         yield "--log-num-zeros-in-grad counts zeros of sums on the GPU (do without, or --offload-gradients off)"
+    if flags.precision.gradient_accumulation_fusion:
+        yield "--gradient-accumulation-fusion adds to sums on the GPU (do without, or --offload-gradients off)"

@@ -35,6 +35,11 @@ class PrecisionConfig:
         "--cpu-optimizer on one process only, in parts between which the host waits for layers and takes gradients",
         choices=("auto", "on", "off"),
     )
+    gradient_accumulation_fusion: bool = flag(
+        False,
+        "the products that form the gradients of the blocks' linear layers add to the fp32 sums over micro-batches: no "
+        "micro-batch's gradient is rounded to 16 bits, or written to memory",
+    )
 
     deterministic_mode: bool = flag(
         False, "the same command on the same devices computes the same bits each time; kernels that cannot are refused"
@@ -64,9 +69,26 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
             "--deterministic-mode and --train-minutes exclude each other: the number of steps, and with it the "
             "learning rate, would follow from the clock; give --train-iters alone."
         )
+    if p.gradient_accumulation_fusion:
+        for obstacle in _fusion_obstacles(flags, world_size):
+            yield f"--gradient-accumulation-fusion: {obstacle}."
     if p.cuda_graph == "on":
         for obstacle in graph_obstacles(flags, flags.parallel.num_copies(world_size)):
             yield f"--cuda-graph on: {obstacle}."
+
+
+def _fusion_obstacles(flags: Flags, world_size: int) -> Iterator[str]:
+    """Why there is no sum over micro-batches for products to add to, each as a part of a sentence."""
+    b, stage = flags.batch, flags.parallel.zero_stage
+    if flags.parallel.num_copies(world_size) > 1 and stage in (2, 3):
+        yield f"--zero-stage {stage} sums each micro-batch's gradient over processes first (use --zero-stage 1)"
+    grows = b.rampup_batch_size is not None or b.step_batch_size_schedule is not None
+    of_micro_batches = (b.micro_batch_size or 0) * flags.parallel.data_parallel_size(world_size)
+    if not grows and of_micro_batches and of_micro_batches == (b.global_batch_size or of_micro_batches):
+        yield (
+            f"a step of {of_micro_batches} samples is one micro-batch of each process, and no sum (raise "
+            "--global-batch-size, or leave it out)"
+        )
 
 
 def _waits_for_loads(config: Flags | Config) -> Iterator[str]:

@@ -34,7 +34,9 @@ def make_loader(
     """A loader of this process's micro-batches, in a new order in each epoch that depends on ``options.seed``.
 
     For one ``train_batch_size``, a step consists of the same samples on any number of processes. Samples at the end
-    that do not fill a micro-batch on every process are left out; they are others in each epoch.
+    that do not fill a micro-batch on every process are left out; they are others in each epoch. Without
+    ``options.drop_last`` they make a smaller micro-batch, for which the epoch's first samples are repeated until every
+    process has as many.
 
     Args:
         rank, world: of the data-parallel processes.
@@ -44,22 +46,22 @@ def make_loader(
         GptparError: the data set has no length and there are several processes, or it has too few samples for one
             micro-batch.
     """
-    size, pinned = options.batch.micro_batch_size, torch.cuda.is_available()
+    size, drop_last, pinned = options.batch.micro_batch_size, options.drop_last, torch.cuda.is_available()
     if isinstance(dataset, IterableDataset):
         if world > 1:
             raise GptparError(
                 f"training_data is an IterableDataset, which {world} processes would each read from the beginning: "
                 "pass a Dataset with a length, or iterate over a loader of your own that reads this process's part."
             )
-        return DataLoader(dataset, size, drop_last=True, collate_fn=collate_fn, pin_memory=pinned)
+        return DataLoader(dataset, size, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pinned)
     samples = len(dataset)  # type: ignore[arg-type]
-    if samples < size * world:
+    if samples < (size * world if drop_last else 1):
         raise GptparError(
             f"training_data has {samples} samples, fewer than one micro-batch of {size} on each of {world} "
             "process(es): use more data, or lower train_micro_batch_size_per_gpu."
         )
-    order = EpochSampler(dataset, world, rank, seed=options.seed, drop_last=True)
-    return DataLoader(dataset, size, sampler=order, drop_last=True, collate_fn=collate_fn, pin_memory=pinned)
+    order = EpochSampler(dataset, world, rank, seed=options.seed, drop_last=drop_last)
+    return DataLoader(dataset, size, sampler=order, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pinned)
 
 
 class RepeatingLoader(Generic[Batch]):

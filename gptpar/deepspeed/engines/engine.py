@@ -62,7 +62,7 @@ class ModuleEngine(TrainingEngine):
         self._grads: ParameterGradients | None = None
         if options.zero_stage == 0 and parts.host is None:
             self._grads = ParameterGradients(self.engine, stage.global_parameters(), self.dp_world_size)
-        self._are_means = self._is_scaled = self._ends_step = False
+        self._are_means = self._was_read = self._is_scaled = self._ends_step = False
         self._no_sync = self._knows_late_units = False
         self._boundary: bool | None = None
         self._drops = 0  # steps in a row that zero_grad() has dropped
@@ -169,7 +169,7 @@ class ModuleEngine(TrainingEngine):
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
-        if self._is_final:
+        if self._is_final or self._was_read:
             self._reopen()
         elif self._has_begun:
             self.weights.catch_up()
@@ -177,23 +177,38 @@ class ModuleEngine(TrainingEngine):
             self._begin()
 
     def _reopen(self) -> None:
-        """The micro-batch has another backward pass, after the one that made the step's gradient final."""
+        """The step has another backward pass, though its gradient has been summed over processes."""
         self.engine.gatherer.keep_last_step()  # the CPU may have worked ahead with that gradient
         final = self.engine.copy_of_gradient(self.dp_world_size if self._are_means else 1)
         self._add_gradients()
         self.engine.gradients.reopen(final)
         self.weights.guard.reopen()
-        self._is_final = self._are_means = False
+        self._is_final = self._was_read = self._are_means = False
+
+    def _sum_gradient(self) -> None:
+        if self._is_final or self._was_read:
+            return
+        if self._grads is not None:
+            self._grads.hide()
+        self._work.sum_gradient()
+        self.engine.gatherer.keep_last_step()
+        self.weights.guard.reopen()
+        self._was_read = True
+        self._show(summed=True)
+
+    def _show(self, *, summed: bool) -> None:
+        if self._grads is not None:
+            self._are_means = self._grads.show(final=summed)
 
     def _end_pass(self, last: bool) -> None:
         self._is_final = last
-        if self._grads is not None:
-            self._are_means = self._grads.show(final=last)
+        self._show(summed=last)
         if last and (self._grads is None or not self._grads.are_shown):
             self.weights.guard.until_step()
 
     def _forget_step(self) -> None:
         self.weights.guard.step_ended()
+        self._was_read = False
         super()._forget_step()
 
     # A backward pass that the user begins.

@@ -55,6 +55,9 @@ class EngineState(nn.Module):
         """Samples of a step, on all processes."""
         raise NotImplementedError
 
+    def _sum_gradient(self) -> None:
+        """Sum the gradient of the step's passes so far over processes, unless it is."""
+
     def _drop_step(self) -> None:
         raise NotImplementedError
 

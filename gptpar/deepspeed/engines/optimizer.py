@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,31 @@ import torch
 from gptpar.errors import GptparError, wrong_type
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.update import Hyperparameters, Update
+
+
+class ParameterOffload:
+    """DeepSpeed's hooks of ZeRO-3, which programs (TRL) remove before a model generates, and register afterwards.
+
+    The engine's hooks stay: in ``GatheredParameters`` they find all parameters there. So there is nothing to remove.
+
+    Attributes:
+        module: what the hooks are on; without parameters, since none waits for a module that reads it.
+        forward_hooks, backward_hooks: empty.
+    """
+
+    def __init__(self) -> None:
+        self.module, self.forward_hooks, self.backward_hooks = self, list[Any](), list[Any]()
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing."""
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing: a parameter that another module reads is found when it is read."""
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Do nothing, since the engine's hooks are there."""
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -26,9 +51,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         drop_gradients: drops the gradients.
         scaler: the loss scale.
         local_weights: a parameter -> [n] a copy of the master weights of its elements that this process updates.
+        overflowed: returns :attr:`overflow`.
 
     Attributes:
         updates: see above.
+        parameter_offload: DeepSpeed's hooks of ZeRO-3.
     """
 
     def __init__(
@@ -39,13 +66,28 @@ class EngineOptimizer(torch.optim.Optimizer):
         drop_gradients: Callable[[], None],
         scaler: LossScale,
         local_weights: Callable[[torch.Tensor], torch.Tensor],
+        overflowed: Callable[[], bool],
     ):
         self._complete, self.updates = False, updates
         # Schedulers that move a beta, too, look for it among the defaults.
         values = updates[0].group_of(updates[0].of_group(groups[0]))
         super().__init__(list(groups), values | {name: groups[0][name] for name in values.keys() & groups[0].keys()})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
-        self._scaler, self._local_weights = scaler, local_weights
+        self._scaler, self._local_weights, self._overflowed = scaler, local_weights, overflowed
+        self.parameter_offload = ParameterOffload()
+
+    @property
+    def optimizer(self) -> EngineOptimizer:
+        """Itself: it has the parameter groups, which the optimizer inside of DeepSpeed's has."""
+        return self
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step changed nothing because its gradient was not finite.
+
+        With fp16 this is known after each step; else it may be of the step before, so that no program waits for it.
+        """
+        return self._overflowed()
 
     @property
     def cur_scale(self) -> float:

@@ -142,6 +142,13 @@ class StepWork:
                 self._tied_weight.end_backward()
             self._engine.gatherer.release_all()
 
+    def sum_gradient(self) -> None:
+        """Finish the gradient of the passes so far, of which none was the step's last; others may reopen it."""
+        gradients = self._engine.gradients
+        gradients.begin_backward(0, last=True)
+        gradients.end_backward()
+        gradients.finish()
+
     def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step.
 

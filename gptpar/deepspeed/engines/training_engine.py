@@ -87,7 +87,15 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._step = StepUpdate(self.engine, self.skip_step, self._sum_over_all, readings)
         trained = {name: p for stage in self.engine.stages for name, p in stage.global_parameters().items()}
         updates, of_param = self.engine.optimizer.updates, self.weights.local_of(trained)
-        self.optimizer = EngineOptimizer(updates, groups, self._update, self._drop_for_user, self.loss_scaler, of_param)
+        self.optimizer = EngineOptimizer(
+            updates,
+            groups,
+            self._update,
+            self._drop_for_user,
+            self.loss_scaler,
+            of_param,
+            lambda: self._skipped == NOT_FINITE,
+        )
         self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0

@@ -15,18 +15,19 @@ class WholeTensors(EngineState):
     """Reads and replaces whole gradients, and gathers whole parameters."""
 
     def full_gradient(self, name: str) -> torch.Tensor:
-        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
+        """The whole gradient of a parameter, between a backward pass and the step; all processes call it.
 
-        It is the mean over micro-batches and processes, not clipped.
+        It is the mean over micro-batches and processes, not clipped. After a micro-batch that is not the step's last,
+        also in ``no_sync()``, it is the sum over the micro-batches so far, each divided as in the mean over all; the
+        first call sums it over processes.
 
         Args:
             name: of the parameter, as the module names it.
 
         Raises:
-            GptparError: the step's gradient is not final, or no such parameter is trained.
+            GptparError: the step had no backward pass yet, or no such parameter is trained.
         """
-        self._require_gradient("full_gradient()")
-        with self._watch.together("full_gradient"):
+        with self._gradient_of("full_gradient"):
             return self.weights.whole(name, "grad") / self._divisor
 
     def set_full_gradient(self, name: str, value: torch.Tensor) -> None:
@@ -34,8 +35,8 @@ class WholeTensors(EngineState):
 
         The arguments, the time and the errors are those of :meth:`full_gradient`; ``value`` has its shape.
         """
-        self._require_gradient("set_full_gradient()")
-        self.weights.set_gradient(name, value * self._divisor)
+        with self._gradient_of("set_full_gradient"):
+            self.weights.set_gradient(name, value * self._divisor)
 
     def local_gradient(self, name: str) -> torch.Tensor | None:
         """[n] the elements of :meth:`full_gradient` that this process updates, in the order of memory; maybe none.
@@ -43,18 +44,23 @@ class WholeTensors(EngineState):
         Those of all processes, in the order of their numbers, are the whole gradient. ``None``: no such parameter is
         trained.
         """
-        self._require_gradient("local_gradient()")
-        found = self.weights.local(name, "grad")
+        with self._gradient_of("local_gradient"):
+            found = self.weights.local(name, "grad")
         return None if found is None else found / self._divisor
 
     def set_local_gradient(self, name: str, value: torch.Tensor) -> None:
         """Replace the elements of :meth:`local_gradient`; all processes call it, each with its own."""
-        self._require_gradient("set_local_gradient()")
-        self.weights.set_gradient(name, value * self._divisor, local=True)
+        with self._gradient_of("set_local_gradient"):
+            self.weights.set_gradient(name, value * self._divisor, local=True)
 
-    def _require_gradient(self, verb: str) -> None:
-        if not self._is_final:
-            raise GptparError(f"{verb} works only between the step's last backward pass and the step.")
+    @contextlib.contextmanager
+    def _gradient_of(self, verb: str) -> Iterator[None]:
+        """A context in which the gradient of the step's passes so far is summed over processes."""
+        if not self._has_begun:
+            raise GptparError(f"{verb}() works only between a backward pass and the step.")
+        with self._watch.together(verb):
+            self._sum_gradient()
+            yield
 
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:

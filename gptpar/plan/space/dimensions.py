@@ -27,7 +27,7 @@ RECOMPUTE, RECOMPUTE_MODULES = "recompute.recompute_granularity", "recompute.rec
 OFFLOADED_LAYERS = "recompute.cpu_offloading_num_layers"
 CPU_OPTIMIZER, CPU_RATIO = "offload.cpu_optimizer", "offload.cpu_optimizer_ratio"
 CPU_PARAMETERS, OFFLOAD_GRADIENTS = "offload.cpu_parameters", "offload.offload_gradients"
-SUMMED_SHARE = "offload.offload_gradients_ratio"
+SUMMED_SHARE, FUSED_SUMS = "offload.offload_gradients_ratio", "precision.gradient_accumulation_fusion"
 
 ON_CPU: Changes = {CPU_OPTIMIZER: True, CPU_RATIO: "auto"}
 HALF_OF_THE_SUMS: Changes = {OFFLOAD_GRADIENTS: "on", SUMMED_SHARE: 0.5}

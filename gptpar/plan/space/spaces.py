@@ -264,6 +264,7 @@ VARIANTS = (
     *(Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: r}, f"CPU optimizer {r}") for r in (0.05, 0.6, 0.95)),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
     Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, **d.HALF_OF_THE_SUMS}, "some gradient sums on the host"),
+    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6, d.FUSED_SUMS: True}, "products add to gradient sums"),
 )
 """Variants of recomputation and offload that are proved in every layout."""
 

@@ -298,6 +298,17 @@ class CallsAnotherMethod(MlpOf):
         return block.forward(x)
 
 
+class UsesPartsOfBlocks(MlpOf):
+    """Calls the parts of blocks that are never called themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        first, second = block.children()
+        return x + second(first(x).relu())
+
+
 def of_key(model: Model, batch: Batch) -> torch.Tensor:
     return F.mse_loss(model(batch["x"])["y"], batch["y"])
 
@@ -333,4 +344,5 @@ FLOW = [
     Case("outputs_are_views", Views),
     Case("blocks_within_blocks", BlocksWithinBlocks),
     Case("forward_called_directly", CallsAnotherMethod),
+    Case("parts_of_blocks_are_called", UsesPartsOfBlocks),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -72,6 +73,28 @@ class EvaluatesByBatch(EvaluatesBetween):
 
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         return self.engine.eval_batch(iter([(batch["x"], batch["y"]) for batch in batches]))
+
+
+class ReadsGradientsSoFar(Training):
+    """Reads gradients after each micro-batch; before the step's last one they are those of the step so far."""
+
+    def backward(self, loss: torch.Tensor, micro: int) -> None:
+        super().backward(loss, micro)
+        if micro == self.setup.accumulation - 1:
+            return
+        plain = self.case.make_model()
+        if self.trace.weights:
+            plain.load_state_dict(self.trace.weights[-1])
+        for one, rank in itertools.product(range(micro + 1), range(self.setup.world)):
+            for part in self.case.losses_of(plain, self.case.make_batch(self.number, one, rank, self.setup.world)):
+                (part / (self.setup.accumulation * self.setup.world)).backward(retain_graph=True)
+        for name in self.trainable:
+            wanted = plain.get_parameter(name).grad
+            wanted = torch.zeros_like(plain.get_parameter(name)) if wanted is None else wanted
+            torch.testing.assert_close(self._gradient(name), wanted, rtol=1e-9, atol=1e-12)
+
+    def before_micro_batch(self, step: int, micro: int) -> None:
+        self.number = step
 
 
 class GradientsAreZeroed(Training):

@@ -57,18 +57,6 @@ def _stance_of_the_others() -> Iterator[None]:
     assert stance() == "default"
 
 
-def test_from_the_first_forward_to_its_backward() -> None:
-    engine = make_engine()
-    loss = engine(torch.ones(2, 3)).sum()
-    assert stance() == "force_eager"
-    engine.backward(loss)
-    assert stance() == "default"
-    engine.step()
-    engine(torch.ones(2, 3))
-    assert stance() == "default"
-    engine.close()
-
-
 def test_first_passes_that_overlap() -> None:
     first, second = make_engine(), make_engine()
     middle = first(torch.ones(2, 3))

@@ -226,7 +226,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         "optimizer": {"type": "Lamb"},
         "scheduler": {"type": "StepLR", "params": {"step_size": 0}},
         "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "nvme", "ratio": 1.5}},
-        "dataloader_drop_last": False,
+        "dataloader_drop_last": 0,
         "gptpar": {"compil": True, "units": "Block", "step_graph": 1, "speculation": "maybe"},
         "wandb": {"enable": True},
         "elasticity": {"enabled": True},
@@ -241,8 +241,7 @@ def test_everything_wrong_is_told_at_once() -> None:
             "made from a configuration; pass gptpar.initialize an lr_scheduler, for example a function from the "
             "optimizer to one of torch.optim.lr_scheduler's.",
             "zero_optimization.offload_optimizer.ratio is 1.5: a number from 0 to 1 is needed.",
-            "dataloader_drop_last is false: micro-batches have one size, so a rest that fills none is left out: drop "
-            "it.",
+            "dataloader_drop_last is 0: true or false is needed.",
             "gptpar.compil is unknown; did you mean gptpar.compile?",
             'gptpar.units is "Block": a list of class names is needed, for example ["GPT2Block"].',
             'gptpar.step_graph is 1: true, false or "auto" is needed.',

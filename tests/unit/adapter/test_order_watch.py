@@ -71,13 +71,6 @@ def test_a_process_that_has_closed_its_engine_is_known_to_the_others(two: list[O
         two[1].wait_for(Endless())
 
 
-def test_no_thread_looks_into_the_store_once_the_process_ends(two: list[OrderWatch]) -> None:
-    for one in two:
-        assert one._looking.is_alive()
-        one._end_threads()
-        assert not one._looking.is_alive()
-
-
 def test_the_loss_of_a_process_that_found_the_difference_is_told_as_the_difference(two: list[OrderWatch]) -> None:
     two[1].note(BACKWARD)
     two[1]._publish()

@@ -3,8 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,67 +13,9 @@ from gptpar.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint
 from gptpar.checkpoint.folders import remove_dead_saves, temporary_path
 from gptpar.errors import CheckpointError
 
-# Each child saves iteration 20 and kills itself at the n-th of the system calls that a save consists of.
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-import torch
-from gptpar.checkpoint import save_checkpoint
-
-root = sys.argv[1]
-tensors = {f"w{i}": torch.full((20_000,), 20.0) for i in range(4)}
-calls = ("mkdir", "statvfs", "pwrite", "fsync", "rename", "replace")
-
-def arm(instant):
-    seen = 0
-    for name in calls:
-        def call(*args, original=getattr(os, name), **kwargs):
-            nonlocal seen
-            seen += 1
-            if seen == instant:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-        setattr(os, name, call)
-
-torch.set_num_threads(1)
-for instant in range(1, 100):
-    child = os.fork()
-    if child == 0:
-        arm(instant)
-        save_checkpoint(os.path.join(root, f"run{instant:02d}"), 20, tensors, {})
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(instant, os.WIFSIGNALED(status), flush=True)
-    if not os.WIFSIGNALED(status):
-        sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
 
 def old_tensors(value: float = 10, size: int = 300_000) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.full((size,), float(value)) for i in range(4)}
-
-
-@pytest.mark.slow
-def test_kill_9_at_every_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    first = save_checkpoint(tmp_path / "run00", 10, old_tensors(10, 20_000), {})
-    for instant in range(1, 30):
-        subprocess.run(["cp", "-r", first.parent, tmp_path / f"run{instant:02d}"], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    num_kills = done.stdout.count("True")
-    assert 10 <= num_kills < 29
-    published = []
-    for instant in range(1, num_kills + 1):
-        root = tmp_path / f"run{instant:02d}"
-        loaded = load_checkpoint(root, targets := old_tensors(0, 20_000))
-        assert loaded.skipped == [] and all(verify_checkpoint(path) == [] for _, path in find_checkpoints(root))
-        assert set(torch.cat(list(targets.values())).tolist()) == {float(loaded.iteration)}
-        published.append(loaded.iteration)
-        said: list[str] = []
-        save_checkpoint(root, 30, old_tensors(30, 100), {}, report=said.append)
-        assert not list(root.glob("*.tmp-*"))
-    assert published == sorted(published) and set(published) == {10, 20}
 
 
 def test_disk_full_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -56,29 +55,6 @@ def test_every_byte_is_in_its_place(
     expected = write_parts(tmp_path / "file", sizes)
 
     assert (tmp_path / "file").read_bytes() == expected
-
-
-def test_neighbours_go_through_the_cache_together_and_at_most_so_many_bytes_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not hasattr(os, "O_DIRECT"):
-        pytest.skip("the system has no direct writes")
-    written, write_all, lock = [], data_file._write_all, threading.Lock()
-
-    def note(fd: int, data: memoryview, place: int) -> None:
-        with lock:
-            written.append((place, len(data)))
-        write_all(fd, data, place)
-
-    monkeypatch.setattr(data_file, "_write_all", note)
-    write_parts(tmp_path / "few", [100] * 50)
-    assert written == [(0, 5000)]
-
-    written.clear()
-    size = 64 << 10
-    write_parts(tmp_path / "many", [size] * (3 * MAX_COLLECTED_BYTES // size))
-    assert sum(length for _, length in written) == 3 * MAX_COLLECTED_BYTES
-    assert max(length for _, length in written) <= MAX_COLLECTED_BYTES + size
 
 
 def test_a_disk_that_refuses_what_was_collected_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,9 @@ def copy_common(sources: list[Patch], targets: list[Patch]) -> int:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("seed", range(2))
-def test_blocks_of_either_kind_make_up_the_other(name: str, seed: int) -> None:
+def test_blocks_of_either_kind_make_up_the_other(name: str) -> None:
     shape, of = VIEWS[name]
-    random, parameter = Random(seed), torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    random, parameter = Random(0), torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     view, origin = ParameterView(shape, of), (0,) * len(shape)
     wanted = of(parameter).reshape(-1)
     elements, back = torch.full((wanted.numel(),), -1, dtype=torch.float64), torch.full(shape, -1.0)

@@ -17,12 +17,6 @@ def test_machines_are_in_the_order_of_their_ranks() -> None:
     assert [ring.kept_by(machine) for machine in range(3)] == [(0, 2, 3), (1, 0, 2), (3, 1)]
 
 
-def test_a_ring_of_one_copies_nothing() -> None:
-    alone = Ring.of(["a", "a"])
-    assert alone.is_alone and alone.before(0) == () and alone.kept_by(0) == (0, 1)
-    assert alone.copies([5, 5]) == []
-
-
 @pytest.mark.parametrize("names", ["ab", "abc", "aabbcc", "aabccc", "abababcc"])
 def test_every_file_is_on_two_machines_and_each_process_moves_about_one(names: str) -> None:
     ring = Ring.of(list(names))

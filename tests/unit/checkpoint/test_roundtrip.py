@@ -1,24 +1,17 @@
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gptpar.checkpoint import find_checkpoints, latest, load_checkpoint, load_meta, read_manifest, read_tensors
 from gptpar.checkpoint import save_checkpoint as save
-from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import PIECE_BYTES
-from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.errors import CheckpointError
 from gptpar.system.regions import copy_bytes
 from gptpar.system.snapshot import Snapshot
-from gptpar.system.switch_interval import SHORT_SECONDS
 from gptpar.topology.tensor_parts import whole
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
@@ -89,44 +82,6 @@ def test_parameters_and_strided_targets_are_filled_in_place(tmp_path: Path) -> N
     assert flat.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
 
 
-@pytest.mark.slow
-def test_views_of_one_flat_buffer_cost_no_memory(tmp_path: Path) -> None:
-    flat = torch.arange(64 << 20, dtype=torch.float32)  # 256 MiB
-    views = {f"layer{i}": view for i, view in enumerate(flat.split(4 << 20))}
-    with PeakMemory() as saving:
-        save(tmp_path, 1, views, {})
-    flat.zero_()
-    with PeakMemory() as loading:
-        load_checkpoint(tmp_path, views)
-    assert torch.equal(flat, torch.arange(64 << 20, dtype=torch.float32))
-    assert saving.extra_mib < 64 and loading.extra_mib < 64
-
-
-class PeakMemory:
-    """Resident memory of this process above what it was at the start, sampled every millisecond."""
-
-    def __enter__(self) -> PeakMemory:
-        self.start = self.peak = self._resident()
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
-        self.extra_mib = (self.peak - self.start) / 2**20
-
-    def _watch(self) -> None:
-        while not self.over.is_set():
-            self.peak = max(self.peak, self._resident())
-            time.sleep(0.001)
-
-    @staticmethod
-    def _resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.parametrize(
     "shape", [(2, 5_000_000), *(pytest.param(one, marks=pytest.mark.slow) for one in ((6000, 3000), (3, 2, 1_500_000)))]
 )
@@ -192,27 +147,3 @@ def test_missing_names_and_missing_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of iteration 7; it has 1"):
         load_checkpoint(tmp_path, {}, iteration=7)
     assert latest(tmp_path / "absent") is None
-
-
-def test_planning_yields_pythons_lock_quickly_and_writing_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, seen = sys.getswitchinterval(), dict[str, float]()
-
-    def note(owner: type, name: str) -> None:
-        call = getattr(owner, name)
-
-        def noted(*args: Any, **more: Any) -> Any:
-            seen[name] = sys.getswitchinterval()
-            return call(*args, **more)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(ChunkWriter, "plan")
-    note(DataFile, "write")
-    note(ChunkWriter, "finish")
-    save(tmp_path, 1, {"w": torch.ones(10)}, {})
-
-    short = pytest.approx(SHORT_SECONDS)
-    assert seen == {"plan": short, "write": pytest.approx(before), "finish": short}
-    assert sys.getswitchinterval() == pytest.approx(before)

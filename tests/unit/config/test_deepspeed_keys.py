@@ -14,6 +14,7 @@ from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems
 OFF = [
     {"torch_autocast": {"enabled": False}},
     {"dataloader_drop_last": False},
+    {"zero_optimization.reduce_bucket_size": 64},
     {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}, "data_sampling": {"enabled": False}}},
     {"tensor_parallel": {"autotp_size": 1}},
     {"fp16": {"enabled": False, "fp16": True}},

@@ -49,6 +49,8 @@ def test_processes_meet_where_a_model_is_built() -> None:
         assert not dist.is_initialized()
     with deepspeed.zero.Init():
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        with pytest.raises(GptparError, match="initialize inside of zero.Init.*: call it after the block"):
+            deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
     value = torch.ones(2)
     deepspeed.comm.inference_all_reduce(value)
     assert value.tolist() == [1.0, 1.0]
@@ -93,6 +95,27 @@ def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:
         engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
         assert isinstance(optimizer, deepspeed.ops.adam.FusedAdam) is is_adam
         engine.destroy()
+
+
+def test_programs_may_remove_the_hooks_of_zero3_while_a_model_generates() -> None:
+    """As TRL does around ``generate`` (the names are DeepSpeed's); a step follows."""
+    model = torch.nn.Linear(3, 2)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.optimizer.optimizer is engine.optimizer
+    with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+        offload = engine.optimizer.parameter_offload
+        for _, parameter in (*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()):
+            parameter.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        inside = model(torch.ones(1, 3))
+        offload._register_deepspeed_module(offload.module)
+    assert torch.equal(engine(torch.ones(1, 3)), inside)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    assert not torch.equal(engine(torch.ones(1, 3)), inside)
+    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -112,12 +112,3 @@ def test_a_module_that_cannot_fill_its_buffers_is_refused_at_construction() -> N
     layers = [LayerSpec(Scaled, 4, name="first"), LayerSpec(Forgetful, name="second")]
     with pytest.raises(TypeError, match=r"layer 'second': Forgetful has buffers \['table'\].*reset_buffers"):
         make_engine(PipelineModule(layers, num_stages=1, build=build_on_meta))
-
-
-def test_a_pipeline_that_builds_its_layers_itself_asks_nothing_of_them() -> None:
-    pipeline = PipelineModule([LayerSpec(Forgetful, name="only")], num_stages=1)
-    (stage,) = pipeline.chunks
-    assert isinstance(stage, Stage) and stage.buffer_infos() == {
-        "only.table": BufferInfo(torch.Size([3]), torch.float32)
-    }
-    assert torch.equal(stage.layers[0].table, torch.ones(3))

@@ -115,25 +115,6 @@ def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.Monkey
     assert third == [[], [], ["unit a"], ["unit a", "unit c", "unit b"]]
 
 
-def test_a_process_alone_hands_units_on_as_they_complete_after_the_first_pass() -> None:
-    """The first pass finds out which units get several gradients; until then, the fixed order is the safe one."""
-    done: list[str] = []
-    parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
-    units = [Unit.of(name, infos({name: (8, 8)}), 1) for name in "abc"]
-    total = make_gradients(units, DataAxes(), done=done.append, learns=True, in_order=False)
-    total.collector.watch(parameters)
-    for expected in (["c", "b", "a"], ["b", "a", "c"]):
-        total.begin(1)
-        total.begin_backward(0, last=True)
-        for name in "ba":
-            parameters[name].sum().backward()
-        total.end_backward()  # c got no gradient
-        total.finish()
-        assert done == expected
-        assert [total.shards[name].unique().tolist() for name in "abc"] == [[1.0], [1.0], [0.0]]
-        done.clear()
-
-
 def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are rounded once, after this process's sum, and the result is as wide as sums are."""
     sent: list[torch.dtype] = []

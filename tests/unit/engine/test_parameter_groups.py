@@ -1,163 +1,18 @@
-"""Parameter groups that share nothing: torch's AdamW, wherever and by however many launches they are updated."""
+"""Parameter groups that share nothing: the same bits by however many launches they are updated, and one launch each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
-from gptpar.engine.master_optimizer import MasterOptimizer
-from gptpar.engine.ranges import Home, Place
-from gptpar.engine.table import ParameterTable
-from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import Family, GroupRange
-from gptpar.topology.initial_values import Constant
-from gptpar.topology.mesh import Mesh
-from gptpar.topology.placement import ParameterInfo
-from tests.unit.engine.four_groups import CLIP, JOINED, SCALE, SEPARATE, SKIPPED, STEPS, flat_after, groups_at, norm_at
-
-SHAPES = {
-    "first": {"a": (13, 11), "b": (7,), "c": (5, 5), "d": (65,)},
-    "second": {"e": (10, 20), "f": (3, 3), "g": (100,), "j": (4, 3, 5, 2)},
-    "third": {"h": (4, 4), "i": (2, 90), "k": (), "l": (0, 4)},
-}
-STRIDES = {"j": (30, 1, 6, 3)}  # channels last
-GROUP_OF = dict(zip("abcdefghijkl", (3, 1, 0, 2, 0, 1, 2, 3, 0, 0, 1, 2), strict=True))
-MIXED = {"second": torch.bfloat16, "third": torch.float32}
-
-
-def table_of(ratio: float, place: Place) -> ParameterTable:
-    layers = {
-        unit: {
-            name: ParameterInfo(torch.Size(s), Constant(0.0), strides=STRIDES.get(name)) for name, s in shapes.items()
-        }
-        for unit, shapes in SHAPES.items()
-    }
-    return ParameterTable.of(layers, place, ratio=ratio, group_of=lambda name, info: GROUP_OF[name], dtypes=MIXED)
-
-
-def values(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {name: shape for unit in SHAPES.values() for name, shape in unit.items()}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
-
-
-@dataclass
-class Process:
-    """One shard of the model and its optimizer, partly on the device and partly on the host.
-
-    Attributes:
-        dtype: of the parameters of units that have none of their own.
-    """
-
-    ratio: float
-    place: Place
-    families: Sequence[Family]
-    dtype: torch.dtype
-    state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    live: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        table, wide = table_of(self.ratio, self.place), torch.promote_types(self.dtype, torch.float32)
-        for unit in table.units:
-            self.live[unit.name] = torch.zeros(unit.shard_length, dtype=unit.dtype or self.dtype)
-        host = None
-        if pieces := table.offloaded():
-            parameters = {unit: self.live[unit][table.on_device[unit] :] for unit in table.on_device}
-            host = HostOptimizer(
-                pieces,
-                parameters,
-                dtype=wide,
-                clip_grad=CLIP,
-                kernels=[CpuAdam(1)] * 4,
-                transfers=SameMemory(),
-                speculated_elements=table.length(Home.HOST),
-            )
-        live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
-        grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
-        adam = MasterOptimizer([ADAMW] * 4, table, grad, CLIP, host, families=self.families, parameters=live)
-        start = values(0)
-        for name, parts in adam.parts("weights").items():
-            parts.fill(start[name])
-        for step in range(STEPS):
-            adam.expect_step(groups_at(step), SCALE)
-            self._give(table, grad, host, values(1 + step))
-            norm = torch.tensor(norm_at(step), dtype=torch.float64)
-            assert adam.step(norm, groups_at(step), SCALE).item() == (step == SKIPPED)
-            if host is not None:
-                host.finish()
-        assert adam.steps_taken == STEPS - 1 and (host is None or host.steps_taken == STEPS - 1)
-        for kind, found in adam.state_tensors().items():
-            full = self.state[kind] = {name: torch.zeros_like(value, dtype=wide) for name, value in start.items()}
-            for name, parts in found.items():
-                for offsets, part in parts.parts:
-                    full[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
-        if host is not None:
-            host.close()
-
-    def _give(
-        self, table: ParameterTable, grad: torch.Tensor, host: HostOptimizer | None, grads: dict[str, torch.Tensor]
-    ) -> None:
-        device = table.split(grad)
-        for unit in table.units:
-            whole, here = torch.zeros(unit.length, dtype=grad.dtype), table.on_device[unit.name]
-            for name, view in unit.views(whole).items():
-                view.copy_(grads[name] * SCALE)
-            shard = whole.split(unit.shard_length)[self.place.shard(unit)]
-            device[unit.name].copy_(shard[:here])
-            if host is not None and here < unit.shard_length:
-                host.submit_gradient(unit.name, shard[here:].clone())
-
-
-def torchs_adamw() -> dict[str, dict[str, torch.Tensor]]:
-    leaves = {name: torch.nn.Parameter(value) for name, value in values(0).items()}
-    groups = [{"params": [p for name, p in leaves.items() if GROUP_OF[name] == number]} for number in range(4)]
-    reference = torch.optim.AdamW(groups)
-    for step in range(STEPS):
-        if step == SKIPPED:
-            continue
-        for group, how in zip(reference.param_groups, groups_at(step), strict=True):
-            group |= {"lr": how.lr, "betas": (how.beta1, how.beta2), "eps": how.eps, "weight_decay": how.weight_decay}
-        for name, grad in values(1 + step).items():
-            leaves[name].grad = grad / max(1.0, (norm_at(step) + 1e-6) / CLIP)
-        reference.step()
-    found = {kind: {n: reference.state[p][kind] for n, p in leaves.items()} for kind in ("exp_avg", "exp_avg_sq")}
-    return {"weights": {name: p.detach() for name, p in leaves.items()}, **found}
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("families", [SEPARATE, JOINED, pytest.param(JOINED[::-1], marks=pytest.mark.slow)], ids=str)
-def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family, ...], shards: int) -> None:
-    wanted = torchs_adamw()
-    for ratio in (0.0, 0.3, 1.0):
-        made = [Process(ratio, Place(Mesh(data=shards), shard, 1), families, torch.float64) for shard in range(shards)]
-        for kind, tensors in wanted.items():
-            for name, tensor in tensors.items():
-                found = sum(one.state[kind][name] for one in made)
-                torch.testing.assert_close(found, tensor, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> None:
-    first, *others = (
-        Process(ratio, Place(), families, dtype) for ratio in (0.0, 0.3, 0.731, 1.0) for families in (SEPARATE, JOINED)
-    )
-    for other in others:
-        for kind, tensors in first.state.items():
-            assert all(torch.equal(tensor, other.state[kind][name]) for name, tensor in tensors.items()), kind
-        assert all(torch.equal(first.live[unit], other.live[unit]) for unit in SHAPES)
-    for unit in table_of(0.0, Place()).units:
-        assert first.live[unit.name].dtype == MIXED.get(unit.name, dtype)
-        for name, view in unit.views(first.live[unit.name]).items():
-            assert torch.equal(view, first.state["weights"][name].to(view.dtype)), name
+from tests.unit.engine.four_groups import JOINED, SEPARATE, flat_after
 
 
 def test_torchs_operators_have_the_same_bits() -> None:

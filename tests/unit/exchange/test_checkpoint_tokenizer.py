@@ -18,6 +18,7 @@ from gptpar.exchange.checkpoint_tokenizer import digests_of, tokenizer_of_checkp
 from gptpar.exchange.kept import files_to_keep, kept_in
 from gptpar.exchange.tokenizer_files import tokenizer_files
 from tests.helpers import tiny_config
+from tests.pairs import in_turns
 
 SECRET = b"a private key"
 MODEL = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "a"}
@@ -33,10 +34,8 @@ def link(path: Path, target: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("recorded", [{}, None, "", {"tokenizer_model": "0" * 64}, {"tokenizer_model": None}])
-@pytest.mark.parametrize(
-    "name",
-    [
+@in_turns(
+    name=[
         lambda run, secret: str(secret),
         lambda run, secret: f"{run}/../private/id_rsa",
         lambda run, secret: os.path.relpath(secret),
@@ -44,6 +43,7 @@ def link(path: Path, target: Path) -> str:
         lambda run, secret: link(run / "huggingface" / "tokenizer.json", secret),
         lambda run, secret: link(run / "huggingface" / "folder", secret.parent) + "/id_rsa",
     ],
+    recorded=[{}, None, "", {"tokenizer_model": "0" * 64}, {"tokenizer_model": None}],
 )
 def test_a_private_file_is_not_used(name: Callable[[Path, Path], str], recorded: Any, tmp_path: Path) -> None:
     run, secret = tmp_path / "run", tmp_path / "private" / "id_rsa"

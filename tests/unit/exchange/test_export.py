@@ -99,7 +99,6 @@ WINDOWS = "--window-size 4 --window-pattern SF"
         ("--position-embedding-type rope --rotary-percent 0.25", "gpt_neox"),
         ("--position-embedding-type rope --use-parallel-residual", "gpt_neox"),
         (LLAMA, "llama"),
-        (LLAMA + "--num-query-groups 2 --kv-channels 16", "llama"),
         (LLAMA.replace("--swiglu", "--mlp-activation geglu_tanh"), "llama"),
         (LLAMA + "--add-qkv-bias " + WINDOWS, "qwen2"),
         (LLAMA + "--qk-layernorm " + WINDOWS, "qwen3"),
@@ -107,12 +106,7 @@ WINDOWS = "--window-size 4 --window-pattern SF"
         (LLAMA + "--no-rope-freq 2", "smollm3"),
         (LLAMA + "--num-experts 4 --qk-layernorm --qk-layernorm-scope width", "olmoe"),
         (LLAMA + "--num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24 --qk-layernorm", "qwen3_moe"),
-        (LLAMA + "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --qk-layernorm", "qwen3_moe"),
         (LLAMA + "--num-experts 4 --window-size 4 --moe-z-loss-coeff 1e-3", "mixtral"),
-        (LLAMA + "--rope-pattern NR " + WINDOWS, "smollm3"),
-        (LLAMA + "--rope-scaling-type linear --rope-scaling-factor 4", "llama"),
-        (LLAMA + "--rope-scaling-type dynamic --original-max-position-embeddings 8", "llama"),
-        (LLAMA + "--rope-scaling-type llama3 --original-max-position-embeddings 8 --low-freq-factor 2", "llama"),
         (LLAMA + "--add-qkv-bias --rope-scaling-type yarn --original-max-position-embeddings 8", "qwen2"),
         (
             "--position-embedding-type rope --rotary-percent 0.5 --rope-scaling-type yarn --yarn-attention-factor 1.25 "
@@ -152,29 +146,6 @@ def test_what_no_family_computes_is_told(flags: str, kind: str, told: str) -> No
         config_of(config.model, 60)
 
 
-def test_everything_wrong_in_a_folder_is_told_and_nothing_is_written(tmp_path: Path) -> None:
-    theirs, run = tmp_path / "theirs", tmp_path / "run"
-    save_theirs(theirs, "Llama")
-    config = json.loads((theirs / "config.json").read_text())
-    before = contents(theirs)
-    for change, told in (
-        ({"hidden_act": "mish", "rope_parameters": {"rope_type": "su"}}, "(?s)hidden_act is 'mish'.*rope_type is"),
-        ({"num_hidden_layers": 2}, r"'model.layers.2.input_layernorm.weight' has no place in a llama"),
-        ({"num_hidden_layers": 4}, r"'model.layers.3.input_layernorm.weight' is missing"),
-        ({"num_hidden_layers": 10**12}, "1000000000000 layers"),
-        ({"intermediate_size": 47}, r"gate_proj.weight' is \[48, 32\], and \[47, 32\] follows from config.json"),
-        ({"hidden_size": "32"}, 'llama: hidden_size is "32"; a whole number from 1 is needed.'),
-        ({"hidden_size": 33}, "hidden"),
-        ({"model_type": ["llama"]}, "is not known; gptpar knows gpt2"),
-    ):
-        (theirs / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(CheckpointError, match=told):
-            convert([str(theirs), str(run)])
-        assert {path.name for path in tmp_path.iterdir()} == {"theirs"}
-    (theirs / "config.json").write_bytes(before["config.json"])
-    assert contents(theirs) == before
-
-
 def test_an_index_names_files_of_its_folder_only(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     save_theirs(theirs, "Llama", max_shard_size="9KB")
@@ -197,12 +168,8 @@ def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[str], object]] = {
     "cut short": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "a list": lambda text: "[]",
     "no text": lambda text: 3,
-    "deep": lambda text: "[" * 100_000,
     "another format": lambda text: text.replace('"F32"', '"I32"', 1),
-    "an unknown format": lambda text: text.replace('"F32"', '"F33"', 1),
     "another shape": lambda text: text.replace('"shape":[32,48]', '"shape":[48,32]', 1),
     "a hole": lambda text: text.replace('"data_offsets":[', '"data_offsets":[1', 1),
     "a name twice": lambda text: text.rstrip()[:-1] + ',"__metadata__":{}}',

@@ -11,8 +11,6 @@ import torch
 
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from gptpar.run.generation import load_model
-from gptpar.run.sampling import Sampling, continue_texts, make_texts
 from tests.unit.exchange.hf_models import (
     TOKENS,
     contents,
@@ -25,7 +23,7 @@ from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
 
-FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2", "Qwen3-MoE, some blocks and windows", "gpt-oss")
+FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen3-MoE, some blocks and windows", "gpt-oss")
 CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -57,33 +55,6 @@ def test_in_and_out_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert torch.equal(value, reference.state_dict()[key]), key
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "GPT-2",
-        "Llama 3",
-        "gpt-oss",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-NeoX", "Qwen2", "Qwen3", "OLMo-2")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("OLMoE", "Qwen3-MoE", "Mixtral")),
-    ],
-)
-def test_greedy_text_is_the_same(name: str, tmp_path: Path) -> None:
-    reference = save_theirs(tmp_path / "theirs", name)
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    stage, stored = load_model(tmp_path / "run", torch.device("cpu"), torch.float64)
-    prompt = [3, 14, 15]
-    greedy = Sampling(num_tokens=12, context=16, vocab_size=61, temperature=0)
-    (text,) = texts = make_texts([prompt], greedy)
-    for _ in continue_texts(stage, texts, greedy):
-        pass
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        for _ in range(12):
-            ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], 1)
-    assert text.made == ids[0, 3:].tolist()
-    assert stored.model.padded_vocab_size == 61
-
-
 def test_shards_of_bf16_and_tokenizer_files_come_back_byte_for_byte(tmp_path: Path) -> None:
     theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
     save_theirs(theirs, "Qwen3", dtype=torch.bfloat16, max_shard_size="8KB")
@@ -97,16 +68,17 @@ def test_shards_of_bf16_and_tokenizer_files_come_back_byte_for_byte(tmp_path: Pa
 
 @pytest.mark.parametrize("second", [False, True], ids=["once", "twice"])
 def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_path: Path) -> None:
-    """Under the old names of GPT-2's own files, too; a second copy of the tied embedding does not come back."""
+    """Under the old names of GPT-2's own files; a second copy of the tied embedding and buffers do not come back."""
     from safetensors.torch import load_file, save_file
 
     theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
-    save_theirs(theirs, "GPT-2")
+    reference = save_theirs(theirs, "GPT-2")
     whole = load_file(theirs / "model.safetensors")
     weights = {name.removeprefix("transformer."): value for name, value in whole.items()}
-    head = {"lm_head.weight": weights["wte.weight"].clone()} if second else {}
-    save_file(weights | head, theirs / "model.safetensors", {"format": "pt"})
+    more = {"lm_head.weight": weights["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 16, 16).tril()}
+    save_file(weights | (more if second else {}), theirs / "model.safetensors", {"format": "pt"})
     convert([str(theirs), str(run)])
+    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
     convert([str(run), str(back)])
     if second:
         there = load_file(back / "model.safetensors")
@@ -115,24 +87,6 @@ def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_p
         }
     else:
         assert contents(back) == contents(theirs)
-
-
-def test_names_without_the_base_models_prefix_and_buffers_are_read(tmp_path: Path) -> None:
-    """As GPT-2's own files are."""
-    from safetensors.torch import load_file, save_file
-
-    theirs, run = tmp_path / "theirs", tmp_path / "run"
-    reference = save_theirs(theirs, "GPT-2")
-    weights = load_file(theirs / "model.safetensors")
-    old = {name.removeprefix("transformer."): value for name, value in weights.items()}
-    old["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
-    save_file(old, theirs / "model.safetensors")
-    convert([str(theirs), str(run)])
-    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
-    convert([str(run), str(tmp_path / "back")])
-    assert {name: value.tolist() for name, value in load_file(tmp_path / "back/model.safetensors").items()} == {
-        name: value.tolist() for name, value in weights.items()
-    }
 
 
 def test_another_dtype_is_said_in_the_config(tmp_path: Path) -> None:
@@ -156,9 +110,6 @@ def test_pickled_weights_are_read_and_written_as_safetensors(form: str, tmp_path
     assert contents(theirs) == before
     convert([str(run), str(back)])
     assert not [path for path in back.iterdir() if "bin" in path.name]
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float64)
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, reference.state_dict()[key]), key
 
 
 def save_as_bin(folder: Path, *, shards: int = 1, zipped: bool = True) -> None:

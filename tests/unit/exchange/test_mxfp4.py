@@ -93,21 +93,6 @@ def test_all_numbers_and_scales_of_the_format(tmp_path: Path) -> None:
     assert found[255].isnan().all() and found[254].isinf().any()
 
 
-def test_blocks_beside_a_single_scale_are_told(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    save_packed(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.mlp.experts.down_proj"
-    weights |= {
-        f"{name}_blocks": torch.zeros(16, dtype=torch.uint8),
-        f"{name}_scales": torch.zeros((), dtype=torch.uint8),
-    }
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="down_proj"):
-        open_hf(tmp_path)
-
-
 def test_blocks_that_do_not_fit_are_told(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -117,4 +102,8 @@ def test_blocks_that_do_not_fit_are_told(tmp_path: Path) -> None:
     weights[f"{name}_scales"] = weights[f"{name}_scales"][:, :-1].contiguous()
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"down_proj_blocks' is \[5, 64, 1, 16\], and \[5, 64, 32\] follows from"):
+        open_hf(tmp_path)
+    weights |= {f"{name}_{kind}": torch.zeros(n, dtype=torch.uint8) for kind, n in (("blocks", 16), ("scales", ()))}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="down_proj"):
         open_hf(tmp_path)

@@ -127,11 +127,7 @@ def common_of(flags: str, **more: Any) -> dict[str, Any]:
         (GPT2, True, True),
         (LLAMA, False, True),
         (LLAMA, True, False),
-        *(
-            pytest.param(*form, marks=pytest.mark.slow)
-            for form in ((GPT2, False, True), (GPT2, True, False), (GPT2, False, False), (LLAMA, True, True))
-        ),
-        pytest.param(LLAMA, False, False, marks=pytest.mark.slow),
+        *(pytest.param(*form, marks=pytest.mark.slow) for form in ((GPT2, False, False), (LLAMA, True, True))),
     ],
 )
 def test_logits_are_equal_and_the_source_stays_as_it_is(
@@ -156,10 +152,7 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
 
 @pytest.mark.parametrize(
     "step",
-    [
-        {"param_groups": [{"step": 28}]},
-        pytest.param({"state": {"common_step": torch.tensor(28.0)}}, marks=pytest.mark.slow),
-    ],
+    [{"param_groups": [{"step": 28}]}, {"state": {"common_step": torch.tensor(28.0)}}],
 )
 def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
     step: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -217,23 +210,17 @@ def refused(root: Path) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_metadata_that_would_run_a_command_is_refused(protocol: int, tmp_path: Path, folder: Path) -> None:
-    metadata = folder / ".metadata"
-    metadata.write_bytes(pickle.dumps(Harm(f"touch {tmp_path / 'harmed'}"), protocol))
-    assert re.search(
-        r"\.metadata is refused: reading it would call \w+\.system, which may run anything", refused(tmp_path)
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["builtins.eval", "torch.load", "os.path.join", "torch.distributed.init_process_group"]
-)
-def test_metadata_may_name_descriptions_of_tensors_only(name: str, tmp_path: Path, folder: Path) -> None:
-    metadata = folder / ".metadata"
-    module, _, function = name.rpartition(".")
-    metadata.write_bytes(f"c{module}\n{function}\n(V1\ntR.".encode())
-    assert f"would call {name}" in refused(tmp_path)
+def test_files_that_would_run_a_command_are_refused(tmp_path: Path, folder: Path) -> None:
+    harm = Harm(f"touch {tmp_path / 'harmed'}")
+    whole = (folder / ".metadata").read_bytes()
+    for protocol in (0, 4):
+        (folder / ".metadata").write_bytes(pickle.dumps(harm, protocol))
+        assert re.search(r"\.metadata is refused: reading it would call \w+\.system, which may", refused(tmp_path))
+    (folder / ".metadata").write_bytes(b"ctorch\nload\n(V1\ntR.")  # it may name descriptions of tensors only
+    assert "would call torch.load" in refused(tmp_path)
+    (folder / ".metadata").write_bytes(whole)
+    torch.save({"args": harm}, folder / "common.pt")
+    assert "common.pt is refused" in refused(tmp_path)
 
 
 def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
@@ -245,11 +232,6 @@ def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path)
     place.relative_path, place.offset, place.length = "__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert re.search(r"__9_9.distcp is refused: reading it would call \w+\.system", refused(tmp_path))
-
-
-def test_common_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
-    torch.save({"args": Harm(f"touch {tmp_path / 'harmed'}")}, folder / "common.pt")
-    assert "common.pt is refused" in refused(tmp_path)
 
 
 def test_truncated_files_are_told(tmp_path: Path, folder: Path) -> None:
@@ -290,6 +272,7 @@ def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
         (lambda m: setattr(first(m), "offset", -1), "stands where whole numbers belong"),
         (lambda m: setattr(first(m), "transform_descriptors", ["zstd"]), "is compressed or encrypted"),
         (lambda m: setattr(first(m), "length", 10**15), "it was cut short"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "length", 8), "is said to have 8 bytes"),
         (lambda m: m.state_dict_metadata[name].chunks.pop(), "elements, or overlap"),
         (lambda m: setattr(m.state_dict_metadata[name], "size", torch.Size([4, 32, 127])), "has a part"),
         (lambda m: setattr(m.state_dict_metadata[name], "size", torch.Size([2**40, 2**40])), "no machine can hold"),
@@ -320,21 +303,3 @@ def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
     state = {**theirs(weights, stacked=True), "decoder.layers.mlp.router.weight": torch.zeros(4, 8, 32)}
     save_torch_dist(tmp_path / "theirs/iter_0000031", state, common_of(GPT2), in_boxes=False)
     assert "tensor 'decoder.layers.mlp.router.weight' has no place in a model as gptpar knows it" in refused(tmp_path)
-
-
-def test_a_part_is_as_long_as_its_elements(tmp_path: Path, folder: Path) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    place = next(iter(metadata.storage_data.values()))
-    place.length = 8
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "is said to have 8 bytes" in refused(tmp_path)
-
-
-def test_a_few_bytes_of_metadata_take_little_memory_and_time(tmp_path: Path, folder: Path) -> None:
-    """An index of pickle's memo far beyond, and tuples that hold one another twice."""
-    metadata = folder / ".metadata"
-    metadata.write_bytes(b"\x80\x02Nr\x00\x65\xcd\x1d.")
-    assert ".metadata" in refused(tmp_path)
-    twice = b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(40))
-    metadata.write_bytes(b"\x80\x02)" + twice + b".")
-    assert ".metadata" in refused(tmp_path)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gptpar.offload.events import EventLog
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import (
-    PendingScalar,
-    SameMemory,
-    Transfers,
-)
+from gptpar.offload.transfers import D2HCopy, DeviceEvent, PendingScalar, SameMemory, StagingBuffer, Transfers
 from gptpar.optim.adam_update import AdamHyperparameters
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 
 WHOLE = (GroupRange(0, 128, 0),), ((0, 128),)
@@ -25,7 +22,7 @@ TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("seco
 
 
 def make_host(
-    adam: CpuAdam,
+    kernel: HostKernel,
     *,
     speculated: int = 0,
     pieces: Sequence[OffloadedPartition] = TWO_PIECES,
@@ -33,17 +30,20 @@ def make_host(
     partial_unit: str | None = None,
     transfers: Transfers | None = None,
     log: EventLog | None = None,
+    clip_grad: float = 1.0,
+    sums: Sequence[str] | None = None,
 ) -> HostOptimizer:
     return HostOptimizer(
         pieces,
         parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
         dtype=torch.float32,
-        clip_grad=1.0,
-        kernels=[adam] * (1 + max(one.group for piece in pieces for one in piece.group_ranges)),
+        clip_grad=clip_grad,
+        kernels=[kernel] * (1 + max(one.group for piece in pieces for one in piece.group_ranges)),
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
         partial_unit=partial_unit,
         log=log,
+        sums=sums,
     )
 
 
@@ -56,11 +56,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Point(threading.Event):
-    """A point of the device's work, which a test lets the device pass by ``set()``."""
+    """A point of the device's work, which a test lets the device pass by ``set()``.
+
+    Attributes:
+        asked: somebody has waited for it.
+    """
 
     query = threading.Event.is_set
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
     def synchronize(self) -> None:
+        self.asked.set()
         assert self.wait(10)
 
 
@@ -82,3 +91,45 @@ class SlowNorm(SameMemory):
                 return number.item()
 
         return Coming()
+
+
+@dataclass
+class Made:
+    """A gradient that the device has computed or not, and how often anybody has looked."""
+
+    values: torch.Tensor
+    is_made: Point
+    looks: int = 0
+
+    def made(self) -> bool:
+        self.looks += 1
+        return self.is_made.is_set()
+
+    def next_point(self) -> DeviceEvent | None:
+        return None if self.made() else self.is_made
+
+    def begin(self, *, urgent: bool) -> bool:
+        return True
+
+    def arrived(self) -> bool:
+        return self.made()
+
+    def tensor(self) -> torch.Tensor:
+        assert self.is_made.wait(10)
+        return self.values.clone()
+
+    def forget_device(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class FarBehind(SlowNorm):
+    """The device computes what it is told to much later: a test sets :attr:`Made.is_made` of each of the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Made] = []
+
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+        self.copies.append(Made(grad.clone(), Point()))
+        return self.copies[-1]

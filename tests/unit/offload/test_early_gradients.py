@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,59 +12,12 @@ import torch
 from gptpar.offload.bucket_state import BucketState
 from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.next_action import next_arrival
-from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
-from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.offload_log import starts_of
 from tests.unit.offload.counting import Counting, Seen
-from tests.unit.offload.host_optimizers import RATES, WHOLE, Point, SlowNorm, make_host, wait_until
-
-
-@dataclass
-class Made:
-    """A gradient that the device has computed or not, and how often anybody has looked."""
-
-    values: torch.Tensor
-    is_made: Point
-    looks: int = 0
-
-    def made(self) -> bool:
-        self.looks += 1
-        return self.is_made.is_set()
-
-    def next_point(self) -> DeviceEvent | None:
-        return None if self.made() else self.is_made
-
-    def begin(self, *, urgent: bool) -> bool:
-        return True
-
-    def arrived(self) -> bool:
-        return self.made()
-
-    def tensor(self) -> torch.Tensor:
-        assert self.is_made.wait(10)
-        return self.values.clone()
-
-    def forget_device(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class FarBehind(SlowNorm):
-    """The device computes what it is told to much later: offers are :attr:`made` one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Point] = []
-        self.copies: list[Made] = []
-
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-        self.made.append(Point())
-        self.copies.append(Made(grad.clone(), self.made[-1]))
-        return self.copies[-1]
+from tests.unit.offload.host_optimizers import RATES, WHOLE, FarBehind, make_host, wait_until
 
 
 def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,18 +25,9 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     seen, transfers = Seen(), FarBehind()
     monkeypatch.setattr(Counting, "seen", seen)
     live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
-    host = HostOptimizer(
-        [
-            OffloadedPartition("embedding", 256, (GroupRange(0, 256, 0),), ((0, 256),)),
-            OffloadedPartition("layer", 128, (GroupRange(0, 128, 0),), ((0, 128),)),
-        ],
-        live,
-        dtype=torch.float32,
-        clip_grad=1000.0,
-        kernels=[Counting(1)],
-        transfers=transfers,
-        speculated_elements=384,
-        partial_unit="embedding",
+    pieces = [OffloadedPartition(unit, len(p), (GroupRange(0, len(p), 0),), ((0, len(p)),)) for unit, p in live.items()]
+    host = make_host(
+        Counting(1), speculated=384, pieces=pieces, parameters=live, partial_unit="embedding", transfers=transfers
     )
     assert host.partial_unit == "embedding"
     final = torch.ones(256)
@@ -96,7 +38,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     host.submit_gradient("layer", torch.ones(128))
     host.submit_gradient("embedding", final)
     host.step(torch.tensor(0.5), RATES, 1.0)
-    first, layer, second = transfers.made
+    first, layer, second = (copy.is_made for copy in transfers.copies)
     first.set()
     wait_until(lambda: len(seen.elements) == 1)
     assert seen.elements == [224]  # beside, while the layer's is not there
@@ -116,19 +58,10 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     """Nor in the steps after one that was clipped."""
     seen, log = Seen(), EventLog()
     monkeypatch.setattr(Counting, "seen", seen)
-    host = HostOptimizer(
-        [OffloadedPartition("embedding", 128, (GroupRange(0, 128, 0),), ((0, 128),))],
-        {"embedding": torch.zeros(128)},
-        dtype=torch.float32,
-        clip_grad=1.0,
-        kernels=[Counting(1)],
-        transfers=SameMemory(),
-        speculated_elements=128,
-        partial_unit="embedding",
-        log=log,
-    )
+    pieces = [OffloadedPartition("embedding", 128, *WHOLE)]
+    host = make_host(Counting(1), speculated=128, pieces=pieces, partial_unit="embedding", log=log)
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        host.expect_step((AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        host.expect_step(RATES, 1.0)
         if told:
             host.expect_open_ranges("embedding", np.array([[0, 8]]))
         host.submit_gradient("embedding", torch.ones(128), formed=128)
@@ -140,28 +73,6 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         host.step(torch.tensor(norm), RATES, 1.0)
         host.finish()
         assert host.num_redone == (step >= 1) and not seen.completed
-    host.close()
-
-
-def test_while_the_device_computes_the_thread_sleeps() -> None:
-    """Each look takes Python's lock from the loop: with a look every 0.2 ms, it launched kernels half as fast."""
-    transfers, log = FarBehind(), EventLog()
-    host = make_host(CpuAdam(1), speculated=256, transfers=transfers, log=log)
-    host.expect_step(RATES, 1.0)
-    host.submit_gradient("second", torch.ones(128))
-    host.submit_gradient("first", torch.ones(128))
-    second, first = transfers.copies
-    time.sleep(0.2)
-    assert second.looks + first.looks < 20
-    for copy, unit in ((second, "second"), (first, "first")):
-        copy.is_made.set()
-        wait_until(lambda unit=unit: unit in [event.unit for event in log.of(What.SPECULATION_BEGUN)])
-    assert [event.unit for event in log.of(What.SPECULATION_BEGUN)] == ["second", "first"]
-    assert second.looks + first.looks < 40
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    transfers.computed.set()
-    host.finish()
-    assert host.updates() == (256, 256)
     host.close()
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from gptpar.offload.bucket_state import BucketState
-from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, RESERVED, RING_BYTES, ring_slots
 from gptpar.offload.kernel_queue import MAX_QUEUED
-from gptpar.offload.next_action import NEAR, begin_copies
-from gptpar.offload.transfers import D2HCopy, DeviceEvent, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, WHOLE, Point, SlowNorm, make_host, wait_until
+from tests.unit.offload.host_optimizers import RATES, WHOLE, SlowNorm, make_host, wait_until
 
 
 class Watched(CpuAdam):
@@ -88,23 +84,6 @@ def test_updates_are_counted_and_those_that_were_ahead_of_the_norm() -> None:
     host.close()
 
 
-def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
-    adam = Watched()
-    adam.leave.clear()
-    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    host = make_host(adam, speculated=256, parameters=live)
-    host.expect_step(RATES, 1.0)
-    host.submit_gradient("second", torch.ones(128))
-    assert adam.begun.wait(10)  # nothing shallower is there
-    host.submit_gradient("first", torch.ones(128))
-    adam.leave.set()
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.finish()
-    assert adam.lows[0] == live["second"].data_ptr() and len(set(adam.lows)) == 2
-    assert host.num_redone == 0
-    host.close()
-
-
 def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     """The training loop has announced the step long before that."""
     adam, transfers = Watched(), SlowNorm()
@@ -124,61 +103,6 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     host.finish()
     assert len(adam.lows) == 2 and host.num_redone == 0
     torch.testing.assert_close(live["second"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
-    host.close()
-
-
-def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
-    """Once, and not before, however long the device computes it."""
-    made, here, woken = Point(), Point(), threading.Event()
-    num_calls = 0
-
-    @dataclass
-    class Travelling:
-        values: torch.Tensor
-
-        def made(self) -> bool:
-            return made.is_set()
-
-        def begin(self, *, urgent: bool) -> bool:
-            return True
-
-        def arrived(self) -> bool:
-            return here.is_set()
-
-        def next_point(self) -> DeviceEvent | None:
-            return here if made.is_set() else made
-
-        def tensor(self) -> torch.Tensor:
-            return self.values
-
-        def forget_device(self) -> None: ...
-
-        def release(self) -> None: ...
-
-    class Way(SlowNorm):
-        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-            return Travelling(grad)
-
-    class Sleepy(CpuAdam):
-        def wake(self) -> None:
-            nonlocal num_calls
-            num_calls += 1
-            woken.set()
-            super().wake()
-
-    transfers, live = Way(), torch.zeros(128)
-    host = make_host(Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live})
-    host.expect_step(RATES, 1.0)
-    host.submit_gradient("first", torch.ones(128))
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    assert not woken.wait(0.05)
-    made.set()
-    assert woken.wait(10)
-    assert not here.wait(0.05) and num_calls == 1
-    here.set()
-    transfers.computed.set()
-    host.finish()
-    torch.testing.assert_close(live, torch.full((128,), -0.1), rtol=1e-5, atol=0)
     host.close()
 
 
@@ -284,56 +208,3 @@ def test_the_ring_stays_within_its_bound() -> None:
         incoming, outgoing = ring_slots(buckets, size)
         assert outgoing == NUM_H2D_BUFFERS and RESERVED < incoming <= buckets + RESERVED
         assert (incoming + outgoing) * size <= RING_BYTES + size
-
-
-class Gradient:
-    """One that the device has computed or not, with some of the room in ``ring``."""
-
-    def __init__(self, ring: list[int], *, made: bool = True):
-        self.ring, self.is_made, self.has_room = ring, made, False
-
-    def made(self) -> bool:
-        return self.is_made
-
-    def begin(self, *, urgent: bool) -> bool:
-        if not self.has_room and self.ring:
-            self.ring.pop()
-            self.has_room = True
-        return self.has_room
-
-    def release(self) -> None:
-        self.ring += [0] * self.has_room
-        self.has_room = False
-
-
-def make_buckets(count: int) -> list[Bucket]:
-    pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
-    return [
-        bucket for piece in pieces for bucket in buckets_of(piece, torch.zeros(128), [CpuAdam(1)], torch.float32, None)
-    ]
-
-
-def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:
-    """Room for 5: layers 9 down to 5 have it; 4 and 3 are computed since, 2 not yet."""
-    buckets = make_buckets(10)
-    ring = [0] * 5
-    grads = [Gradient(ring, made=n != 2) for n in range(10)]
-    for bucket, grad in reversed(list(zip(buckets, grads, strict=True))[3:]):
-        bucket.grad = cast(Any, grad)
-        grad.begin(urgent=False)
-    buckets[2].grad = cast(Any, grads[2])
-    assert [grad.has_room for grad in grads] == [False] * 5 + [True] * 5
-    begin_copies(buckets[2:])
-    assert [grad.has_room for grad in grads] == [False] * 3 + [True] * (NEAR + 1) + [False] * 2
-
-
-def test_what_is_offered_early_takes_room_although_no_layer_is_computed_yet() -> None:
-    """Two early ones, then layers of which the last two are computed; then room for one, which the first one needs."""
-    buckets = make_buckets(6)
-    for room, expected in ((4, [0, 1, 4, 5]), (1, [0])):
-        ring = [0] * room
-        grads = [Gradient(ring, made=n not in (2, 3)) for n in range(6)]
-        for bucket, grad in zip(buckets, grads, strict=True):
-            bucket.grad = cast(Any, grad)
-        begin_copies(buckets)
-        assert [n for n, grad in enumerate(grads) if grad.has_room] == expected

@@ -14,15 +14,13 @@ from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.host_sums import LAYERS_AHEAD, HostSums, sums_bytes
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
-from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.pairs import every_pair
-from tests.unit.offload.host_optimizers import wait_until
-from tests.unit.offload.test_copying_transfers import Signal, train
+from tests.unit.offload.host_optimizers import RATES, FarBehind, Point, make_host, wait_until
+from tests.unit.offload.test_copying_transfers import train
 from tests.unit.offload.tiny_runs import ALL
 
-RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 100),)) for name in ("first", "second"))
 THREE = "--global-batch-size 6"
 
@@ -92,55 +90,13 @@ def test_parameters_may_be_on_the_host_as_well() -> None:
     assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
 
 
-class SlowCopies(SameMemory):
-    """Each copy is there when the test says so."""
-
-    def __init__(self) -> None:
-        self.signals: list[Signal] = []
-
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-        self.signals.append(Signal())
-        return _Slow(super().fetch(grad, slot), self.signals[-1])
-
-
-class _Slow:
-    def __init__(self, copy: D2HCopy, signal: Signal):
-        self._copy, self._signal = copy, signal
-
-    def tensor(self) -> torch.Tensor:
-        self._signal.synchronize()
-        return self._copy.tensor()
-
-    def made(self) -> bool:
-        return True
-
-    def begin(self, *, urgent: bool) -> bool:
-        return True
-
-    def arrived(self) -> bool:
-        return self._signal.query()
-
-    def next_point(self) -> DeviceEvent | None:
-        return self._signal
-
-    def forget_device(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-def make_host(transfers: SameMemory, speculated: int = 0) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
-    parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
-    host = HostOptimizer(
-        UNITS,
-        parameters,
-        dtype=torch.float32,
-        clip_grad=1.0,
-        kernels=[CpuAdam(1)],
-        transfers=transfers,
-        speculated_elements=speculated,
-        sums=[piece.unit for piece in UNITS],
+def make_sums(
+    transfers: SameMemory, speculated: int = 0, parameters: dict[str, torch.Tensor] | None = None
+) -> HostOptimizer:
+    units = [piece.unit for piece in UNITS]
+    return make_host(
+        CpuAdam(1), speculated=speculated, pieces=UNITS, parameters=parameters, transfers=transfers, sums=units
     )
-    return host, parameters
 
 
 def submit(host: HostOptimizer, value: float, *, first: bool = False, last: bool = False) -> None:
@@ -151,7 +107,8 @@ def submit(host: HostOptimizer, value: float, *, first: bool = False, last: bool
 
 @pytest.mark.parametrize("speculated", [0, 256])
 def test_a_step_begins_anew_and_another_may_have_one_addend(speculated: int) -> None:
-    host, parameters = make_host(SameMemory(), speculated)
+    parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
+    host = make_sums(SameMemory(), speculated, parameters)
     assert host.sums is not None
     for values in ([0.01, 0.02, 0.04], [0.5], [0.25, 0.25]):
         host.expect_step(RATES, 1.0)
@@ -168,59 +125,29 @@ def test_a_step_begins_anew_and_another_may_have_one_addend(speculated: int) -> 
 
 
 def test_the_loop_waits_while_more_than_two_units_keep_the_device_s_memory() -> None:
-    transfers = SlowCopies()
-    host, _ = make_host(transfers)
+    transfers = FarBehind()
+    host = make_sums(transfers)
     loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
     loop.start()
     for number in range(4):
         fetched = min(4, number + MAX_UNITS_WAITING + 1)
-        wait_until(lambda fetched=fetched: len(transfers.signals) == fetched)
-        assert len(transfers.signals) == fetched
-        transfers.signals[number].pass_()
+        wait_until(lambda fetched=fetched: len(transfers.copies) == fetched)
+        assert len(transfers.copies) == fetched
+        transfers.copies[number].is_made.set()
     loop.join(60)
     assert not loop.is_alive()
     host.close()
 
 
-def test_copies_leave_the_device_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten, at_an_addition, fetched = [], [], []
-    may_begin = threading.Event()
-
-    class Watched(SameMemory):
-        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-            copy = super().fetch(grad)
-            setattr(copy, "forget_device", lambda: forgotten.append(copy))  # noqa: B010
-            fetched.append(copy)
-            return copy
-
-        def enter_thread(self) -> None:
-            if threading.current_thread().name == "gptpar-gradient-sums":
-                may_begin.wait(60)
-
-    def order(*args: object) -> Callable[[], object]:
-        at_an_addition.append(len(forgotten))
-        return order_sum(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(host_sums, "order_sum", order)
-    host, _ = make_host(Watched())
-    loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
-    loop.start()
-    wait_until(lambda: len(fetched) == MAX_UNITS_WAITING + 1)
-    may_begin.set()
-    loop.join(60)
-    host.close()
-    assert at_an_addition[0] >= MAX_UNITS_WAITING
-
-
 def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() -> None:
-    points: list[Signal] = []
+    points: list[Point] = []
 
     class Late(SameMemory):
         def now(self) -> DeviceEvent:
-            points.append(Signal())
+            points.append(Point())
             return points[-1]
 
-    host, _ = make_host(Late())
+    host = make_sums(Late())
     assert isinstance(host.sums, HostSums)
     sums = host.sums
     loop = threading.Thread(target=lambda: [sums.keep_pace() for _ in range(LAYERS_AHEAD + 3)])
@@ -228,7 +155,7 @@ def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() ->
     for number in range(3):
         wait_until(lambda number=number: len(points) == LAYERS_AHEAD + number + 1)
         assert loop.is_alive()
-        points[number].pass_()
+        points[number].set()
     loop.join(60)
     assert not loop.is_alive()
     host.close()
@@ -238,7 +165,7 @@ def test_an_error_of_the_additions_reaches_the_loop(monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> Callable[[], None]:
         raise MemoryError("no memory for a sum")
 
-    host, _ = make_host(SameMemory())
+    host = make_sums(SameMemory())
     monkeypatch.setattr(host_sums, "order_sum", full)
     assert isinstance(host.sums, HostSums)
     with pytest.raises(MemoryError, match="no memory for a sum"):
@@ -270,7 +197,7 @@ def test_additions_give_back_the_only_slot_of_a_ring() -> None:
                 setattr(copy, name, method)
             return copy
 
-    host, _ = make_host(OneSlot())
+    host = make_sums(OneSlot())
     for value in (1.0, 2.0, 4.0):
         submit(host, value, first=value == 1.0, last=value == 4.0)
     assert host.sums is not None
@@ -289,7 +216,7 @@ def test_an_error_of_a_copy_s_beginning_reaches_the_loop() -> None:
             setattr(copy, "begin", begin)  # noqa: B010
             return copy
 
-    host, _ = make_host(Broken())
+    host = make_sums(Broken())
     assert host.sums is not None
     with pytest.raises(OSError, match="the device is lost"):  # asked when an addition waits already
         for _ in range(1000):
@@ -306,7 +233,7 @@ def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.
             raise OSError("no such core")
 
     monkeypatch.setattr(transfers, "enter_thread", enter)
-    host, _ = make_host(transfers)
+    host = make_sums(transfers)
     assert begun.wait(60) and host.sums is not None
     with pytest.raises(OSError, match="no such core"):
         submit(host, 1.0, first=True, last=True)

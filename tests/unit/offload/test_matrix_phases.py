@@ -11,12 +11,10 @@ import torch
 from gptpar.offload import buckets
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import SameMemory
-from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.muon import MUON, MuonHyperparameters
 from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.host_optimizers import wait_until
+from tests.unit.offload.host_optimizers import TWO_PIECES, make_host, wait_until
 from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, config_words, hash_of, train
 
 WORDS = "--optimizer muon --max-position-embeddings 24 --clip-grad 0.9"
@@ -29,10 +27,12 @@ def run_of(words: str, steps: int = 6) -> tuple[Trainer, list[list[float]]]:
     return trainer, seen
 
 
-@pytest.mark.parametrize("size", [1 << 23, pytest.param(333, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "dtype",
-    ["--bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("", "--fp64", "--bf16 --cpu-parameters"))],
+    ("dtype", "size"),
+    [
+        ("--bf16", 1 << 23),
+        *(pytest.param(dtype, 333, marks=pytest.mark.slow) for dtype in ("--fp64", "--bf16 --cpu-parameters")),
+    ],
 )
 def test_no_ratio_changes_a_bit(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some steps are clipped; buckets of AdamW speculate beside those of Muon."""
@@ -65,16 +65,11 @@ def test_a_step_that_is_not_finite_changes_nothing(ratio: str) -> None:
 
 
 RATES = (MuonHyperparameters(0.1, 0.0, 0.5),)
-UNITS = [OffloadedPartition(unit, 128, (GroupRange(0, 128, 0),), ((0, 128),)) for unit in ("first", "second")]
 
 
-def make_host(log: EventLog | None = None) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
-    live = {piece.unit: torch.zeros(128) for piece in UNITS}
-    kernels = [MUON.host_kernel(1)]
-    host = HostOptimizer(
-        UNITS, live, dtype=torch.float32, clip_grad=0.0, kernels=kernels, transfers=SameMemory(), log=log
-    )
-    return host, live
+def make_muon(log: EventLog | None = None) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
+    live = {piece.unit: torch.zeros(128) for piece in TWO_PIECES}
+    return make_host(MUON.host_kernel(1), parameters=live, clip_grad=0.0, log=log), live
 
 
 def part_of(memory: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
@@ -88,7 +83,7 @@ def submit(host: HostOptimizer) -> None:
 
 def test_the_loop_may_take_units_in_any_order() -> None:
     log = EventLog()
-    host, live = make_host(log)
+    host, live = make_muon(log)
     submit(host)
     host.step(torch.tensor(1.0), RATES, 1.0)
     for unit in ("second", "first"):
@@ -106,7 +101,7 @@ def test_the_loop_may_take_units_in_any_order() -> None:
 
 
 def test_a_skipped_step_waits_for_nobody() -> None:
-    host, live = make_host()
+    host, live = make_muon()
     submit(host)
     host.step(torch.tensor(float("nan")), RATES, 1.0)
     for unit in ("first", "second"):
@@ -123,7 +118,7 @@ def test_a_skipped_step_waits_for_nobody() -> None:
 @pytest.mark.parametrize("averaged", [False, True])
 def test_it_can_be_closed_amid_a_step(averaged: bool) -> None:
     """The loop has failed before it has given memory, or directions."""
-    host, _ = make_host()
+    host, _ = make_muon()
     submit(host)
     host.step(torch.tensor(1.0), RATES, 1.0)
     if averaged:

@@ -108,10 +108,15 @@ def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "bucket_elements, pieces", [(1 << 24, False), pytest.param(333, False, marks=pytest.mark.slow), (333, True)]
+    ("clip", "count", "bucket_elements", "pieces"),
+    [
+        (SOMETIMES, 2, 1 << 24, False),
+        (SOMETIMES, 2, 333, True),
+        pytest.param(SOMETIMES, 1, 333, False, marks=pytest.mark.slow),
+        pytest.param(NEVER, 4, 333, True, marks=pytest.mark.slow),
+        pytest.param(ALWAYS, 1, 333, True, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
-@pytest.mark.parametrize("clip", [SOMETIMES, *(pytest.param(clip, marks=pytest.mark.slow) for clip in (NEVER, ALWAYS))])
 def test_no_bit_is_changed(
     run: Callable[..., Seen], clip: str, count: int, bucket_elements: int, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +133,7 @@ def test_no_bit_is_changed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["--fp16 --initial-loss-scale 1024", "", "--fp64"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("dtype", "count"), [("--fp16 --initial-loss-scale 1024", 1), ("", 2), ("--fp64", 1)])
 def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: str, count: int) -> None:
     words = f"{dtype} {NEVER} {OFFLOAD} 1 --offload-speculation"
     plain, early = run(f"{words} off", False, count), run(f"{words} on", True, count)
@@ -138,8 +142,7 @@ def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ratio", [0.97, 0.985])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("ratio", "count"), [(0.97, 1), (0.985, 2)])
 def test_an_embedding_that_is_partly_on_the_device(
     run: Callable[..., Seen], ratio: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,16 +12,18 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
 from gptpar.offload import machine
-from gptpar.offload.local_parameters import LocalParameter
+from tests.pairs import every_pair
 from tests.unit.offload.two_groups import Model, equal, inputs, scheduler, train, two_groups
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("clip", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-12), pytest.param(torch.float32, 2e-5, marks=pytest.mark.slow)]
+    ("ratio", "clip", "dtype", "rtol"),
+    [
+        *((ratio, 0.3, torch.float64, 1e-12) for ratio in RATIOS),
+        *((ratio, 0.0, torch.float32, 2e-5) for ratio in (0.0, 0.731)),
+    ],
 )
 def test_every_ratio_is_torchs_adamw(ratio: float, clip: float, dtype: torch.dtype, rtol: float, closing: Any) -> None:
     """Two groups, a schedule, accumulation, clipping, and a parameter that has no gradient in some steps."""
@@ -55,7 +57,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
     return int((ordered[0] - ordered[1]).abs().max())
 
 
-@pytest.mark.parametrize("ratio", [0.731, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.3, 1.0))])
+@pytest.mark.parametrize("ratio", [0.731, 1.0])
 def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: Any) -> None:
     """50 steps with the same gradients as fp32 master weights of torch's AdamW; clipped ones, some overflow."""
     ours, masters = Model(torch.bfloat16), Model(torch.bfloat16).float()
@@ -82,9 +84,7 @@ def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: An
     assert {float(s["step"]) for s in state.values()} == {45.0}
 
 
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
+@every_pair(ratio=[0.3, 1.0], attached=[False, True], unscale=[False, True])
 def test_a_grad_scaler_drives_it(ratio: float, attached: bool, unscale: bool, closing: Any) -> None:
     """One step overflows: it is skipped and the scale halves, as with torch's AdamW."""
     found = []
@@ -116,8 +116,10 @@ def test_a_grad_scaler_drives_it(ratio: float, attached: bool, unscale: bool, cl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ratios", [(0.0, 1.0), (1.0, 0.3), (0.3, 0.731), (0.731, 0.0)])
+@pytest.mark.parametrize(
+    ("ratios", "dtype"),
+    [((0.0, 1.0), torch.float64), ((1.0, 0.3), torch.float32), ((0.3, 0.731), torch.bfloat16)],
+)
 def test_saved_at_one_ratio_and_gone_on_at_another(
     ratios: tuple[float, float], dtype: torch.dtype, closing: Any
 ) -> None:
@@ -259,9 +261,3 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(closing: Any) -> None:
     sparse(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse gradient"):
         optimizer.step()
-
-
-def test_parts_say_what_is_the_hosts() -> None:
-    values = torch.zeros(4, 3, dtype=torch.bfloat16)
-    part = LocalParameter(values, "0", 0, 5, values, values.view(-1))
-    assert part.offloaded == 7 and part.has_masters

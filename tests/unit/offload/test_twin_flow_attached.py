@@ -231,15 +231,6 @@ def test_attention_and_recomputation_overlap_without_changing_a_bit(closing: Any
     assert {event.unit for event in log.of(What.WAITED)} == {str(place) for place in range(len(optimizers[1].homes))}
 
 
-def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
-    before = threading.active_count()
-    optimizer = TwinFlowAdamW(Model().parameters())
-    assert threading.active_count() == before + 1
-    del optimizer
-    gc.collect()
-    assert threading.active_count() == before
-
-
 def test_a_copy_of_an_attached_module_is_a_module_of_its_own(closing: Any) -> None:
     """Copied or pickled, it is neither waited for nor updated."""
     model = Model()

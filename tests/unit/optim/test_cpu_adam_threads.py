@@ -18,13 +18,7 @@ import torch
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.system import native
-from tests.unit.optim.cpu_adam_runs import HOW, LONG, make, run, same, with_isa
-
-
-@pytest.fixture(scope="module")
-def library():
-    if not CpuAdam(1).native:
-        pytest.skip("no C++ compiler on this machine")
+from tests.unit.optim.cpu_adam_runs import HOW, make, run, same
 
 
 @pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (3, 1), (8, 6), (14, 12), (16, 13), (52, 42)])
@@ -76,58 +70,27 @@ def test_orders_are_done_one_after_the_other(dtype):
 
 
 @pytest.mark.slow
-def test_threads_may_be_woken_at_any_time(library):
-    """Asleep, while they look for work, and while another thread's step runs."""
-    tensors, adam, stop = make(LONG, torch.bfloat16), CpuAdam(3), threading.Event()
-    expected = run(adam, tensors)[1]
-
-    def wake() -> None:
-        while not stop.wait(0.0005):
-            adam.wake()
-
-    waking = threading.Thread(target=wake)
-    waking.start()
-    for pause in (0.0, 0.0003, 0.005) * 5:
-        time.sleep(pause)
-        adam.wake()
-        assert same(run(adam, tensors)[1], expected)
-    stop.set()
-    waking.join()
-
-
-@pytest.mark.slow
-def test_python_goes_on_while_a_step_runs(library):
-    tensors, count, stop = make(4_000_000), [0], threading.Event()
-
-    def work():
-        while not stop.is_set():
-            count[0] += 1
-
-    other = threading.Thread(target=work)
-    other.start()
-    try:
-        adam = with_isa(0)  # the slow one
-        before = count[0]
-        adam.step(*tensors, HOW)
-        during = count[0] - before
-    finally:
-        stop.set()
-        other.join()
-    assert during > 1000
-
-
-@pytest.mark.slow
-def test_calls_from_several_threads_at_once_do_not_mix(library):
-    expected = run(CpuAdam(1), make(300007))[1]
+def test_calls_and_wakes_of_several_threads_do_not_mix(library):
+    """Threads of the pool asleep, looking for work, and at work on another thread's step."""
+    expected, stop = run(CpuAdam(1), make(300007))[1], threading.Event()
     results: list[bool] = []
 
     def work():
-        results.extend(same(run(CpuAdam(3), make(300007))[1], expected) for _ in range(5))
+        for pause in (0.0, 0.0003, 0.005, 0.0, 0.0):
+            time.sleep(pause)
+            results.append(same(run(CpuAdam(3), make(300007))[1], expected))
 
-    others = [threading.Thread(target=work) for _ in range(4)]
-    for act in (threading.Thread.start, threading.Thread.join):
-        for other in others:
-            act(other)
+    def wake():
+        while not stop.wait(0.0005):
+            CpuAdam(3).wake()
+
+    waking, others = threading.Thread(target=wake), [threading.Thread(target=work) for _ in range(4)]
+    for one in (waking, *others):
+        one.start()
+    for one in others:
+        one.join()
+    stop.set()
+    waking.join()
     assert results == [True] * 20
 
 

@@ -15,6 +15,7 @@ from gptpar.config.sections.optimizer import OptimizerConfig
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS
+from tests.flat_parts import whole_tensors
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
@@ -47,23 +48,14 @@ def trained(ratio: float) -> list[Tensors]:
     config = tiny_config(f"{WORDS} --no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio {ratio}")
     trainer = make_trainer(config.update("optimizer", optimizer="momentum"))
     optimizer = trainer.engine.optimizer
-    found = [whole(optimizer.parts("weights"))]
+    found = [whole_tensors(optimizer.parts("weights"))]
     for step in range(STEPS):
         tokens = random_tokens(4, 16, 60, seed=step)
         loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], step)
-        found.append(whole(optimizer.parts("grad")))
+        found.append(whole_tensors(optimizer.parts("grad")))
         trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
-        found.append(whole(optimizer.parts("weights")))
+        found.append(whole_tensors(optimizer.parts("weights")))
     trainer.close()
-    return found
-
-
-def whole(parts: dict[str, Any]) -> Tensors:
-    found: Tensors = {}
-    for name, held in parts.items():
-        found[name] = torch.empty(held.shape, dtype=held.dtype)
-        for offsets, part in held.parts:
-            found[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
     return found
 
 

@@ -50,8 +50,10 @@ def test_training_follows_a_plain_loop(tmp_path: Path, flags: str, wanted: list[
     assert difference(zip(found, wanted, strict=True)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("grad", "low"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32)],
+)
 def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> None:
     """Clipped, with a loss scale; the host writes to a double buffer. Half of the elements do not decay."""
     generator = torch.Generator().manual_seed(0)
@@ -70,13 +72,6 @@ def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> 
     assert kernel.order(vectors[:2], vectors[2], ranges, into=new, low=other)().finite
     assert all(torch.equal(a, b) for a, b in zip([*ours[:2], narrow], [*new, other], strict=True))
     assert steps.item() == 5 and not torch.equal(new[0], vectors[0])
-
-
-def test_state_and_bytes_follow_from_the_description() -> None:
-    run = alone(LION_WORDS, ())
-    assert list(run.trainer.engine.optimizer.state_tensors()) == ["weights", "exp_avg"]
-    assert run.trainer.engine.optimizer.bytes_of(0) == 3 * 8
-    run.trainer.close()
 
 
 def test_every_choice_has_a_description() -> None:

@@ -16,7 +16,7 @@ from gptpar.optim.group_ranges import GPT_FAMILIES
 from gptpar.optim.muon import MUON, Muon, coefficients
 from gptpar.optim.parameter_groups import GroupFactors, ParameterGroups
 from gptpar.pipeline import Stage
-from gptpar.topology.tensor_parts import box_view
+from tests.flat_parts import whole_tensors
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
 RUN = "--fp64 --micro-batch-size 2 --weight-decay 0.1 --clip-grad 0 --lr-decay-style constant"
@@ -125,7 +125,7 @@ def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: 
     config = tiny_config(f"{RUN} {more} {offload}")
     trainer = make_trainer(config)
     stage = Stage(gpt_model(config.model).specs)
-    weights = {name: value.clone() for name, value in whole(trainer).items()}
+    weights = {name: value.clone() for name, value in whole_tensors(trainer.engine.optimizer.parts("weights")).items()}
     stage.place(weights)
     _, factors = groups_of(f"{RUN} {more}")
     groups: list[dict[str, Any]] = [
@@ -145,17 +145,7 @@ def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: 
         reference.zero_grad()
         stage(batch.tokens_BS, {"labels": batch.labels_BS, "seq_length": 16}).backward()
         reference.step()
-    found = whole(trainer)
+    found = whole_tensors(trainer.engine.optimizer.parts("weights"))
     trainer.close()
     for name, value in stage.global_parameters().items():
         torch.testing.assert_close(found[name], value.data, rtol=1e-9, atol=1e-12, msg=name)
-
-
-def whole(trainer: Any) -> dict[str, torch.Tensor]:
-    """The master weights, wherever they are."""
-    found = {}
-    for name, held in trainer.engine.optimizer.state_tensors()["weights"].items():
-        found[name] = torch.empty(held.shape, dtype=held.dtype)
-        for offsets, part in held.parts:
-            box_view(found[name], (offsets, tuple(part.shape)), (0,) * part.dim()).copy_(part)
-    return found

@@ -64,7 +64,6 @@ def history(seed: int, length: int = 120) -> list[tuple[float, float]]:
     return steps
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("sigma", "window"), [(6.0, 16), (3.0, 16), (2.0, 2), (2.0, 3), (4.0, 128), (1.5, 5)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_rule_is_that_of_its_definition(sigma: float, window: int, seed: int) -> None:
@@ -74,28 +73,12 @@ def test_the_rule_is_that_of_its_definition(sigma: float, window: int, seed: int
     assert any(wanted) or window == 128
 
 
-@pytest.mark.fast
-def test_nothing_is_judged_before_half_of_the_window_is_full() -> None:
-    rule = SkipStep(3.0, 8, CPU)
-    assert judged(rule, [(1.0, 1.0), (1.1, 1.0), (1.0, 1.1), (99.0, 99.0)]) == [False] * 4
-    assert judged(SkipStep(3.0, 8, CPU), [(1.0, 1.0), (1.1, 1.0), (1.0, 1.1), (1.0, 1.0), (9.0, 1.0)])[-1]
-
-
-@pytest.mark.fast
-def test_an_outlier_enters_the_window_and_a_new_level_becomes_the_usual_one() -> None:
-    draw = random.Random(1)
-    steps = [(1 + draw.gauss(0, 0.01), 1.0) for _ in range(8)] + [(5 + draw.gauss(0, 0.01), 1.0) for _ in range(4)]
-    assert judged(SkipStep(3.0, 8, CPU), steps)[8:] == [True, False, False, False]
-
-
-@pytest.mark.fast
 def test_what_is_not_finite_does_not_enter_the_window() -> None:
     rule = SkipStep(3.0, 4, CPU)
     judged(rule, [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1.5, 2.0)])
     assert rule.window() == {"losses": [1.0, 1.5], "norms": [1.0, 2.0]}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("cut", [1, 7, 20, 77])
 def test_a_resumed_window_decides_as_the_uninterrupted_one(cut: int) -> None:
     steps = history(5)
@@ -108,7 +91,6 @@ def test_a_resumed_window_decides_as_the_uninterrupted_one(cut: int) -> None:
     assert whole.window() == second.window() and second.num_outliers == whole.num_outliers > 0
 
 
-@pytest.mark.fast
 def test_a_shorter_window_takes_the_newest() -> None:
     long, short = SkipStep(6.0, 8, CPU), SkipStep(6.0, 3, CPU)
     judged(long, [(float(n), 2.0 * n) for n in range(6)])
@@ -118,7 +100,6 @@ def test_a_shorter_window_takes_the_newest() -> None:
     assert short.window()["losses"] == [3.0, 4.0, 5.0]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "state",
     [
@@ -135,6 +116,5 @@ def test_a_strange_state_is_none(state: object) -> None:
     assert not is_window(state)
 
 
-@pytest.mark.fast
 def test_without_a_sigma_nothing_is_judged() -> None:
     assert make_skip_step(None, 128, CPU) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -81,72 +82,39 @@ def stairs_up(low: float, size: int, rate: float, staircase: bool) -> Rates:
         yield low * (1 + rate * (n // size if staircase else n / size))
 
 
-SCHEDULES: list[tuple[str, dict[str, Any], Callable[[], Rates]]] = [
-    ("WarmupLR", {}, warmup),
-    ("WarmupLR", {"warmup_num_steps": 16}, lambda: warmup(n=16)),
-    ("WarmupLR", {"warmup_num_steps": 0}, lambda: warmup(n=0)),
+SCHEDULES: list[tuple[str, Callable[[], Rates]]] = [
+    ("WarmupLR", warmup),
+    ("WarmupLR warmup_num_steps=16", lambda: warmup(n=16)),
+    ("WarmupLR warmup_num_steps=0", lambda: warmup(n=0)),
     (
-        "WarmupLR",
-        {"warmup_min_lr": 1e-5, "warmup_max_lr": 2e-3, "warmup_num_steps": 9, "warmup_type": "linear"},
+        "WarmupLR warmup_min_lr=1e-5 warmup_max_lr=2e-3 warmup_num_steps=9 warmup_type='linear'",
         lambda: warmup("linear", 9, 1e-5, 2e-3),
     ),
+    ("WarmupDecayLR total_num_steps=40 warmup_num_steps=10 warmup_max_lr=3e-4", lambda: decay(40, n=10, high=LR)),
     (
-        "WarmupDecayLR",
-        {"total_num_steps": 40, "warmup_num_steps": 10, "warmup_max_lr": LR},
-        lambda: decay(40, n=10, high=LR),
-    ),
-    (
-        "WarmupDecayLR",
-        {
-            "total_num_steps": 30,
-            "warmup_num_steps": 5,
-            "warmup_type": "linear",
-            "warmup_max_lr": 6e-4,
-            "warmup_min_lr": 6e-5,
-        },
+        "WarmupDecayLR total_num_steps=30 warmup_num_steps=5 warmup_type='linear' warmup_max_lr=6e-4 "
+        "warmup_min_lr=6e-5",
         lambda: decay(30, "linear", 5, 6e-5, 6e-4),
     ),
-    ("WarmupCosineLR", {"total_num_steps": 50, "warmup_num_steps": 7}, lambda: cosine(50, n=7)),
+    ("WarmupCosineLR total_num_steps=50 warmup_num_steps=7", lambda: cosine(50, n=7)),
     (
-        "WarmupCosineLR",
-        {
-            "total_num_steps": 40,
-            "warmup_num_steps": 4,
-            "warmup_min_ratio": 0.1,
-            "cos_min_ratio": 0.2,
-            "warmup_type": "linear",
-        },
+        "WarmupCosineLR total_num_steps=40 warmup_num_steps=4 warmup_min_ratio=0.1 cos_min_ratio=0.2 "
+        "warmup_type='linear'",
         lambda: cosine(40, "linear", 4, 0.1, 0.2),
     ),
     (
-        "OneCycle",
-        {
-            "cycle_min_lr": 1e-4,
-            "cycle_max_lr": 1e-3,
-            "cycle_first_step_size": 10,
-            "cycle_second_step_size": 15,
-            "decay_step_size": 4,
-            "decay_lr_rate": 0.5,
-            "cycle_momentum": False,
-        },
+        "OneCycle cycle_min_lr=1e-4 cycle_max_lr=1e-3 cycle_first_step_size=10 cycle_second_step_size=15 "
+        "decay_step_size=4 decay_lr_rate=0.5 cycle_momentum=False",
         lambda: cycle(10, 15, 1e-4, 1e-3, 4, 0.5),
     ),
+    ("OneCycle cycle_min_lr=1e-4 cycle_max_lr=1e-3 cycle_first_step_size=8", lambda: cycle(8, 8, 1e-4, 1e-3)),
     (
-        "OneCycle",
-        {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 8},
-        lambda: cycle(8, 8, 1e-4, 1e-3),
-    ),
-    (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7, "lr_range_test_step_rate": 3.0},
+        "LRRangeTest lr_range_test_min_lr=1e-4 lr_range_test_step_size=7 lr_range_test_step_rate=3.0",
         lambda: stairs_up(1e-4, 7, 3.0, False),
     ),
-    (
-        "LRRangeTest",
-        {"lr_range_test_step_size": 9, "lr_range_test_staircase": True},
-        lambda: stairs_up(1e-3, 9, 1.0, True),
-    ),
+    ("LRRangeTest lr_range_test_step_size=9 lr_range_test_staircase=True", lambda: stairs_up(1e-3, 9, 1.0, True)),
 ]
+"""A scheduler with its parameters -> its rates."""
 
 
 def file_of(kind: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +146,10 @@ def of_an_engine(kind: str, params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         scheduler.step()
 
 
-@pytest.mark.parametrize(("kind", "params", "oracle"), SCHEDULES)
-def test_every_steps_rate_is_deepspeeds_at_both_doors(
-    tmp_path: Path, kind: str, params: dict[str, Any], oracle: Callable[[], Rates]
-) -> None:
+@pytest.mark.parametrize(("words", "oracle"), SCHEDULES)
+def test_every_steps_rate_is_deepspeeds_at_both_doors(tmp_path: Path, words: str, oracle: Callable[[], Rates]) -> None:
+    kind, *given = words.split()
+    params = {name: ast.literal_eval(value) for name, _, value in (word.partition("=") for word in given)}
     expected = [rate for rate, _ in zip(oracle(), range(STEPS), strict=False)]
     schedule, samples = of_a_run(tmp_path, kind, params)
     assert samples == 8

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gptpar.model.block import Block
-from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.host_activations import HostActivations, HostBlock, HostTensor, offloaded_blocks
 from gptpar.pipeline.recompute import Keep, recomputed
-from gptpar.pipeline.runtime import Runtime
-from gptpar.pipeline.schedules import Backward, Forward
-from gptpar.pipeline.stage import Stage
 from tests.helpers import tiny_config
 from tests.unit.pipeline.recomputed import gradients, layer
 
@@ -89,13 +84,6 @@ def test_a_pass_brings_nothing_of_another_one(first: int) -> None:
     assert float(host.take(kept[1][1])[0, 0]) == 11 and host.returned == [10.0, 0.0, 1.0]
 
 
-def test_a_tensor_can_be_taken_twice() -> None:
-    host = Watched()
-    kept = [put(host, value)[0] for value in (0.0, 1.0, 2.0)]
-    for _ in range(2):
-        assert [float(host.take(one)[0, 0]) for one in reversed(kept)] == [2.0, 1.0, 0.0]
-
-
 def test_a_dropped_graph_gives_its_buffers_and_the_device_s_memory_back() -> None:
     host = Watched()
     for _ in range(3):
@@ -105,13 +93,6 @@ def test_a_dropped_graph_gives_its_buffers_and_the_device_s_memory_back() -> Non
         del kept, there
         assert memory.expired()
     assert host.made == [24] * 3
-
-
-def test_buffers_are_kept() -> None:
-    host = Watched()
-    for _ in range(3):
-        gradients(layer(), Keep(host=host))
-    assert host.made == [5 * 8 * 8] * 2
 
 
 def test_sizes_that_grow_need_few_buffers() -> None:
@@ -234,25 +215,3 @@ def test_a_compiled_block_computes_the_same_bits() -> None:
 def test_the_blocks_that_leave_are_evenly_spread(total: int, count: int, leaving: list[int]) -> None:
     names = [f"layers.{number}" for number in range(total)]
     assert offloaded_blocks(names, count) == {names[number] for number in leaving}
-
-
-def test_the_device_does_not_keep_a_later_stage_s_input() -> None:
-    """Its host copy is the only one between the passes, and the gradient that goes back is that of plain layers."""
-    torch.manual_seed(0)
-    specs = [LayerSpec(nn.Linear, 4, 4, dtype=torch.float64, name=name) for name in "ab"]
-    keep = Keep(host=HostActivations())
-    stage = Stage(specs, build=LayerSpec.build, recompute=[("a",), ("b",)], keep=keep)
-    x = torch.randn(3, 4, dtype=torch.float64)
-    a, b = stage.layers
-    wanted_x = x.clone().requires_grad_()
-    wanted = torch.autograd.grad(b(a(wanted_x)).sum(), [wanted_x, *stage.parameters()])
-    memory, arrived = StorageWeakRef(x.untyped_storage()), [x]
-    how: Any = {"boundary": None, "transport": None, "loss_fn": lambda y, fields: y.sum()}
-    runtime = Runtime([stage], 1, 2, micro_batches=[(torch.empty(0), {})], **how)
-    runtime._arriving["activation", 0, 0] = cast(Any, SimpleNamespace(take=arrived.pop))
-    del x
-    runtime.run([Forward(0, 0)])
-    assert memory.expired()
-    runtime.run([Backward(0, 0)])
-    found = [runtime._leaving["gradient", 0, 0], *(parameter.grad for parameter in stage.parameters())]
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -139,7 +139,7 @@ def test_a_short_last_group_may_not_take_its_turns_at_once() -> None:
 
 @pytest.mark.parametrize("v", CHUNKS)
 def test_evaluation_runs_every_forward_once(v: int) -> None:
-    for p in STAGES:
+    for p in STAGES[:5]:
         for m in MICRO_BATCHES:
             orders = [list(forward_only(stage, p, m, v)) for stage in range(p)]
             assert all(order == orders[0] for order in orders)

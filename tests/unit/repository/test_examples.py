@@ -1,9 +1,11 @@
-"""Examples that no test can run: shapes that need many GPUs, and files for clusters."""
+"""Examples and scripts that no test can run: shapes that need many GPUs, files for clusters, benchmarks."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.documents import ROOT, commands
 
 EXAMPLES = ROOT / "examples"
 SHAPES = sorted((EXAMPLES / "shapes").glob("*.toml"))
+SCRIPTS = sorted(path for folder in ("benchmarks", "tools") for path in (ROOT / folder).glob("*.py"))
 CLUSTERS = ("kubernetes_pytorchjob.yaml", "skypilot.yaml")
 
 
@@ -79,3 +82,9 @@ def pod_script(job: Any) -> str:
     template = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
     (script,) = template["spec"]["containers"][0]["args"]
     return str(script)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_import_names_that_exist(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+    assert "__name__" in runpy.run_path(str(script), run_name="imported")

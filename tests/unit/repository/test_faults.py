@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.fault import Fault, Verdict, chosen
 from tests.faults.hook import disturb
-from tests.faults.table import KINDS, as_text, kind_of, summary
+from tests.faults.table import KINDS, kind_of
 
 # What a save does, as seen by the hook: open, write, fsync, rename; the open of another folder does not count.
 WORK = """
@@ -33,22 +32,6 @@ def test_every_kind_has_a_name_and_a_sentence() -> None:
     assert all(kind_of(kind.name, kind.workers) is kind and kind.inject.__doc__ for kind in KINDS)
     with pytest.raises(LookupError, match="no kind of faults meteor with 1 workers"):
         kind_of("meteor", 1)
-
-
-def test_a_larger_count_holds_the_faults_of_a_smaller_one() -> None:
-    few, many = chosen(KINDS, 100, 7), chosen(KINDS, 500, 7)
-    assert set(few) < set(many) and len(set(many)) == len(many)
-    assert abs(len(many) - 500) < 10 and {fault.kind for fault in few} == {kind.name for kind in KINDS}
-    assert all(Fault.parse(str(fault)) == fault for fault in few)
-    assert not set(many) & set(chosen(KINDS, 500, 5000))
-
-
-def test_the_table_counts_outcomes() -> None:
-    verdicts = [Verdict("a:1:1", "ok", "", 3, 1.5), Verdict("a:1:2", "hang", "x", 0, 9.0), Verdict("a:4:1", "ok")]
-    first, second = summary(verdicts)
-    assert (first["faults"], first["outcomes"], first["max_steps_lost"]) == (2, {"ok": 1, "hang": 1}, 3)
-    assert (first["max_seconds_to_exit"], second["workers"]) == (9.0, 4)
-    assert "hang 1" in as_text(verdicts)
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,8 @@ import pytest
 import torch
 
 from gptpar.topology.initial_values import Constant, Normal, draw, initialise
-from gptpar.topology.tensor_parts import TensorParts, as_parts, flat_boxes, whole
+from gptpar.topology.tensor_parts import TensorParts, as_parts, whole
 from tests.flat_parts import parts_of_flat
-
-
-def test_flat_boxes_tile_every_range() -> None:
-    shape = (3, 4, 5)
-    numbers = torch.arange(60).view(shape)
-    for start in range(60):
-        for stop in range(start, 61):
-            found = [
-                numbers[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten()
-                for box in flat_boxes(shape, start, stop)
-            ]
-            assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
-            assert len(found) <= 5
-    assert list(flat_boxes((), 0, 1)) == [((), ())] and list(flat_boxes((0, 4), 0, 0)) == []
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3])

@@ -68,10 +68,7 @@ def test_where_the_loss_is(output: Any) -> None:
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        (
-            torch.ones(3),
-            r"returned a float32 tensor of shape \(3,\) that requires no gradient, and a scalar",
-        ),
+        (torch.ones(3), r"returned a float32 tensor of shape \(3,\) that requires no gradient, and a scalar"),
         (torch.tensor(3), "an? int64 tensor of shape"),
         (SimpleNamespace(loss=None), "a SimpleNamespace whose loss is None"),
         ({"logits": NUMBER}, "returned a dict, and"),
@@ -191,14 +188,6 @@ def test_evaluation_leaves_modes_and_the_step_at_work() -> None:
         engine.eval_batch(iter([]))
 
 
-def test_a_failing_evaluation_leaves_modes() -> None:
-    model = Regression(lambda loss: None)
-    engine = make_engine(model)
-    with pytest.raises(GptparError, match="returned None"):
-        engine.eval_batch(samples(1))
-    assert model.training and model.drop.training
-
-
 def test_an_error_of_the_module_forgets_the_step() -> None:
     model = Regression(lambda loss: 1 / 0)
     engine = make_engine(model, 2)
@@ -211,6 +200,10 @@ def test_an_error_of_the_module_forgets_the_step() -> None:
 
 
 def test_what_has_no_meaning_is_refused() -> None:
+    failing = make_engine(Regression(lambda loss: None))
+    with pytest.raises(GptparError, match="returned None"):
+        failing.eval_batch(samples(1))
+    assert failing.module.training and failing.module.drop.training
     engine = make_engine(Regression(), 2)
     engine.backward(engine(**next(samples(1))))
     engine.step()

@@ -31,9 +31,9 @@ class Stream(IterableDataset[int]):
         return iter(range(7))
 
 
-def options(world: int, micro: int, train: int = 12, seed: int = 5) -> EngineOptions:
+def options(world: int, micro: int, train: int = 12, seed: int = 5, **keys: Any) -> EngineOptions:
     sizes = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro}
-    return read_options({**sizes, "gptpar": {"seed": seed}}, world=world)
+    return read_options({**sizes, **keys, "gptpar": {"seed": seed}}, world=world)
 
 
 def steps(world: int, micro: int, count: int, seed: int = 5) -> list[list[int]]:
@@ -86,6 +86,18 @@ def test_a_rest_is_left_out_and_samples_are_collated_as_asked() -> None:
     assert len(loader) == 2 and [list(batch) for batch in loader] == [["sum"]] * 2
     stream = make_loader(Stream(), options(1, 3, 3), 0, 1)
     assert [batch.tolist() for batch in stream] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_rest_makes_a_smaller_micro_batch_if_the_configuration_keeps_it() -> None:
+    """As with DeepSpeed's false: 11 samples are 6 for each of two processes, one of which comes twice."""
+    chosen = options(2, 4, 8, dataloader_drop_last=False)
+    epochs = [[batch.tolist() for batch in make_loader(Numbers(11), chosen, rank, 2)] for rank in range(2)]
+    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[4, 2]] * 2
+    samples = sorted(sample for epoch in epochs for batch in epoch for sample in batch)
+    assert len(samples) == 12 and set(samples) == set(range(11))
+    assert [len(batch) for batch in make_loader(Numbers(1), chosen, 1, 2)] == [1]
+    stream = make_loader(Stream(), options(1, 3, 3, dataloader_drop_last=False), 0, 1)
+    assert [batch.tolist() for batch in stream] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_data_that_cannot_be_divided() -> None:

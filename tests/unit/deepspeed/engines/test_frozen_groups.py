@@ -11,22 +11,12 @@ from torch import nn
 
 import gptpar
 from gptpar.errors import GptparError
+from tests.unit.adapter.beside_torch import KINDS, batch, in_plain_torch, loss_of, make_config, network
 
-STEPS, CLIP = 10, 0.4
+STEPS = 10
 FROZEN = {0: range(0, 4), 1: range(6, 8)}
 """Group -> steps in which it is frozen."""
-KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "AMSGrad": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.2, "lr_decay": 0.1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
-}
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+NAMES = ("AdamW", "AMSGrad, L2", "momentum", "Adagrad", "RMSprop, all")
 
 
 def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
@@ -38,47 +28,25 @@ def freeze(model: nn.Sequential, step: int) -> None:
         layer.requires_grad_(step not in FROZEN[group])
 
 
-def loss_of(model: Any, step: int) -> torch.Tensor:
-    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-    return model(x).square().mean()
-
-
-def in_plain_torch(kind: type, params: dict[str, Any]) -> list[torch.Tensor]:
-    model = network()
-    optimizer = kind(groups_of(model), **params)
-    for step in range(STEPS):
-        freeze(model, step)
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
 def make(name: str, ratio: float) -> Any:
-    (kind, params), model = KINDS[name], network()
-    config: dict[str, Any] = {
-        "train_batch_size": 4,
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
-    }
-    return gptpar.initialize(model=model, config=config, optimizer=kind(groups_of(model), **params))[0]
+    (_, kind, params), model = KINDS[name], network()
+    optimizer = kind(groups_of(model), **params)
+    return gptpar.initialize(model=model, config=make_config(ratio), optimizer=optimizer)[0]
 
 
 def train(engine: Any, start: int, stop: int, by_batch: bool) -> None:
     for step in range(start, stop):
         freeze(engine.module, step)
         if by_batch:
-            x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
             engine._work._loss_fn = lambda output, batch: output.square().mean()
-            engine.train_batch(iter([x]))
+            engine.train_batch(iter([batch(step)]))
         else:
             engine.backward(loss_of(engine, step))
             engine.step()
 
 
 @pytest.mark.parametrize("ratio", [0.6, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (0.0, 1.0))])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_frozen_group_misses_steps_as_in_torch(tmp_path: Path, name: str, ratio: float) -> None:
     """An engine of another ratio goes on while a group is frozen."""
     first, second = make(name, ratio), make(name, 0.3)
@@ -92,7 +60,7 @@ def test_a_frozen_group_misses_steps_as_in_torch(tmp_path: Path, name: str, rati
     train(second, 3, STEPS, by_batch=ratio == 0.0)
     first.close()
     second.close()
-    for got, want in zip(second.module.parameters(), in_plain_torch(*KINDS[name]), strict=True):
+    for got, want in zip(second.module.parameters(), in_plain_torch(name, groups_of, STEPS, freeze), strict=True):
         assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 

@@ -65,15 +65,10 @@ def test_what_was_configured(make: Any) -> None:
         engine.train_batch(iter([]))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stage_and_precision(stage: int) -> None:
-    engine = make_engine(zero_optimization={"stage": stage}, bf16={"enabled": True})
-    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, stage)
+def test_stage_precision_and_the_rates_of_the_groups_now() -> None:
+    engine = make_engine(zero_optimization={"stage": 2}, bf16={"enabled": True})
+    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, 2)
     assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, True)
-
-
-def test_rates_are_those_of_the_groups_now() -> None:
-    engine = make_engine()
     engine.optimizer.param_groups[0].update(lr=0.5, betas=(0.1, 0.2))
     assert (engine.get_lr(), engine.get_mom()) == ([0.5], [(0.1, 0.2)])
 
@@ -102,10 +97,10 @@ def test_a_skipped_step_is_not_applied() -> None:
     assert engine.optimizer.needs_scaler() and not make_engine(1).optimizer.needs_scaler()
     assert (engine.cur_scale, engine.optimizer.cur_scale, engine.optimizer.loss_scale) == (16.0, 16.0, 16.0)
     micro_batch(engine, factor=float("inf"))
-    assert not engine.was_step_applied() and engine.skipped_steps == 1
+    assert not engine.was_step_applied() and engine.skipped_steps == 1 and engine.optimizer.overflow
     assert (engine.cur_scale, engine.optimizer.cur_scale) == (8.0, 8.0)
     micro_batch(engine)
-    assert engine.was_step_applied() and engine.global_samples == 6
+    assert engine.was_step_applied() and engine.global_samples == 6 and not engine.optimizer.overflow
 
 
 def test_samples_go_on_after_a_resume_with_another_batch(tmp_path: Path) -> None:

@@ -118,18 +118,6 @@ def test_what_later_steps_wrote_is_dropped_when_a_checkpoint_takes_the_engine_ba
     assert sorted(step for step, _ in drawn) == [6, 12, 18]
 
 
-@pytest.mark.parametrize(("watched", "reads"), [(False, 0), (True, 3)])
-def test_only_a_monitor_asks_for_the_rate_of_each_step(watched: bool, reads: int, tmp_path: Path) -> None:
-    engine = make(**monitors(tmp_path) if watched else {})
-    asked, get_lr = [], engine.get_lr
-    engine.get_lr = lambda: asked.append(engine.global_steps) or get_lr()  # type: ignore[func-returns-value,method-assign]
-    data = batches(1)
-    for _ in range(3):
-        engine.train_batch(data)
-    assert asked == [1, 2, 3][:reads]
-    engine.close()
-
-
 def test_a_folder_that_cannot_be_written_is_told_once_and_the_training_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

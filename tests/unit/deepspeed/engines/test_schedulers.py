@@ -30,7 +30,13 @@ def groups(*rates: float) -> list[dict[str, Any]]:
 
 def optimizer_of(*rates: float) -> EngineOptimizer:
     return EngineOptimizer(
-        [ADAMW] * len(rates), groups(*rates), lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten
+        [ADAMW] * len(rates),
+        groups(*rates),
+        lambda: None,
+        lambda: None,
+        LossScale(1.0, dynamic=False),
+        torch.flatten,
+        bool,
     )
 
 
@@ -120,7 +126,7 @@ def test_a_clients_scheduler_over_the_optimizer_that_was_taken_over() -> None:
     client = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     theirs = LambdaLR(client, lambda n: 1 / (n + 1))
     optimizer = EngineOptimizer(
-        [ADAMW], client.param_groups, lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten
+        [ADAMW], client.param_groups, lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten, bool
     )
     configured = SchedulerOptions("WarmupLR", {})
     scheduler = scheduler_of(theirs, optimizer, configured)

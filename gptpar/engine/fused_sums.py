@@ -1,0 +1,69 @@
+"""Lets linear layers add their weights' gradients to the gradient sums: the product itself adds.
+
+Elsewhere a product writes the gradient of a micro-batch, and the collector adds it to the unit's sum in a second pass
+over memory. Here a layer gets the sum before each call, and its backward pass adds to it. The gradient of a scalar
+calls the collector, so that it counts and orders these parameters like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from weakref import WeakValueDictionary
+
+import torch
+
+from gptpar.engine.collector import GradientCollector
+from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.units import Unit
+from gptpar.tensor_parallel.layers import SplitLinear
+
+
+class FusedSums:
+    """Gives linear layers the gradient sums of their weights, in steps of several micro-batches.
+
+    A sum is set to zero before a layer's first call in a step. By then nobody reads the last step's sum, because the
+    gatherer has waited for the update of the layer's parameters.
+
+    Args:
+        memory: of the sums; it keeps those of all units with such a layer whole over micro-batches.
+        linears: global name of a weight -> the layer that can add its gradient to a sum.
+    """
+
+    def __init__(
+        self,
+        memory: GradientMemory,
+        gatherer: ParameterGatherer,
+        collector: GradientCollector,
+        units: Iterable[Unit],
+        linears: Mapping[str, SplitLinear],
+    ):
+        self._memory = memory
+        # Not strongly: a scalar's hook leads from its layer to here, and Python finds no cycle that autograd closes.
+        self._of_layer: dict[str, list[tuple[Unit, WeakValueDictionary[str, SplitLinear]]]] = {}
+        self._begun: set[str] = set()
+        for unit in units:
+            found = WeakValueDictionary({name: linears[name] for name in unit.params if name in linears})
+            if found:
+                assert unit.name in memory.kept_whole, f"the sum of {unit.name} does not last"
+                self._of_layer.setdefault(gatherer.layer_of(unit.name), []).append((unit, found))
+            for name, linear in found.items():
+                linear.added = torch.zeros_like(memory.shard.sum(), requires_grad=True)
+                collector.watch_added(name, linear.added)
+        if linears:
+            gatherer.on_call = self._give
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._begun.clear()
+
+    def _give(self, layer: str) -> None:
+        """Give a layer, whose forward pass begins, the sums of its weights."""
+        for unit, linears in self._of_layer.get(layer, ()) if torch.is_grad_enabled() else ():
+            views = {} if self._memory.single else self._memory.views_of(unit)
+            if views and unit.name not in self._begun:
+                self._begun.add(unit.name)
+                torch._foreach_zero_([views[name] for name in linears])
+            for name, linear in linears.items():
+                # Autograd does not see that passes of other micro-batches change the sum: each has its own tensor.
+                linear.gradient_sum = views[name].data.flatten(0, -2) if views else None

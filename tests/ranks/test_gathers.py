@@ -1,0 +1,37 @@
+"""Gathers of parameters that other processes begin late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from gptpar.topology.mesh import Mesh
+from tests.helpers import make_trainer, tiny_config
+from tests.spawn import spawn
+
+
+def new_weights_while_the_old_ones_are_gathered(rank: int, words: str) -> list[float]:
+    """The parameters' values after two publications in a row, the first of which is half done for a while."""
+    trainer = make_trainer(tiny_config(f"{words} --micro-batch-size 1 --global-batch-size 2", 2), rank, Mesh(data=2))
+    engine, found = trainer.engine, set()
+    with engine.gatherer.held():
+        pass
+    for value in (3.0, 7.0):
+        for weights in engine.optimizer.state_tensors()["weights"].values():
+            weights.fill(torch.full(weights.shape, value))
+        if rank == 1 and value == 3.0:
+            time.sleep(0.5)
+        engine.publish()
+    with engine.gatherer.held():
+        for views in engine.parameters.views().values():
+            found |= set(views.flatten().tolist())
+    trainer.close()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("words", ["--zero-stage 1", "--zero-stage 1 --bf16"])
+def test_a_gather_that_ends_late_overwrites_no_newer_values(words: str) -> None:
+    """A resumed run loads its weights right after the gathers of its initial ones have begun."""
+    assert spawn(new_weights_while_the_old_ones_are_gathered, 2, words) == [[7.0], [7.0]]

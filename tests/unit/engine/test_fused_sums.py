@@ -1,0 +1,163 @@
+"""Products that add to the gradient sums: the same numbers as gradients that are added afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.data.loader import MicroBatch
+from gptpar.errors import ConfigError
+from gptpar.model.block import Block
+from gptpar.run.trainer import Trainer
+from gptpar.tensor_parallel.layers import SplitLinear
+from gptpar.tensor_parallel.products import add_product
+from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
+
+FUSED = "--gradient-accumulation-fusion"
+LLAMA = "--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear --num-query-groups 2"
+STEPS = ((3, 16), (1, 16), (2, 12))
+"""Of each step: number of micro-batches, tokens of a sample. In the second one nothing is added."""
+
+
+def linears_of(trainer: Trainer) -> list[SplitLinear]:
+    modules = (module for stage in trainer.pipeline.stages_here for module in stage.modules())
+    return [module for module in modules if isinstance(module, SplitLinear)]
+
+
+def trained(flags: str, steps: Sequence[tuple[int, int]] = STEPS, backend: str = "") -> list[dict[str, torch.Tensor]]:
+    """After each step: the gradient sums by parameter, as far as the device has them, and the master weights."""
+    trainer = make_trainer(tiny_config(f"--global-batch-size 6 --clip-grad 0.5 --adam-eps 1e-6 {flags}"))
+    for layer in trainer.pipeline.stages_here[0].layers:
+        if backend and isinstance(layer, Block):
+            layer.compile(backend=backend)
+    found, sums = [], trainer.engine.gradients.memory
+    for number, (count, length) in enumerate(steps):
+        parts = random_tokens(2 * count, length, 60, seed=number).split(2)
+        loss = trainer.forward_backward([MicroBatch(one[:, :-1], one[:, 1:]) for one in parts], number)
+        views = [sums.views_of(unit) for unit in trainer.engine.table.units if unit in sums.undivided]
+        scale = trainer.loss_scale.value
+        gradients = {f"gradient of {name}": view / scale for one in views for name, view in one.items()}
+        trainer.update(loss, iteration=number + 1, samples=2 * count, progress=2 * number + 2, stop=False)
+        trainer.engine.finish()
+        adds = FUSED in flags and count > 1
+        assert all((linear.gradient_sum is not None) == adds for linear in linears_of(trainer))
+        weights = trainer.engine.optimizer.state_tensors()["weights"].items()
+        found.append(gradients | {name: torch.cat([part.flatten() for _, part in one.parts]) for name, one in weights})
+    trainer.close()
+    return found
+
+
+def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]], rtol: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert (one[name] - value).norm() <= rtol * value.norm(), name
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--fp64", id="GPT-2"),
+        pytest.param(f"--fp64 {LLAMA} --untie-embeddings-and-output-weights", id="Llama"),
+        pytest.param(
+            "--fp64 --norm-placement post --disable-bias-linear", id="no parameter comes after the first product"
+        ),
+        pytest.param("--fp64 --cpu-optimizer --cpu-optimizer-ratio 0.6", id="CPU optimizer", marks=pytest.mark.slow),
+        pytest.param("--fp64 --recompute-granularity full", id="recomputed"),
+        pytest.param(
+            "--fp64 --recompute-granularity selective --recompute-modules mlp_act layernorm",
+            id="activation recomputed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--fp64 --mlp-chunks-for-training 2", id="MLP in tiles", marks=pytest.mark.slow),
+    ],
+)
+def test_every_gradient_and_weight_is_that_of_gradients_added_afterwards(flags: str) -> None:
+    """Steps of three, one and two micro-batches, clipped, each from other tokens: nothing of a step before remains."""
+    assert_same(trained(f"{flags} {FUSED}"), trained(flags), 1e-12)
+
+
+@pytest.mark.parametrize("flags", ["--fp32", "--bf16", "--fp16 --loss-scale 1024"])
+def test_sums_are_nearer_to_the_exact_ones(flags: str) -> None:
+    """The products of 16-bit factors are not rounded before they are added."""
+    flags = flags.replace("--fp32", "")
+    exact, plain, fused = (trained(more, STEPS[:1])[0] for more in ("--fp64", flags, f"{flags} {FUSED}"))
+    off = [
+        sum(
+            float((one[n] - exact[n]).norm() / exact[n].norm())
+            for n in exact
+            if n.endswith(("qkv.weight", "up.weight"))
+        )
+        for one in (fused, plain)
+    ]
+    assert off[0] < (1.5 if not flags else 1.0) * off[1] < 0.5
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 8), (3, 5, 7), (64, 1, 2), (5, 0, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_product_is_added_in_the_sums_precision(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, inner, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, m, generator=generator).to(dtype) for n, m in ((inner, rows), (inner, columns)))
+    wide = torch.promote_types(dtype, torch.float32)
+    total = torch.randn(rows, columns, generator=generator).to(wide)
+    expected = total.double() + a.t().double() @ b.double()
+    add_product(total, a.t(), b)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5 if wide == torch.float32 else 1e-13, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_computes_the_same_and_recompiles_for_no_micro_batch() -> None:
+    torch._dynamo.reset()
+    flags, steps = f"--fp64 {LLAMA} {FUSED}", ((2, 16), (2, 16))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = trained(flags, steps, backend="aot_eager")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1  # the two blocks share it
+    assert_same(compiled, trained(flags, steps), 1e-12)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--cpu-optimizer"])
+def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
+    """A layer, its scalar, the scalar's hook, and from there the layer again: autograd hides a part of this cycle."""
+    trainer = make_trainer(tiny_config(f"--global-batch-size 4 {flags} {FUSED}"))
+    parts = random_tokens(4, 16, 60).split(2)
+    trainer.forward_backward([MicroBatch(one[:, :-1], one[:, 1:]) for one in parts], 0)
+    trainer.close()
+    sums, layer = weakref.ref(trainer.engine.gradients.memory), weakref.ref(linears_of(trainer)[0])
+    del trainer
+    gc.collect()
+    assert sums() is layer() is None
+
+
+@pytest.mark.parametrize(
+    "flags, world_size, message",
+    [
+        ("--global-batch-size 2", 1, "a step of 2 samples is one micro-batch of each process, and no sum"),
+        ("", 2, "a step of 4 samples is one micro-batch of each process, and no sum"),
+        ("--global-batch-size 8 --zero-stage 2", 2, "--zero-stage 2 sums each micro-batch's gradient over processes"),
+        ("--global-batch-size 8 --zero-stage 3", 2, "--zero-stage 3 sums each micro-batch's gradient over processes"),
+        (
+            "--global-batch-size 8 --cpu-optimizer --offload-gradients on",
+            1,
+            "--offload-gradients on: --gradient-accumulation-fusion adds to sums on the GPU",
+        ),
+    ],
+)
+def test_where_there_is_no_sum_to_add_to_it_is_refused(flags: str, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(parse_flags(f"{TINY} {FUSED} {flags}".split()), world_size)
+
+
+def test_one_process_has_a_sum_at_every_zero_stage() -> None:
+    assert tiny_config(f"{FUSED} --global-batch-size 8 --zero-stage 3").precision.gradient_accumulation_fusion
+
+
+def test_a_growing_batch_has_sums_later() -> None:
+    words = f"{TINY} {FUSED} --rampup-batch-size 2 2 8 --global-batch-size 8 --train-samples 100"
+    resolve(parse_flags(words.replace("--train-iters 20", "").split()), 1)

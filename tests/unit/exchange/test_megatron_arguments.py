@@ -78,7 +78,7 @@ def test_what_gptpar_lacks_is_refused_by_name() -> None:
         assert model(**off) == model()
 
 
-@pytest.mark.parametrize("given", [*REFUSED.values(), *({name: value} for name, value in WRONG.items())], ids=str)
+@pytest.mark.parametrize("given", [*REFUSED.values(), *({name: value} for name, value in WRONG.items())], ids="".join)
 def test_what_cannot_be_computed_is_refused(given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(CheckpointError, match=f"gptpar cannot compute .*\n.*{name.replace('_', '[-_]')}"):

@@ -96,17 +96,37 @@ def column_forward(
     return product(x, weight.t(), format)
 
 
-@torch.library.custom_op("gptpar::column_backward", mutates_args=("total",))
+@torch.library.custom_op("gptpar::column_backward", mutates_args=())
 def column_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight."""
+    return _column_backward(grad, x, weight, group, sequence_parallel, format, None)
+
+
+@torch.library.custom_op("gptpar::summing_column_backward", mutates_args=("total",))
+def summing_column_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     group: str,
     sequence_parallel: bool,
     format: str,
-    total: torch.Tensor | None = None,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    """grad_NO, x_nI, weight_OI -> the gradient of x, summed over ranks; the weight's is added to ``total``."""
+    return _column_backward(grad, x, weight, group, sequence_parallel, format, total)[0]
+
+
+def _column_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    format: str,
+    total: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight (empty: it was added to ``total``)."""
     ranks = _group(group)
     if not sequence_parallel:
         grad_x = product(grad, weight, format)
@@ -145,7 +165,7 @@ def row_forward(
     return y
 
 
-@torch.library.custom_op("gptpar::row_backward", mutates_args=("total",))
+@torch.library.custom_op("gptpar::row_backward", mutates_args=())
 def row_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -154,9 +174,36 @@ def row_backward(
     sequence_parallel: bool,
     fused: bool,
     format: str,
-    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad_nO, x_NI, weight_OI -> gradients of x and weight (empty: it was added to ``total``)."""
+    """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
+    return _row_backward(grad, x, weight, group, sequence_parallel, fused, format, None)
+
+
+@torch.library.custom_op("gptpar::summing_row_backward", mutates_args=("total",))
+def summing_row_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    fused: bool,
+    format: str,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    """grad_nO, x_NI, weight_OI -> the gradient of x; the weight's is added to ``total``."""
+    return _row_backward(grad, x, weight, group, sequence_parallel, fused, format, total)[0]
+
+
+def _row_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    sequence_parallel: bool,
+    fused: bool,
+    format: str,
+    total: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if sequence_parallel:
         grad, grad_x = _gather_times(grad, weight, group, fused, format)
     else:
@@ -178,6 +225,8 @@ def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 @summing_linear_backward.register_fake
+@summing_column_backward.register_fake
+@summing_row_backward.register_fake
 def _(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -194,9 +243,8 @@ def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
 
 @column_backward.register_fake
 @row_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    has_total = isinstance(how[-1], torch.Tensor)
-    return x.new_empty(x.shape), weight.new_empty(0 if has_total else weight.shape)
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 @sum_over_ranks.register_fake
@@ -220,20 +268,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(x, weight)  # not the total, which other micro-batches change meanwhile
 
 
-def _gradients(ctx: Any, grad_x: torch.Tensor, grad_weight: torch.Tensor) -> tuple[Any, ...]:
-    if ctx.total is None:
-        return grad_x, grad_weight, *[None] * 6
-    return grad_x, *[None] * 6, ctx.total.new_empty(())
-
-
 def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    how = ctx.group, ctx.sequence_parallel, ctx.format, ctx.total
-    return _gradients(ctx, *column_backward(grad, *ctx.saved_tensors, *how))
+    how = *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.format
+    if ctx.total is None:
+        return *column_backward(grad, *how), *[None] * 6
+    return summing_column_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_empty(())
 
 
 def _row_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    how = ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format, ctx.total
-    return _gradients(ctx, *row_backward(grad, *ctx.saved_tensors, *how))
+    how = *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format
+    if ctx.total is None:
+        return *row_backward(grad, *how), *[None] * 6
+    return summing_row_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_empty(())
 
 
 def _save_summing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class GradientCollector:
         self._expected = {unit.name: len(unit.params) for unit in units}
         self._arrivals: dict[str, int] = {}
         self._outer_task: int | None = None
-        self._in_pass = False
+        self.in_pass = False
         self.in_last_forward = False
         self.begin_unannounced: Callable[[], None] | None = None
         self._factor = 1.0
@@ -119,7 +119,7 @@ class GradientCollector:
 
     def begin(self) -> None:
         """Begin a step, and forget a backward pass that ended in an error."""
-        self._in_pass = False
+        self.in_pass = False
         arrived = self._arrived, self._arrived_before, self.late
         for forgotten in (*arrived, self._fresh, self._missing, self._waiting, self._handed_on):
             forgotten.clear()
@@ -148,7 +148,7 @@ class GradientCollector:
         self._missing = {name: sys.maxsize if name in waiting else self._expected[name] for name in names}
         self._handed_on.clear()
         self._here.clear()
-        self._outer_task, self._in_pass = None, True
+        self._outer_task, self.in_pass = None, True
         self._arrivals = dict.fromkeys(names, 0)
         last_first = names[::-1]
         for name in sorted(last_first, key=self._handed_on_last.__contains__):
@@ -188,7 +188,7 @@ class GradientCollector:
 
     def leave_backward(self) -> None:
         """Leave the pass, which may have ended in an error."""
-        self._in_pass = False
+        self.in_pass = False
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -210,7 +210,7 @@ class GradientCollector:
         parameter.grad = None
         if grad.layout != torch.strided:  # of an embedding with sparse=True
             grad = grad.to_dense()
-        if not self._in_pass:
+        if not self.in_pass:
             if BACKWARD_PASSES.belongs_to_engine:
                 return  # another engine's loss led through this module
             if self.begin_unannounced is None:

@@ -272,14 +272,14 @@ def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     how = *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.format
     if ctx.total is None:
         return *column_backward(grad, *how), *[None] * 6
-    return summing_column_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_empty(())
+    return summing_column_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_zeros(())
 
 
 def _row_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     how = *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format
     if ctx.total is None:
         return *row_backward(grad, *how), *[None] * 6
-    return summing_row_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_empty(())
+    return summing_row_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_zeros(())
 
 
 def _save_summing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -289,7 +289,7 @@ def _save_summing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _summing_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grad_x = summing_linear_backward(grad, *ctx.saved_tensors, ctx.format, ctx.total)
-    return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None, ctx.total.new_empty(())
+    return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None, ctx.total.new_zeros(())
 
 
 summing_linear.register_autograd(_summing_gradients, setup_context=_save_summing)

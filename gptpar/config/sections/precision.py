@@ -86,8 +86,8 @@ def _fusion_obstacles(flags: Flags, world_size: int) -> Iterator[str]:
     of_micro_batches = (b.micro_batch_size or 0) * flags.parallel.data_parallel_size(world_size)
     if not grows and of_micro_batches and of_micro_batches == (b.global_batch_size or of_micro_batches):
         yield (
-            f"a step of {of_micro_batches} samples is one micro-batch of each process, and no sum (raise "
-            "--global-batch-size, or leave it out)"
+            f"a step of {of_micro_batches} samples is one micro-batch of each process, so that there is no sum (raise "
+            "--global-batch-size, or leave out --gradient-accumulation-fusion)"
         )
 
 

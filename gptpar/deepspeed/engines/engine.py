@@ -169,12 +169,14 @@ class ModuleEngine(TrainingEngine):
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
-        if self._is_final or self._was_read:
-            self._reopen()
-        elif self._has_begun:
-            self.weights.catch_up()
-        else:
+        if not self._has_begun:
             self._begin()
+            return
+        is_final = self._is_final
+        if is_final or self._was_read:
+            self._reopen()
+        if not is_final:
+            self.weights.catch_up()
 
     def _reopen(self) -> None:
         """The step has another backward pass, though its gradient has been summed over processes."""

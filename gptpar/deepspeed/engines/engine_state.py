@@ -42,6 +42,7 @@ class EngineState(nn.Module):
     _count: int
     _has_begun: bool
     _is_final: bool
+    _in_train_batch: bool
     _ended_step: bool
     _norm: float
     _skipped: float

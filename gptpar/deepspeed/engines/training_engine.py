@@ -104,7 +104,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._saver = Saver(self.topology, self.engine.optimizer.guard, warn)
         self._agreement = Agreement(self.topology, ordered=self.engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the current step
-        self._has_begun = self._is_final = self._closed = False
+        self._has_begun = self._is_final = self._closed = self._in_train_batch = False
         self._readings: Readings | None = None
         self._monitor: Monitor | None = None
         if self.topology.is_main:
@@ -231,12 +231,15 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         return self._mean_loss.to(result.loss.dtype)
 
     def _try_passes(self, batches: Batches) -> StepResult:
+        self._in_train_batch = True
         try:
             return self._passes(batches)
         except BaseException:
             self._note_failure("train_batch", exchanging=self.topology.mesh.pipeline > 1)
             self._drop_step()  # some of its gradients are incomplete
             raise
+        finally:
+            self._in_train_batch = False
 
     def _note_failure(self, what: str, *, exchanging: bool = False) -> None:
         """A pass ends in an error, maybe on this process alone; ``exchanging``: others may wait for it for certain."""

@@ -17,9 +17,8 @@ class WholeTensors(EngineState):
     def full_gradient(self, name: str) -> torch.Tensor:
         """The whole gradient of a parameter, between a backward pass and the step; all processes call it.
 
-        It is the mean over micro-batches and processes, not clipped. After a micro-batch that is not the step's last,
-        also in ``no_sync()``, it is the sum over the micro-batches so far, each divided as in the mean over all; the
-        first call sums it over processes.
+        It is the mean over the step's micro-batches and processes, not clipped. After a micro-batch that is not the
+        step's last, also in ``no_sync()``, the coming micro-batches count as zero; the first call sums over processes.
 
         Args:
             name: of the parameter, as the module names it.
@@ -42,7 +41,7 @@ class WholeTensors(EngineState):
         """[n] the elements of :meth:`full_gradient` that this process updates, in the order of memory; maybe none.
 
         Those of all processes, in the order of their numbers, are the whole gradient. ``None``: no such parameter is
-        trained.
+        trained. Before the step's last backward pass all processes call it: the first call sums over processes.
         """
         with self._gradient_of("local_gradient"):
             found = self.weights.local(name, "grad")
@@ -56,8 +55,10 @@ class WholeTensors(EngineState):
     @contextlib.contextmanager
     def _gradient_of(self, verb: str) -> Iterator[None]:
         """A context in which the gradient of the step's passes so far is summed over processes."""
-        if not self._has_begun:
-            raise GptparError(f"{verb}() works only between a backward pass and the step.")
+        if not self._has_begun or self._in_train_batch or self.engine.gradients.collector.in_pass:
+            raise GptparError(
+                f"{verb}() works only between a backward pass and the step, and not within a pass or train_batch()."
+            )
         with self._watch.together(verb):
             self._sum_gradient()
             yield

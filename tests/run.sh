@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests, making an environment for them first where there is none: tests/run.sh [pytest arguments]
-# tests/run.sh -m fast: the fast tier alone, in about a minute on two cores.
+# tests/run.sh -m fast: the fast tier alone, in about two minutes on two cores.
 set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 

@@ -57,9 +57,16 @@ USER_MODULES = [
     Mutation(
         "gradient-that-was-read-begins-anew",
         "gptpar/deepspeed/engines/engine.py",
-        "        if self._is_final or self._was_read:\n            self._reopen()\n",
-        "        if self._is_final:\n            self._reopen()\n",
+        "        if is_final or self._was_read:\n            self._reopen()\n",
+        "        if is_final:\n            self._reopen()\n",
         ("tests/any_module/test_several_backward_passes.py",),
+    ),
+    Mutation(
+        "gradient-read-within-a-pass",
+        "gptpar/deepspeed/engines/whole_tensors.py",
+        " or self._in_train_batch or self.engine.gradients.collector.in_pass",
+        "",
+        ("tests/any_module/test_reads_amid_a_step.py",),
     ),
     Mutation(
         "error-after-exchange-not-noted",

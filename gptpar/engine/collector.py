@@ -44,6 +44,7 @@ class GradientCollector:
             complete.
 
     Attributes:
+        in_pass: whether a backward pass is running.
         in_last_forward: whether the running forward pass is the step's last of its stage.
         late: parameters that got a gradient in this step after their unit had been handed on: it was not added.
         begin_unannounced: begins a backward pass that nobody has announced, at its first gradient; ``None``: such

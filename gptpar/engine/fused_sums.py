@@ -39,7 +39,7 @@ class FusedSums:
         linears: Mapping[str, SplitLinear],
     ):
         self._memory = memory
-        # Not strongly: a scalar's hook leads from its layer to here, and Python finds no cycle that autograd closes.
+        # Weak references: a scalar's hook leads from its layer to here, a cycle that Python cannot find in autograd.
         self._of_layer: dict[str, list[tuple[Unit, WeakValueDictionary[str, SplitLinear]]]] = {}
         self._begun: set[str] = set()
         for unit in units:
@@ -65,5 +65,5 @@ class FusedSums:
                 self._begun.add(unit.name)
                 torch._foreach_zero_([views[name] for name in linears])
             for name, linear in linears.items():
-                # Autograd does not see that passes of other micro-batches change the sum: each has its own tensor.
+                # A new tensor for each call: autograd must not count the other micro-batches' changes of the sum.
                 linear.gradient_sum = views[name].data.flatten(0, -2) if views else None

@@ -5,8 +5,8 @@ after. A row layer holds some input features: it sums its output after the produ
 output before (Shoeybi et al. 2019; with tokens split between layers, Korthikanti et al. 2022). A column layer's
 backward overlaps its two transfers with its two products.
 
-Instead of returning a weight's gradient, a backward can add it to ``total``, the weight's gradient sum: autograd then
-sees no weight, and a gradient of the scalar ``added``, which means nothing, comes when the sum is formed.
+Instead of returning a weight's gradient, a backward can add it to ``total``, the weight's gradient sum. Autograd then
+gets no gradient of the weight. It gets a zero for the scalar ``added``, whose hook reports that the addition is queued.
 
 Legend: N all tokens, n this rank's (N / t under sequence parallelism over t ranks, else N), I input features and O
 output features that this rank holds or needs.

@@ -42,7 +42,7 @@ def range_of(position: int, size: int, length: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor of which each rank of an axis has a range of one dimension.
+    """A tensor that is split along one dimension: each rank of an axis has a range of it.
 
     Attributes:
         dim: the dimension that is split.

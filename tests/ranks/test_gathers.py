@@ -13,7 +13,7 @@ from tests.spawn import spawn
 
 
 def new_weights_while_the_old_ones_are_gathered(rank: int, words: str) -> list[float]:
-    """The parameters' values after two publications in a row, the first of which is half done for a while."""
+    """The parameters' values after two publications in a row; rank 1 joins the first one late."""
     trainer = make_trainer(tiny_config(f"{words} --micro-batch-size 1 --global-batch-size 2", 2), rank, Mesh(data=2))
     engine, found = trainer.engine, set()
     with engine.gatherer.held():

@@ -33,10 +33,10 @@ def make_loader(
 ) -> DataLoader[Any]:
     """A loader of this process's micro-batches, in a new order in each epoch that depends on ``options.seed``.
 
-    For one ``train_batch_size``, a step consists of the same samples on any number of processes. Samples at the end
-    that do not fill a micro-batch on every process are left out; they are others in each epoch. Without
-    ``options.drop_last`` they make a smaller micro-batch, for which the epoch's first samples are repeated until every
-    process has as many.
+    For one ``train_batch_size``, a step of full micro-batches consists of the same samples on any number of processes.
+    With ``options.drop_last``, the last samples are left out if they do not fill a micro-batch on every process; they
+    are others in each epoch. Otherwise they make a smaller micro-batch. All processes get equally many: the epoch's
+    first samples are repeated where that is needed.
 
     Args:
         rank, world: of the data-parallel processes.

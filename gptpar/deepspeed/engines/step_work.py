@@ -143,7 +143,7 @@ class StepWork:
             self._engine.gatherer.release_all()
 
     def sum_gradient(self) -> None:
-        """Finish the gradient of the passes so far, of which none was the step's last; others may reopen it."""
+        """Sum the gradient of the passes so far over processes, amid the step; a later pass has to reopen it."""
         gradients = self._engine.gradients
         gradients.begin_backward(0, last=True)
         gradients.end_backward()

@@ -54,7 +54,11 @@ class WholeTensors(EngineState):
 
     @contextlib.contextmanager
     def _gradient_of(self, verb: str) -> Iterator[None]:
-        """A context in which the gradient of the step's passes so far is summed over processes."""
+        """A context for reading or replacing gradients: the passes so far have been summed over processes.
+
+        Raises:
+            GptparError: the step has had no backward pass, or a pass or ``train_batch`` is running.
+        """
         if not self._has_begun or self._in_train_batch or self.engine.gradients.collector.in_pass:
             raise GptparError(
                 f"{verb}() works only between a backward pass and the step, and not within a pass or train_batch()."

@@ -36,7 +36,7 @@ UNDERSTOOD: dict[str, dict[str, Any]] = {
     "attention_dropout": {"attention_dropout": 0.2},
     "init_method_std": {"init_method_std": 0.5},
 }
-# Field -> arguments with which Megatron computes what gptpar does not, or which no model can have.
+# Field -> arguments that are refused: gptpar does not compute what Megatron does with them, or no model can have them.
 REFUSED: dict[str, dict[str, Any]] = {
     **{name: {name: 2} for name in ABSENT_HERE},
     "softmax_scale": {"softmax_scale": 0.25},

@@ -89,7 +89,7 @@ def test_a_rest_is_left_out_and_samples_are_collated_as_asked() -> None:
 
 
 def test_a_rest_makes_a_smaller_micro_batch_if_the_configuration_keeps_it() -> None:
-    """As with DeepSpeed's false: 11 samples are 6 for each of two processes, one of which comes twice."""
+    """As with DeepSpeed's false: two processes get 6 of 11 samples each, and one sample comes twice."""
     chosen = options(2, 4, 8, dataloader_drop_last=False)
     epochs = [[batch.tolist() for batch in make_loader(Numbers(11), chosen, rank, 2)] for rank in range(2)]
     assert [[len(batch) for batch in epoch] for epoch in epochs] == [[4, 2]] * 2

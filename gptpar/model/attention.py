@@ -195,7 +195,7 @@ class Attention(nn.Module):
         """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
         q_BHSK, k_BGSK, v_BGSK, *gates = self._heads(qkv, seq_length)
         if self.rotary:
-            q_BHSK, k_BGSK = (rotate(x, positions_BS, self.rotary) for x in (q_BHSK, k_BGSK))
+            q_BHSK, k_BGSK = rotate((q_BHSK, k_BGSK), positions_BS, self.rotary)
         dropout = None
         if self.dropout and self.training:
             assert seeds is not None, NO_SEEDS

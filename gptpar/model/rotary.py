@@ -6,6 +6,7 @@ Legend: B batch, S sequence, H heads, K head width, R pairs of channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -113,23 +114,49 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
     return 1 + 0.1 * scale * math.log(factor)
 
 
-def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021) on the first channels of each head; returns the shape of ``x``.
+def rotate(
+    heads: Iterable[torch.Tensor], positions_BS: torch.Tensor | None, rotary: Rotary
+) -> tuple[torch.Tensor, ...]:
+    """Rotary position embedding (Su et al. 2021) on the first channels of each head.
 
     Channels i and i + rotated/2 form a pair (GPT-NeoX's and Megatron's convention), turned by the angle
-    position x frequency; angles are computed in fp32, or in fp64 where ``x`` has it.
+    position x frequency; angles are computed in fp32, or in fp64 where the heads have it.
 
     Args:
+        heads: tensors x_BHSK of one length, number format and device, for instance queries and keys.
         positions_BS: each token's position; ``None``: 0, 1, 2, ...
+
+    Returns:
+        The turned tensors, in the shapes of ``heads``.
     """
-    device, length, rotated = x_BHSK.device, x_BHSK.shape[2], rotary.rotated
-    exact = torch.promote_types(x_BHSK.dtype, torch.float32)
+    first_BHSK, *_ = heads = tuple(heads)
+    device, length, rotated = first_BHSK.device, first_BHSK.shape[2], rotary.rotated
+    exact = torch.promote_types(first_BHSK.dtype, torch.float32)
     frequencies_R = rotary.frequencies(device, exact)
     positions = torch.arange(length, device=device)[None] if positions_BS is None else positions_BS
     angles_B1SR = (positions[:, :, None].to(exact) * frequencies_R)[:, None]
-    cos, sin = angles_B1SR.cos(), angles_B1SR.sin()
-    if rotary.amplitude != 1:
-        cos, sin = cos * rotary.amplitude, sin * rotary.amplitude
-    cos, sin = cos.to(x_BHSK.dtype), sin.to(x_BHSK.dtype)
-    first, second, rest = x_BHSK.split([rotated // 2, rotated // 2, x_BHSK.shape[-1] - rotated], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    cos, sin = (compiled_cos_and_sin if torch.compiler.is_compiling() else cos_and_sin)(angles_B1SR, rotary.amplitude, first_BHSK.dtype)
+
+    def turned(x_BHSK: torch.Tensor) -> torch.Tensor:
+        first, second, rest = x_BHSK.split([rotated // 2, rotated // 2, x_BHSK.shape[-1] - rotated], dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+    return tuple(turned(x_BHSK) for x_BHSK in heads)
+
+
+def cos_and_sin(angles: torch.Tensor, amplitude: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cosines, sines) of the angles in a number format, times the amplitude."""
+    cos, sin = angles.cos(), angles.sin()
+    if amplitude != 1:
+        cos, sin = cos * amplitude, sin * amplitude
+    return cos.to(dtype), sin.to(dtype)
+
+
+# An operator, into which torch.compile cannot look. It would compute both functions again for each channel of each head,
+# which takes longer than the heads' memory traffic (H100, 28 heads of 128, 8,192 tokens: 0.49 ms instead of 0.06).
+compiled_cos_and_sin = torch.library.custom_op("gptpar::cos_and_sin", cos_and_sin, mutates_args=())
+
+
+@compiled_cos_and_sin.register_fake
+def _(angles: torch.Tensor, amplitude: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(angles, dtype=dtype), torch.empty_like(angles, dtype=dtype)

@@ -131,7 +131,8 @@ def test_a_moving_loss_scale(ratio: float) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
 def test_launched_steps_between_replays(ratio: float) -> None:
-    recorded, launched = (make(graph, ratio) for graph in (True, False))
+    # Uncompiled: another length may recompile a block for any length, and the second engine would begin with that code.
+    recorded, launched = (make(graph, ratio, gptpar={"compile": False}) for graph in (True, False))
     check(recorded, launched, between=True)
 
 

@@ -221,7 +221,7 @@ def test_compiled_norms_of_heads_equal_eager_ones() -> None:
 
     def turned(*inputs: torch.Tensor) -> torch.Tensor:
         q, k, v, gate = normed(list(inputs), shape)
-        q, k = rotate(q, None, Rotary(32, 10000)), rotate(k, None, Rotary(32, 10000))
+        q, k = rotate((q, k), None, Rotary(32, 10000))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) * gate.sigmoid()
 
     eager, compiled = turned(*inputs), torch.compile(turned, fullgraph=True)(*inputs)

@@ -115,7 +115,7 @@ def test_norms_of_heads_form_all_gradients(
     inputs = [qkv, *(vectors if centred else vectors[::2])] + [layer_bias] * has_bias
 
     def turned(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (*(rotate(part, None, Rotary(rotated, 10000)) for part in parts[:2]), *parts[2:]) if rotated else parts
+        return (*rotate(parts[:2], None, Rotary(rotated, 10000)), *parts[2:]) if rotated else parts
 
     wanted = turned(plain_heads(qkv + layer_bias if has_bias else qkv, (norms[0], norms[1]), shape, 1e-5))
     given = qkv + layer_bias.detach() if has_bias else qkv

@@ -39,9 +39,9 @@ def test_fp64_turns_by_fp64_angles(rotated: int, factor: float, base: int, spaci
     positions = np.stack((np.arange(32) * spacing, np.arange(32)))
     wanted = float64_turned(x, positions, rotated, base, factor)
     given = torch.from_numpy(x)
-    found = rotate(given, torch.from_numpy(positions), llama(rotated, base, factor)).numpy()
+    found = rotate([given], torch.from_numpy(positions), llama(rotated, base, factor))[0].numpy()
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-14)
-    plain = rotate(given[1:], None, llama(rotated, base, factor)).numpy()
+    plain = rotate([given[1:]], None, llama(rotated, base, factor))[0].numpy()
     np.testing.assert_allclose(plain, wanted[1:], rtol=0, atol=1e-14)
 
 
@@ -52,7 +52,7 @@ def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8)), wanted)
+    assert torch.equal(rotate([x], torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8))[0], wanted)
 
 
 def test_frequencies_without_a_stretch_are_the_plain_ones() -> None:

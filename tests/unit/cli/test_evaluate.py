@@ -44,13 +44,6 @@ def test_scores_are_those_of_the_run(saved: tuple[Path, list[str], dict], capsys
     assert " questions at iteration 4 | acc: " in err and "items in " in err
 
 
-def test_a_sample(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFixture[str]) -> None:
-    folder, files, _ = saved
-    assert main(["evaluate", "--load", str(folder), "--eval-limit", "2", "--eval-tasks", files[0]]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["eval_limit"] == 2 and found["tasks"]["questions"]["num_items"] == 2
-
-
 def test_all_problems_are_told_before_a_worker_starts(
     saved: tuple[Path, list[str], dict],
     tmp_path: Path,

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from gptpar.cli.fit.choose import LESSONS, Choice, Course, choose, for_command, teachable, training_minutes
 from gptpar.cli.fit.machine import Machine, Pace
-from gptpar.config import BatchConfig
-from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.fitted_length import FittedLength
-from gptpar.run.progress import Progress
-from tests.helpers import tiny_config
 
 GIB = 1 << 30
 TWO_CORES = Machine(0, "fp32", 20 * GIB, 0.0, "test")
@@ -38,13 +32,6 @@ def test_a_slow_cpu_gets_the_largest_model_that_it_can_teach(seconds: float, pre
     course = taught(seconds)
     assert (course.preset.value, course.lesson.preset) == (preset, preset)
     assert course.steps >= course.lesson.steps
-
-
-def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -> None:
-    course = taught(2000.0)
-    assert (course.preset.value, course.steps) == ("31M", 14)
-    flags = {choice.flag: choice.value for choice in choose(TWO_CORES, course, 512)}
-    assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "100", "1e-3")
 
 
 def test_choice_for_two_cpu_cores() -> None:
@@ -90,22 +77,6 @@ def after_ten_steps(seconds_a_step: float, **settings: float) -> tuple[int, str]
     return length.decide(10, *length.measured())
 
 
-@pytest.mark.parametrize("seconds", [0.9, 2.0, 3.7])
-def test_the_steps_fill_the_minutes(seconds: float) -> None:
-    steps, sentence = after_ten_steps(seconds, needed=100)
-    assert 480 - seconds < 5 + (steps - 1) * seconds <= 480
-    assert sentence == f"a step takes {seconds:.2f} s: {steps} steps fit into 8.0 minutes of training"
-
-
-def test_an_evaluation_between_two_steps_is_no_step() -> None:
-    """It takes 60 s after the fifth: they are gone, but a step takes 2 s all the same."""
-    clock = iter([0.0, *(5 + 2.0 * i + 60.0 * (i > 4) for i in range(10))])
-    length = FittedLength(8.0, 2000, now=lambda: next(clock))
-    assert [length.is_due() for _ in range(10)][-1]
-    seconds, left = length.measured()
-    assert (seconds, left) == (2.0, 480 - 83)
-
-
 def test_too_few_steps_are_told_with_the_minutes_that_would_do() -> None:
     steps, sentence = after_ten_steps(9.1)
     assert steps == 53
@@ -130,22 +101,3 @@ def test_the_length_is_decided_again_where_steps_become_slower() -> None:
         if length.is_due():
             steps, _ = length.decide(taken, *length.measured())
     assert 470 < now <= 480 and steps == taken
-
-
-def test_a_resumed_run_has_the_same_plan() -> None:
-    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000)
-    at_ten = Progress(iteration=10, consumed_samples=20)
-    later = Progress(iteration=200, consumed_samples=400, fitted_iters=231)
-    plan = BatchPlan.of(batch, at_ten).ending_at(231, at_ten)
-    assert dataclasses.replace(plan, done=later) == BatchPlan.of(batch, later).ending_at(231, later)
-    assert (plan.train_samples, plan.num_iterations()) == (462, 231)
-
-
-def test_what_the_first_steps_would_depend_on_is_refused() -> None:
-    from gptpar.config.sections.batch import check_duration
-
-    config = tiny_config().update("batch", train_iters=None, train_samples=100, train_minutes=5.0)
-    config = config.update("optimizer", lr_warmup_fraction=0.1, weight_decay_incr_style="linear")
-    problems = list(check_duration(config))
-    assert len(problems) == 3 and all(problem.startswith("--train-minutes 5 ") for problem in problems)
-    assert "--train-iters, which is missing" in problems[0] and "give --lr-warmup-iters" in problems[1]

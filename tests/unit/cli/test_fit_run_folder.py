@@ -73,10 +73,3 @@ def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:
     assert "no such file" in refusal("--run", run, "--data", tmp_path / "gone.jsonl")
     text.write_text('{"text": "two"}\n')
     assert f"whose content has changed since ({text})" in refusal("--run", run, "--data", text)
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010").mkdir()
-    assert "holds iter_0000010 and no made_with.json" in refusal("--run", tmp_path)
-    (tmp_path / "made_with.json").write_text("{")
-    assert "made_with.json cannot be read" in refusal("--run", tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gptpar.cli import hostfile, without_local_rank
+from gptpar.cli import hostfile
 from gptpar.cli.ssh import PASSED_ON
 from gptpar.errors import ConfigError
 
@@ -111,9 +111,3 @@ def test_the_command_of_each_host_is_printed(
         expected = f"cd {tmp_path} && export PYTHON=/opt/python NCCL_DEBUG='it'\"'\"'s on' && {{ "
         expected += f'CUDA_VISIBLE_DEVICES={gpus} "$PYTHON" -m gptpar launch {launch} --pass-local-rank train.py'
         assert script.startswith(f"{expected} --name 'two words' </dev/null & child=$!")
-
-
-@pytest.mark.parametrize("rank", [["--local_rank=3"], ["--local-rank", "3"]])
-def test_a_local_rank_may_stand_before_the_verb(rank: list[str]) -> None:
-    assert without_local_rank([*rank, "pretrain", "--lr", "1"]) == ["pretrain", "--lr", "1"]
-    assert without_local_rank(["pretrain", *rank]) == ["pretrain", *rank]

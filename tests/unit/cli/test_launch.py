@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from gptpar.cli import launch
-from gptpar.cli.launch import relay, worker
+from gptpar.cli.launch import relay
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
-from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
-from gptpar.system.restart import note_stopped
+from gptpar.system.activity import START, Activity, last_activity
 from gptpar.topology.world import world_from_environment
 
 ROOT = Path(__file__).parents[3]
@@ -81,23 +79,6 @@ def started(worker: str, folder: Path, **environment: str) -> tuple[subprocess.P
 
 
 SEVERAL = ["--nnodes", "2", "--node-rank", "1", "x.py"]
-
-
-def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seen = []
-
-    def run(words: object) -> None:
-        seen.append((words.signals_to_handle, Path(words.log_dir).parent, os.environ[worker.LAUNCHER_VARIABLE]))  # type: ignore[attr-defined]
-        assert list(tmp_path.iterdir()) == [Path(os.environ[FOLDER_VARIABLE])]
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.main(SEVERAL) == 0
-    ((signals, folder, launcher),) = seen
-    assert signals == "SIGQUIT" and folder.name.startswith("gptpar-activity-") and launcher == str(os.getpid())
-    assert list(tmp_path.iterdir()) == [] and FOLDER_VARIABLE not in os.environ
 
 
 def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> None:
@@ -176,13 +157,3 @@ def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselv
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert world_from_environment() == (0, 0, 1)
-
-
-def test_a_run_that_another_machines_launcher_was_asked_to_stop_ends_with_143(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = relay.Relay(tmp_path, 1.0, relay.Children(), Program("module", "gptpar", ()))
-    assert told.exit_code(None) == 0
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    note_stopped()
-    assert told.exit_code(None) == 143

@@ -23,14 +23,6 @@ from gptpar.system.processes import Process
 from gptpar.system.restart import MEMORY_VARIABLE
 
 
-def test_it_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
-    with folder_in_memory(print, tmp_path) as one, folder_in_memory(print, tmp_path) as other:
-        assert one is not None and other is not None and one != other
-        assert one.stat().st_mode & 0o777 == 0o700
-        (one / "iter_0000010").mkdir()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("is_alone", "kept"), [(True, [20]), (False, [10, 20])])
 def test_the_newest_copies_of_a_failed_run_are_kept(tmp_path: Path, is_alone: bool, kept: list[int]) -> None:
     with folder_in_memory(print, tmp_path) as folder:

@@ -28,19 +28,6 @@ def test_a_command(words: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {SENTENCE}\n")
 
 
-@pytest.mark.parametrize("script", ["tools/estimate_memory.py", "examples/deepspeed/train.py"])
-def test_a_script(script: str) -> None:
-    program = f"import runpy; sys.argv[:] = ['{script}', '--steps']; runpy.run_path('{script}', run_name='__main__')"
-    done = answer(program)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {SENTENCE}\n")
-
-
-def test_a_name_of_the_library() -> None:
-    done = answer("import gptpar; gptpar.initialize")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {SENTENCE}"
-    assert "During handling" not in done.stderr
-
-
 @pytest.mark.parametrize("words", ["--help", "make-corpus --help"])
 def test_what_needs_no_torch_works(words: str) -> None:
     assert "usage: " in answer("from gptpar.cli import main; sys.exit(main())", *words.split()).stdout

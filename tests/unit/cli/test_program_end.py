@@ -51,13 +51,3 @@ def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
 def test_its_status_is_the_processs(tmp_path: Path, end: str, status: int, told: str) -> None:
     done = run(tmp_path, f"import sys; sys.exit({end})")
     assert (done.returncode, done.stdout, done.stderr) == (status, "", told)
-
-
-def test_an_exception_is_shown_from_the_programs_first_line_on(tmp_path: Path) -> None:
-    done = run(tmp_path, "def train():\n    raise ValueError('no data')\n\n\ntrain()\n")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[:2] == [
-        "Traceback (most recent call last):",
-        f'  File "{tmp_path}/train.py", line 5, in <module>',
-    ]
-    assert done.stderr.endswith("ValueError: no data\n")

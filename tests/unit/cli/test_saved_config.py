@@ -39,11 +39,6 @@ def test_a_benchmark_leaves_out_the_runs_folders_and_records(config: list[str]) 
     assert (parsed.flags.model.hidden_size, parsed.flags.precision.bf16) == (32, True)
 
 
-def test_what_the_command_line_says_of_folders_stays(config: list[str], tmp_path: Path) -> None:
-    parsed = parse([*config, "--save", str(tmp_path / "other"), "--save-interval", "3"])
-    assert (parsed.flags.checkpoint.save, parsed.flags.checkpoint.save_interval) == (str(tmp_path / "other"), 3)
-
-
 def test_a_sweep_goes_over_what_the_file_says(config: list[str]) -> None:
     parsed = parse([*config, "--sweep", "--sweep-micro-batches", "1", "4"], sweep_flags)
     assert list(contradictions(parsed)) == []
@@ -51,11 +46,6 @@ def test_a_sweep_goes_over_what_the_file_says(config: list[str]) -> None:
     typed = parse([*config, "--micro-batch-size", "2", "--sweep", "--sweep-micro-batches", "1"], sweep_flags)
     told = "--sweep-micro-batches chooses --micro-batch-size, which is given as well: keep one."
     assert list(contradictions(typed)) == [told]
-
-
-def test_check_layouts_says_why_it_takes_none(config: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-layouts", *config]) == 1
-    assert "--config: check-layouts trains a small model of its own, in every layout" in capsys.readouterr().err
 
 
 def test_a_plan_is_made_of_it(config: list[str], capsys: pytest.CaptureFixture[str]) -> None:

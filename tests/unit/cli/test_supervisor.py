@@ -119,11 +119,6 @@ def test_torchruns_flags_describe_a_job(
     assert found.port == (7 if kind == "executable" else 0)
 
 
-@pytest.mark.parametrize("words", ["--nnodes 2", "--redirects 3"])
-def test_what_only_torchrun_knows_stays_torchruns(words: str) -> None:
-    assert job_of(read_flags([*words.split(), "x.py"])) is None
-
-
 def test_the_store_is_on_this_machine_alone_and_a_taken_port_is_named() -> None:
     store = LocalStore()
     environment = store.environment()

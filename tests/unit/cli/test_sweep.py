@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from gptpar.cli import main as cli
 from gptpar.cli.benchmark.combinations import Combination, combinations
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
@@ -73,14 +72,6 @@ def test_every_layout_and_one_batch_for_all() -> None:
     )
 
 
-def test_the_documents_command_has_its_combinations() -> None:
-    section = (ROOT / "docs/planning.md").read_text().split("## Measure configurations")[1]
-    words = section.split("```bash\npython -m gptpar benchmark ")[1].split("```")[0].replace("\\\n", " ").split()
-    every = combinations(parse(words, sweep_flags), 2)
-    assert len(every) == 12 and sum(not one.refusal for one in every) == 8
-    assert "8 of 12 combinations" in section and "not started: 4" in section
-
-
 def test_refused_ones_have_their_reason() -> None:
     flags = "--micro-batch-size 1 --sweep-layouts dp4 tp4 tp3 dp2 tp8 --sweep-zero 0 3 --sweep-virtual-stages 1 2"
     accepted, refused = found(flags)
@@ -96,13 +87,6 @@ def test_refused_ones_have_their_reason() -> None:
     assert "4 processes cannot be cut into groups of 3 x 1 = 3" in reasons["dp1 x tp3 x pp1", "0", "1"]
     assert reasons["dp2 x tp1 x pp1", "0", "1"] == "dp2 x tp1 x pp1 is 2 processes, and here are 4."
     assert "--tensor-model-parallel-size 8" in reasons["dp1 x tp8 x pp1", "0", "1"]
-
-
-def test_a_sweeps_flags_need_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["benchmark", *TINY.replace("--sweep", "").split(), "--micro-batch-size", "1", "--sweep-zero", "0"]) == 1
-    assert "--sweep-zero needs --sweep." in capsys.readouterr().err
-    assert cli(["benchmark", *TINY.split(), "--sweep-layouts", "dq4"]) == 1
-    assert "dq4 is not a layout such as dp4" in capsys.readouterr().err
 
 
 # --- the sweep ------------------------------------------------------------------------------------------------------
@@ -146,14 +130,6 @@ def test_plan_chooses_the_most_promising() -> None:
     text = table([Measurement(kept[0][0], Completed(result(242_833.7, 39.41)), kept[0][1])], left)
     assert text.splitlines()[1].split()[-4:] == ["plan", "ms", "plan", "GiB"]
     assert text.splitlines()[2].split()[-2:] == ["258.0", "38.26"]
-
-
-def test_what_does_not_fit_is_not_started() -> None:
-    words = "--preset 13B --bf16 --micro-batch-size 1"
-    parsed = parse(f"{words} --sweep --sweep-layouts dp1 --sweep-gpu rtx4090".split(), sweep_flags)
-    chosen = combinations(parsed, 1)
-    kept, left = most_promising(chosen, predict(parsed, chosen, 1), 3)
-    assert not kept and "a GPU has 23.50 GiB" in left[0].refusal
 
 
 # --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from gptpar.cli import main, usage
-from gptpar.system.command_line import Parser
 
 
 @pytest.mark.parametrize(("words", "status"), [("", 2), ("help", 0), ("--help", 0), ("-h", 0)])
@@ -32,9 +31,3 @@ def test_a_reader_that_has_gone_ends_the_usage_quietly() -> None:
     done = subprocess.run([sys.executable, "-m", "gptpar"], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_a_refused_word_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        Parser(prog="x").parse_args(["--\x1b[31m"])
-    assert "unrecognized argument --\\x1b[31m" in capsys.readouterr().err

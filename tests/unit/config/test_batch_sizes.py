@@ -100,14 +100,6 @@ def test_batches_of_a_schedule_by_hand() -> None:
     assert sizes_of(falling) == [8, 8, 2, 2]
 
 
-def test_steps_of_the_learning_rate_are_counted_in_the_schedules_batches() -> None:
-    """Warm-up over steps of 2, 2, 2 and 4 samples; the decay ends with the 8th step; its tail is two steps of 8."""
-    flags = "--train-iters 10 --lr-warmup-iters 4 --lr-decay-iters 8 --lr-decay-style WSD --lr-wsd-decay-iters 2"
-    config = resolved(flags, "0:2 80:4 240:8")
-    schedule = make_schedule(config, BatchPlan.of(config.batch).train_samples)
-    assert (schedule.warmup, schedule.decay, schedule.wsd_tail, schedule.total) == (10, 34, 16, 50)
-
-
 def test_sizes_agree_with_counting_step_by_step() -> None:
     batches = [
         BatchConfig(micro_batch_size=1, global_batch_size=8, batch_sizes=((0, 2), (5, 4), (6, 6), (7, 3), (40, 8))),

@@ -183,14 +183,6 @@ def test_batch_sizes_that_contradict_each_other(folder: Path, file: dict[str, An
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 
-def test_flags_that_agree_or_speak_alone_win(folder: Path) -> None:
-    file = {**BATCH, **RATE, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}, "steps_per_print": None}
-    flags = "--zero-stage 3 --bf16 --lr 6e-4 --log-interval 7 --adam-beta2 0.95"
-    config, derived = resolved(file, flags)
-    assert (config.precision.dtype, config.logging.log_interval, config.optimizer.adam_beta2) == ("bf16", 7, 0.95)
-    assert "zero stage" not in derived and "lr" not in derived
-
-
 def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     file = {
         "prescale_gradients": True,
@@ -244,11 +236,6 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
 def test_a_key_or_value_that_is_not_understood(folder: Path, file: dict[str, Any], expected: str) -> None:
     found = problems({**BATCH, **RATE, **file})
     assert len(found) == 1 and found[0].startswith(f"ds.json: {expected}"), found
-
-
-def test_two_keys_of_one_meaning_must_agree(folder: Path) -> None:
-    file = {**BATCH, "gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"lr": 1, "max_grad_norm": 2}}}
-    assert problems(file) == ["ds.json: gradient_clipping is 1.0, but optimizer.params.max_grad_norm is 2: keep one."]
 
 
 def test_problems_of_file_and_flags_are_told_together(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gptpar.config import OptimizerConfig
-from tests.unit.config.deepspeed_files import BATCH, problems, resolved
+from tests.unit.config.deepspeed_files import BATCH, resolved
 
 
 def muon(params: dict[str, Any]) -> dict[str, Any]:
@@ -43,10 +43,3 @@ def test_rates_of_one_kind_overrule_the_rate_of_both(
     o = read(params)
     assert (o.lr, o.muon_lr) == (adam, muon)
     assert o.muon_qkv == ("heads" if "per_head_muon" in params else "split")
-
-
-def test_a_schedule_gives_all_parameters_one_rate(folder: Path) -> None:
-    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 10}}}
-    assert resolved({**muon({"lr": 1e-3}), **schedule})[0].optimizer.optimizer == "muon"
-    (problem,) = problems({**muon({"lr": 1e-3, "muon_lr": 0.02}), **schedule})
-    assert "gives all parameters one rate: leave one of them out" in problem

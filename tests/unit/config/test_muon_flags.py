@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gptpar.errors import ConfigError
-from gptpar.model.gpt import gpt_model
-from gptpar.optim.parameter_groups import ParameterGroups
 from tests.helpers import tiny_config
 
 MUON = "--optimizer muon"
@@ -46,12 +44,3 @@ def test_a_wrong_flag_is_told(flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tiny_config(f"{MUON} {flags}")
     assert problem in str(caught.value)
-
-
-def test_matrices_can_have_a_rate_of_their_own() -> None:
-    config = tiny_config(f"{MUON} --lr 1e-3 --muon-lr 0.02 --muon-scale-mode shape_scaling")
-    groups = ParameterGroups(config.optimizer, config.model, gpt_model(config.model))
-    rates = groups.hyperparameters(config.optimizer, 5e-4, 0.1)
-    for factors, how in zip(groups.factors, rates, strict=True):
-        assert how.lr == pytest.approx(0.01 if factors.by_matrix else 5e-4, rel=1e-15)
-        assert how.weight_decay == 0.1 * factors.weight_decay

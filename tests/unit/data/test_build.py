@@ -86,13 +86,6 @@ def test_one_corpus_with_a_weight_is_megatrons_blend_of_one(
     assert len(build_train_valid_test((n, 0, 0), SPEC, data_path=["1.0", prefix], split="1")[0]) == n
 
 
-def test_a_blend_without_weights_is_read_once(tmp_path: Path) -> None:
-    path = [corpus(tmp_path / "a", 100), corpus(tmp_path / "b", 200, 10)]
-    train, _, _ = build_train_valid_test((None, 0, 0), SPEC, data_path=path, split="1")
-    assert len(train) == 124 + 62
-    assert len(build_train_valid_test((500, 0, 0), SPEC, data_path=path, split="1")[0]) == 186
-
-
 def test_mock_samples_are_functions_of_seed_split_and_index() -> None:
     train, valid, test = build_train_valid_test((5, 3, 0), SPEC, mock_vocab_size=50)
     assert (len(train), len(valid), test) == (5, 3, None)

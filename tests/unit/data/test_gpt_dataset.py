@@ -133,11 +133,6 @@ def test_a_kept_last_sample_is_padded(tmp_path: Path, lengths: list[int], x: int
         assert dataset[i].tolist() == reference_sample(lengths, documents, rows, int(shuffle[i]), 4, x)
 
 
-def test_a_range_reads_only_its_sequences(tmp_path: Path) -> None:
-    dataset = GPTDataset(corpus(tmp_path, [5] * 8), (3, 6), 40, 4, 1)
-    assert {token for i in range(len(dataset)) for token in dataset[i].tolist()} == set(range(115, 130))
-
-
 def test_too_little_data_is_refused_with_numbers(tmp_path: Path) -> None:
     indexed = corpus(tmp_path, [3, 3, 3])
     with pytest.raises(DataError, match=r"\(valid\): 10 samples .* sequences \[3, 3\) of 3 hold no token"):
@@ -238,15 +233,3 @@ def test_a_damaged_cache_is_told_and_built_again(tmp_path: Path, always_cached: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
-
-
-@pytest.mark.parametrize("text", ["", '{"documents": 1}'])
-def test_damaged_checksums_are_built_again(tmp_path: Path, always_cached: None, text: str) -> None:
-    indexed = corpus(tmp_path, [7, 9, 4])
-    expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
-    (path,) = (tmp_path / "cache").glob("*.json")
-    good = path.read_text()
-    path.write_text(text)
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
-    assert path.read_text() == good

@@ -15,12 +15,11 @@ from gptpar.engine.table import ParameterTable
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.layer_split import split_layers
 from gptpar.pipeline.stage import Stage
-from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.mesh import DATA, PIPELINE, TENSOR, Mesh
 from gptpar.topology.placement import ParameterInfo, Placement
-from tests.helpers import make_trainer, tiny_config
+from tests.helpers import tiny_config
 
 SHAPE = "--hidden-size 48 --num-attention-heads 24 --ffn-hidden-size 96"
 MODELS = {
@@ -289,14 +288,3 @@ def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
         assert split.tied_stages(specs) == wanted
     untied = gpt_model(tiny_config("--untie-embeddings-and-output-weights").model).specs
     assert split_layers(untied, 2, 1, "parameters", ()).tied_stages(untied) == {}
-
-
-@pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --position-embedding-type rope"])
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_a_plan_has_the_table_of_the_run(flags: str, ratio: float) -> None:
-    config = tiny_config(f"{flags} --cpu-optimizer --cpu-optimizer-ratio {ratio}")
-    job, trainer = Job(config, Mesh(), "cpu"), make_trainer(config)
-    (part,), table = job.stages, trainer.engine.table
-    assert job.table(part).units == table.units and job.table(part).on_device == table.on_device
-    assert [job.table(part).length(home) for home in Home] == [table.length(home) for home in Home]
-    trainer.close()

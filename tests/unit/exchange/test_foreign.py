@@ -151,12 +151,6 @@ def test_ours_win_over_stray_files(tmp_path: Path) -> None:
     assert manifest is not None and manifest.iteration == 10
 
 
-def test_a_run_folder_whose_checkpoints_are_in_branches_is_ours(tmp_path: Path) -> None:
-    make(tmp_path, TRACKER)
-    save_checkpoint(tmp_path / "branches" / "1-from-0000000", 100, {"w": torch.zeros(1)}, {})
-    assert foreign_checkpoint(tmp_path) is None
-
-
 def test_one_checkpoint_in_place_of_its_folder(tmp_path: Path) -> None:
     one = save_checkpoint(tmp_path, 10, {"w": torch.zeros(1)}, {})
     with pytest.raises(ConfigError, match=f"give --load {tmp_path} --ckpt-step 10"):
@@ -165,14 +159,6 @@ def test_one_checkpoint_in_place_of_its_folder(tmp_path: Path) -> None:
         pretrain(f"{TINY} --save {one}".split())
     with pytest.raises(CheckpointError, match=f"give --load {tmp_path} --ckpt-step 10"):
         load_model(one, torch.device("cpu"), torch.float32)
-
-
-def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    make(tmp_path, "ckpt.pt notes.txt")
-    with pytest.raises(ConfigError, match=r"ckpt.pt is a file: a nanoGPT checkpoint"):
-        pretrain(f"{TINY} --load {tmp_path}/ckpt.pt".split())
-    with pytest.raises(ConfigError, match=r"notes.txt is a file; give the folder"):
-        pretrain(f"{TINY} --load {tmp_path}/notes.txt".split())
 
 
 MAKES_ONE = "{} NEW_FOLDER makes one of it, or says what it cannot reproduce"

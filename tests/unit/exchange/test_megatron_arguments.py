@@ -85,11 +85,6 @@ def test_what_cannot_be_computed_is_refused(given: dict[str, Any]) -> None:
         model(**given)
 
 
-def test_whole_numbers_may_be_written_as_others() -> None:
-    found = model(LLAMA, rotary_base=500000.0)
-    assert found.rotary_base == 500000 and type(found.rotary_base) is int
-
-
 def test_megatron_turns_its_fused_gelu_off_without_biases() -> None:
     """So that says nothing of a gated MLP, and exact GELU of another."""
     assert model(LLAMA, bias_gelu_fusion=False) == model(LLAMA, bias_gelu_fusion=True)

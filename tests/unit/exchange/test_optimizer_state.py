@@ -321,16 +321,3 @@ def test_what_is_wrong_in_a_universal_checkpoint_is_told(tmp_path: Path) -> None
         path.write_bytes(whole)
     (norm / "fp32.pt").write_bytes((norm / "fp32.pt").read_bytes()[:-200])
     assert "fp32.pt is no file of torch.save, or damaged" in refused(tmp_path)
-
-
-def test_without_moments_the_weights_come_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(1))
-    folder = save_universal(tmp_path / "theirs", plain)
-    for kind in MOMENTS:
-        for path in folder.rglob(f"{kind}.pt"):
-            path.unlink()
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    assert "it holds weights alone" in capsys.readouterr().out
-    stored = read_tensors(tmp_path / "run/iter_0000000")
-    assert torch.equal(stored["weights/layers.3.mlp.up.weight"], plain.states()["fp32"]["layers.3.mlp.up.weight"])

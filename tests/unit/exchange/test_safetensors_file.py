@@ -15,7 +15,6 @@ from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.patches import ParameterView
 from gptpar.errors import CheckpointError
 from gptpar.exchange.files.safetensors_file import SafetensorsWriter, header_of, open_safetensors
-from gptpar.exchange.files.weight_files import open_all
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -96,9 +95,3 @@ def test_a_file_that_is_none_is_refused(content: bytes, told: str, tmp_path: Pat
     (tmp_path / "w").write_bytes(content)
     with pytest.raises(CheckpointError, match=told):
         open_safetensors(tmp_path / "w")
-
-
-def test_what_is_wrong_in_all_files_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    with pytest.raises(CheckpointError, match=r"(?s)a is no safetensors file.*b cannot be read"):
-        open_all([tmp_path / "a", tmp_path / "b"])

@@ -223,17 +223,6 @@ def test_files_that_would_run_a_command_are_refused(tmp_path: Path, folder: Path
     assert "common.pt is refused" in refused(tmp_path)
 
 
-def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    index, place = next((i, p) for i, p in metadata.storage_data.items() if p.relative_path == file.name)
-    with open(folder / "__9_9.distcp", "wb") as evil:
-        torch.save(Harm(f"touch {tmp_path / 'harmed'}" + " " * 100_000), evil)  # as long as a part would be
-    place.relative_path, place.offset, place.length = "__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert re.search(r"__9_9.distcp is refused: reading it would call \w+\.system", refused(tmp_path))
-
-
 def test_truncated_files_are_told(tmp_path: Path, folder: Path) -> None:
     metadata, data = folder / ".metadata", sorted(folder.glob("*.distcp"))
     whole = {path: path.read_bytes() for path in (metadata, folder / "common.pt", *data)}
@@ -292,14 +281,3 @@ def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: P
     assert text.count(ours) == 1
     metadata.write_bytes(text.replace(ours, b"megatron.core.dist_checkpointing.strategies.torch\n" + theirs))
     assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-
-
-def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
-    _, weights = our_model(GPT2)
-    state = theirs(weights, stacked=True)
-    state["decoder.layers.mlp.linear_fc2.bias"] = torch.zeros(3, 32)
-    save_torch_dist(tmp_path / "theirs/iter_0000030", state, common_of(GPT2), in_boxes=False)
-    assert "'layers.3.mlp.down.bias' is missing" in refused(tmp_path)
-    state = {**theirs(weights, stacked=True), "decoder.layers.mlp.router.weight": torch.zeros(4, 8, 32)}
-    save_torch_dist(tmp_path / "theirs/iter_0000031", state, common_of(GPT2), in_boxes=False)
-    assert "tensor 'decoder.layers.mlp.router.weight' has no place in a model as gptpar knows it" in refused(tmp_path)

@@ -80,9 +80,3 @@ FLAG = "--moe-use-upcycling makes experts of the MLPs of --load-hf"
 def test_what_cannot_be_made_is_told(family: str, flags: str, told: list[str], tmp_path: Path) -> None:
     save_theirs(tmp_path, family)
     assert parsed_flags(tmp_path, flags).problems == told
-
-
-def test_it_needs_a_folder() -> None:
-    parsed = parse_flags(["--moe-use-upcycling", "--num-experts", "4"])
-    take_model_of_hf(parsed)
-    assert parsed.problems == ["--moe-use-upcycling needs a dense model: give its folder, --load-hf, or drop it."]

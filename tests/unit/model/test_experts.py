@@ -15,11 +15,11 @@ from gptpar.errors import CheckpointError
 from gptpar.model.activations import activation, gated
 from gptpar.model.block import make_experts
 from gptpar.model.experts import products
-from gptpar.model.experts.balance import ExpertBalance, choice_field
+from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.products import added, combined, places_of, scattered
-from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, best_experts, choose_experts, no_choice
+from gptpar.model.experts.products import combined, places_of, scattered
+from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
 from tests.helpers import tiny_config
@@ -240,24 +240,6 @@ def test_rows_of_no_expert_may_hold_any_numbers(monkeypatch: pytest.MonkeyPatch)
         assert (one - other).norm() <= 0.03 * one.norm()
 
 
-def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
-    places = places_of(torch.tensor([[0, 2], [1, 0]]), 2, has_none=True)
-    y_MD, weights_NK = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]]), torch.ones(2, 2, requires_grad=True)
-    for here in (places, places.first(4)):
-        found_ND = combined(y_MD, weights_NK, here)
-        assert found_ND.tolist() == added(y_MD, here).tolist() == [[1.0], [5.0]]
-        assert torch.autograd.grad(found_ND.sum(), weights_NK)[0].tolist() == [[1.0, 0.0], [3.0, 2.0]]
-
-
-def test_a_kept_choice_stays_and_counts_once() -> None:
-    scores_NE, counts_E = torch.rand(6, 5), torch.zeros(5, dtype=torch.int64)
-    choice_NK = no_choice(6, 3, scores_NE.device)
-    assert (choice_NK == NOT_CHOSEN).all()
-    first_NK, counted = choose_experts(scores_NE, choice_NK, counts_E, []), counts_E.clone()
-    assert torch.equal(choose_experts(-scores_NE, choice_NK, counts_E, []), first_NK)
-    assert torch.equal(counts_E, counted) and counts_E.sum() == 18
-
-
 def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
     layer = made(SEQUENCE + "--swiglu")
     layer.router.counts_E = torch.zeros(5, dtype=torch.int64)
@@ -348,13 +330,6 @@ def test_the_bias_moves_towards_even_loads_unless_the_step_was_skipped() -> None
     assert balance.numbers == ("fullest expert",)
 
 
-def test_the_bias_moves_by_counts_that_differ_by_one() -> None:
-    balance = balance_of("--num-layers 1 " + BIAS)
-    counted(balance, [[10001, 9999, 10000, 10000, 10000]])
-    balance.advance(torch.tensor(0.0))
-    assert balance.tensors()["expert bias"].tolist() == [[-0.25, 0.25, 0, 0, 0]]
-
-
 def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     flags = "--num-layers 2 " + BIAS + STEP
     balance, other = balance_of(flags), balance_of(flags)
@@ -376,11 +351,3 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     with pytest.raises(CheckpointError, match="does not name its layers, because an older gptpar saved it: go on with"):
         other.load({"bias": [[0.0] * 5] * 2, "choices": [[0] * 5] * 2})
     assert balance_of("--num-experts 1").state() is None
-
-
-def test_only_what_is_asked_for_enters_the_choice_and_the_loss() -> None:
-    layer = made("--num-layers 2")
-    balance = balance_of("--num-layers 2")
-    balance.attach({"layers.0": layer})
-    assert layer.router.bias_E is None and layer.router.last_E is None and layer.router.counts_E is not None
-    assert list(balance.fields(4)) == [choice_field("layers.0")], "a process keeps the choices of its layers alone"

@@ -10,9 +10,8 @@ import torch
 
 from gptpar.offload import buckets, host_sums
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
-from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.host_sums import LAYERS_AHEAD, HostSums, sums_bytes
+from gptpar.offload.host_sums import LAYERS_AHEAD, HostSums
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBuffer
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
@@ -81,13 +80,6 @@ def test_clipped_steps_are_those_of_sums_on_the_device(optimizer: str) -> None:
     torch.testing.assert_close(torch.tensor(leave[0]), torch.tensor(stay[0]), rtol=1e-12, atol=0)
     for name, values in stay[1].items():
         torch.testing.assert_close(leave[1][name], values, rtol=1e-11, atol=1e-12)
-
-
-def test_parameters_may_be_on_the_host_as_well() -> None:
-    words = f"--bf16 {THREE} --clip-grad 0 {ALL}"
-    stay = train(f"{words} --offload-gradients off", 3, 3)
-    leave = train(f"{words} --cpu-parameters --offload-gradients on", 3, 3)
-    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
 
 
 def make_sums(
@@ -203,45 +195,3 @@ def test_additions_give_back_the_only_slot_of_a_ring() -> None:
     assert host.sums is not None
     assert host.sums.squares() == pytest.approx({piece.unit: 100 * 49.0 for piece in UNITS})
     host.close()
-
-
-def test_an_error_of_a_copy_s_beginning_reaches_the_loop() -> None:
-    class Broken(SameMemory):
-        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-            copy = super().fetch(grad)
-
-            def begin(*, urgent: bool) -> bool:
-                raise OSError("the device is lost")
-
-            setattr(copy, "begin", begin)  # noqa: B010
-            return copy
-
-    host = make_sums(Broken())
-    assert host.sums is not None
-    with pytest.raises(OSError, match="the device is lost"):  # asked when an addition waits already
-        for _ in range(1000):
-            submit(host, 1.0, first=True)
-    host.close()
-
-
-def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers, begun = SameMemory(), threading.Event()
-
-    def enter() -> None:
-        if threading.current_thread().name == "gptpar-gradient-sums":
-            begun.set()
-            raise OSError("no such core")
-
-    monkeypatch.setattr(transfers, "enter_thread", enter)
-    host = make_sums(transfers)
-    assert begun.wait(60) and host.sums is not None
-    with pytest.raises(OSError, match="no such core"):
-        submit(host, 1.0, first=True, last=True)
-        host.sums.squares()
-    host.close()
-
-
-def test_memory_of_the_sums() -> None:
-    assert sums_bytes(1000, 4, 2) == 8000 + RING_BYTES
-    assert sums_bytes(10**8, 4, 2) == 4 * (10**8 + buckets.BUCKET_ELEMENTS) + RING_BYTES
-    assert sums_bytes(6 * 10**9, 4, 2) == 4 * (6 * 10**9 + buckets.BUCKET_ELEMENTS) + 4 * 10**9

@@ -133,15 +133,6 @@ def test_no_bit_is_changed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "count"), [("--fp16 --initial-loss-scale 1024", 1), ("", 2), ("--fp64", 1)])
-def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: str, count: int) -> None:
-    words = f"{dtype} {NEVER} {OFFLOAD} 1 --offload-speculation"
-    plain, early = run(f"{words} off", False, count), run(f"{words} on", True, count)
-    assert_same(early, plain)
-    assert early.completed and early.redone == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "count"), [(0.97, 1), (0.985, 2)])
 def test_an_embedding_that_is_partly_on_the_device(
     run: Callable[..., Seen], ratio: float, count: int, monkeypatch: pytest.MonkeyPatch
@@ -255,8 +246,3 @@ def test_it_is_as_it_was_where_it_would_not_be_right() -> None:
         trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 0.3"))
     assert trainer.engine.table.on_device["embedding"] == ROWS * WIDTH and not log.of(What.PREPARED)
     trainer.close()
-
-
-def test_parameters_at_home_on_the_host(run: Callable[..., Seen]) -> None:
-    words = f"--bf16 {SOMETIMES} {OFFLOAD} 1 --cpu-parameters --offload-speculation"
-    assert_same(run(f"{words} on", True), run(f"{words} off", False))

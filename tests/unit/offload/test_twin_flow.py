@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from gptpar import TwinFlowAdamW
-from gptpar.errors import GptparError
-from gptpar.offload import machine
 from tests.pairs import every_pair
 from tests.unit.offload.two_groups import Model, equal, inputs, scheduler, train, two_groups
 
@@ -192,26 +190,6 @@ def test_a_schedule_may_move_the_betas_too(closing: Any) -> None:
         train(model, optimizer, range(8), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10))
         found.append(model)
     equal(found[1], found[0], rtol=1e-12, atol=1e-12)
-
-
-def test_memory_that_does_not_suffice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: machine.RING_BYTES)
-    with pytest.raises(GptparError, match=r"TwinFlowAdamW needs .* of host memory.*lower offload_ratio"):
-        TwinFlowAdamW(Model().parameters())
-
-
-def test_a_closure_is_called_and_its_loss_returned(closing: Any) -> None:
-    model = Model()
-    optimizer = closing(TwinFlowAdamW(model.parameters()))
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(inputs(0))
-        loss.backward()
-        return loss.item()
-
-    first = optimizer.step(closure)
-    assert optimizer.step(closure) < first
 
 
 def test_every_problem_is_told_at_once() -> None:

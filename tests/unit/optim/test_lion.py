@@ -10,16 +10,13 @@ import torch
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Tensors
 from gptpar.config.flags import parse_flags
-from gptpar.errors import CheckpointError, ConfigError
+from gptpar.errors import ConfigError
 from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
-from gptpar.run import resume
-from tests.helpers import make_trainer, tiny_config
+from tests.helpers import tiny_config
 from tests.unit.optim.plain_runs import LION_WORDS, STEPS, TOLERANCE, alone, lion, plain_loop
-from tests.unit.run import saved_runs
-from tests.unit.run.saved_runs import DONE, inputs_of
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +80,3 @@ def test_every_choice_has_a_description() -> None:
         assert optimizer.configured(flags, 0.1, 0.2)._replace(weight_decay=0.0).lr == 0.1
         group = optimizer.group_of(optimizer.configured(flags, 0.1, 0.2))
         assert optimizer.of_group(group) == optimizer.configured(flags, 0.1, 0.2)
-
-
-def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    config = tiny_config(f"--save {tmp_path} --load {tmp_path}")
-    saved_runs.save(make_trainer(config), DONE, inputs_of(config), keep=None)
-    other = tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion")
-    with pytest.raises(CheckpointError, match=r"state is that of --optimizer adam.*--no-load-optim"):
-        resume.progress_to_resume(other, inputs_of(other))
-    weights_only = make_trainer(tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion --no-load-optim"))
-    resume.load(weights_only, inputs_of(other), lambda _: None)

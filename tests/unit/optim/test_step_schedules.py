@@ -176,20 +176,6 @@ def test_a_cycles_betas_go_against_its_rate(tmp_path: Path) -> None:
     assert of_a_run(tmp_path, "WarmupLR", {})[0].betas(0) is None
 
 
-def test_a_warmup_may_be_longer_than_the_run(tmp_path: Path) -> None:
-    schedule, samples = of_a_run(tmp_path, "WarmupLR", {"warmup_num_steps": 1000}, train_iters=3)
-    assert schedule.learning_rate(2 * samples) == pytest.approx(LR * math.log(2) / math.log(1000))
-
-
-def test_a_flag_fills_what_the_file_leaves_to_it(tmp_path: Path) -> None:
-    params = {"warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}
-    schedule, _ = of_a_run(tmp_path, "WarmupDecayLR", params)
-    assert schedule.scheduler["params"] == {
-        "warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 1000, "warmup_type": "linear",
-        "total_num_steps": STEPS,
-    }  # fmt: skip
-
-
 def test_a_growing_batch_counts_steps_not_samples(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(file_of("WarmupLR", {"warmup_num_steps": 6, "warmup_type": "linear"})))

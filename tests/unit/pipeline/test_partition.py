@@ -51,15 +51,6 @@ def test_balanced_settles_ties_evenly() -> None:
     assert balanced([5], 1) == [0, 1]
 
 
-def test_interleaved_stages_are_balanced() -> None:
-    """A head as heavy as 3.7 blocks: its stage gets fewer blocks, in any of its chunks."""
-    weights = [0.3, *[1] * 48, 0, 3.7]
-    bounds = balanced_interleaved(weights, 16, 4)
-    assert sorted(balance(weights, bounds, 4)) == pytest.approx([12.7, 13, 13, 13.3])
-    assert balanced_interleaved([1] * 16, 8, 4) == list(range(0, 17, 2))
-    assert balanced_interleaved(weights, 4, 4) == balanced(weights, 4)
-
-
 def test_interleaved_search_is_near_the_best() -> None:
     draw = random.Random(0)
     ratios = []

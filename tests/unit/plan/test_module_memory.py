@@ -34,20 +34,6 @@ def test_everything_in_host_memory_by_hand():
     assert found.passing > 3 * 2 * 64 * 64
 
 
-def test_speculation_that_is_asked_for_counts():
-    config = {**CONFIG, "gptpar": {"speculation": "on"}}
-    found, auto = gptpar.estimate_memory(blocks(), config, 4), gptpar.estimate_memory(blocks(), CONFIG, 4)
-    assert found.host == auto.host + found.double_buffers
-
-
-def test_state_on_a_disk_takes_no_memory(tmp_path):
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": offload}}
-    found = gptpar.estimate_memory(blocks(), config, 4)
-    assert (found.host_optimizer, found.double_buffers, found.on_disk) == (0, 0, 12 * 64 * 64)
-    assert f"and {48:.2f} KiB of disk" in str(found)
-
-
 def test_zero3_prints_what_deepspeed_prints(capsys):
     gptpar.estimate_zero3_model_states_mem_needs_all_cold(2_851_000_000, 32_000_000, 8, 1)
     assert capsys.readouterr().out.splitlines() == [

@@ -256,15 +256,6 @@ def test_auto_takes_the_smallest_share_of_sums_that_fits_and_names_it(memory: in
     assert planned.need <= memory * GIB and plan(f"{flags} {planned.flags()}").need == planned.need
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--cuda-graph on", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
-)
-def test_auto_leaves_alone_what_cannot_or_must_not_move(flags: str) -> None:
-    planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 20 {flags}")
-    assert planned.gradients is None and not planned.job.gradients_leave_at_once
-
-
 def test_the_ratio_that_is_to_be_found_comes_first() -> None:
     """Gradients move only where not even everything on the CPU fits."""
     at_50, at_31 = (plan(f"{TEN_B} {OFFLOAD} auto --gpu-memory {memory}") for memory in (50, 31))

@@ -220,23 +220,6 @@ def test_idle_rounds_and_transfers_are_those_of_the_simulation(stages: int, coun
         assert (length(small) - length(0)) / small == pytest.approx(rounds_transferring(stages, count, chunks))
 
 
-def test_time_grows_as_it_should() -> None:
-    flags = SMALL + "--hidden-size 2048 --seq-length 1024 --micro-batch-size 4 "
-    base = plan(flags).time
-    assert base.fill == base.transfers == base.data == base.idle == 0
-    again = plan(flags + "--recompute-granularity full").time
-    assert again.total - base.total == pytest.approx(4 * _block_forward(flags))
-    slow = plan(flags + "--global-batch-size 32 --world-size 8 --gpus-per-node 4 --network-bandwidth 1").time
-    fast = plan(flags + "--global-batch-size 32 --world-size 8 --gpus-per-node 8").time
-    assert slow.data > 10 * fast.data and slow.compute == fast.compute
-
-
-def _block_forward(flags: str) -> float:
-    """A block's forward, as what one more block adds."""
-    four, five = plan(flags).time.stages[0], plan(flags.replace("--num-layers 4", "--num-layers 5")).time.stages[0]
-    return five.forward - four.forward
-
-
 # --- verdicts and the search ----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,23 +50,6 @@ def test_a_full_disk_cuts_no_record_and_leaves_no_hole(tmp_path: Path) -> None:
     file.append(b"z")
     file.close()
     assert path.read_bytes() == b"head.0123456789abcdefghijxyz"
-
-
-def test_a_removed_file_is_told_and_then_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "file"
-    file = RecordFile(path, header=b"head.")
-    file.append(b"1")
-    shutil.rmtree(path.parent)
-    with pytest.raises(OSError, match="it was removed, with what it held"):
-        file.append(b"2")
-    path.parent.write_text("no folder")
-    for _ in range(2):
-        with pytest.raises(FileExistsError):
-            file.flush()
-    path.parent.unlink()
-    file.append(b"3")
-    file.close()
-    assert path.read_bytes() == b"head.23"
 
 
 def test_metrics_are_told_of_once_and_complete_after_the_next_checkpoint(tmp_path: Path) -> None:
@@ -182,19 +164,4 @@ def test_a_full_disk_under_stdout_is_told_on_stderr(
     assert capsys.readouterr().err == (
         f"warning: stdout cannot be written ({message}); the run goes on without it\n"
         "warning: stdout lacks lines of this run: it could not always be written\n"
-    )
-
-
-def test_a_reader_that_leaves_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stderr", pipe)
-        with guarded_console():
-            print("one", file=sys.stderr, flush=True)
-            print("two", file=sys.stderr, flush=True)
-    assert capsys.readouterr().out.splitlines()[0] == (
-        "warning: stderr cannot be written (Broken pipe); the run goes on without it"
     )

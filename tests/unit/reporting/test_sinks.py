@@ -120,15 +120,6 @@ def test_a_flipped_digit_is_found(tmp_path):
     assert path.read_text() == lines[0] + lines[2] and "line 2 is not as it was written" in said[0]
 
 
-def test_a_repeated_history_is_kept_once(tmp_path):
-    write(tmp_path, [1, 2, 3])
-    path, said = tmp_path / "metrics.jsonl", []
-    text = path.read_text()
-    path.write_text(text + text)
-    prepare(path, 3, said.append)
-    assert path.read_text() == text and "line 4 goes back to iteration 1 after 3 and 2 more" in said[0]
-
-
 def test_the_last_iteration_is_read_from_the_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_iteration(path) is None

@@ -18,7 +18,7 @@ from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.run import mirror, recovery, resume, saved_state
 from gptpar.run.accept import Inputs
-from gptpar.run.mirror import COPIES, Mirror, open_copies
+from gptpar.run.mirror import COPIES, Mirror
 from gptpar.run.progress import Progress
 from gptpar.run.saving import Saving
 from gptpar.run.trainer import Trainer
@@ -113,30 +113,6 @@ def test_room_is_looked_for_and_the_copies_that_are_there_count(
         mirror_in(tmp_path, 5).prepare(trainer, 0)
     (tmp_path / "held").write_bytes(b"x")
     assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
-
-
-def test_a_folder_in_memory_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "named by a batch script"
-    monkeypatch.setenv(MEMORY_VARIABLE, str(folder))
-    mirrored = tiny_config(f"--mirror-interval 5 --save {tmp_path}/run --load {tmp_path}/run")
-    for _ in range(2):
-        copies = open_copies(mirrored, print)
-        assert copies is not None and copies.ring.is_alone and copies.folder == folder
-        assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o750)
-    with pytest.raises(GptparError, match="no folder of this user alone: remove it, or name another one"):
-        open_copies(mirrored, print)
-    folder.chmod(0o700)
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(GptparError, match="no folder of this user alone"):
-        open_copies(mirrored, print)
-
-
-@pytest.mark.parametrize("flag", ["--max-restarts", "--mirror-interval"])
-def test_a_restart_needs_moments(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} 2 with --no-save-optim: a restart would find no optimizer"):
-        resolve(flags(f"{flag} 2 --no-save-optim"), 1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.run import resume, same_run
 from gptpar.run.progress import Progress
-from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
+from gptpar.run.resume import progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.run.saved_runs import DONE, inputs_of, save, saved, with_fields
@@ -92,13 +92,6 @@ def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: P
     for kind, views in before.engine.optimizer.state_tensors().items():
         for name, view in views.items():
             assert torch.equal(after.engine.optimizer.state_tensors()[kind][name].parts[0][1], view.parts[0][1])
-
-
-@pytest.mark.parametrize("flag", ["--finetune", "--ckpt-step 3", "--exit-on-missing-checkpoint"])
-def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str) -> None:
-    told = "there is no readable checkpoint.* in --load .*: it has none, so give the --save folder of a run that has"
-    with pytest.raises(CheckpointError, match=told):
-        checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
 
 
 def other(value: object) -> object:

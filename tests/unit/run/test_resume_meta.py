@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.checkpoint import save_checkpoint
 from gptpar.errors import CheckpointError
 from gptpar.run import resume
 from gptpar.run.generation import load_model
@@ -45,15 +44,6 @@ def test_a_meta_that_is_no_run_s_is_told_in_sentences(tmp_path: Path, told: str)
     assert f"the meta of {path}" in message and told in message and "--finetune" in message
     finetuned = tiny_config(f"--load {tmp_path} --finetune")
     assert resume.load(make_trainer(finetuned), inputs_of(finetuned), lambda _: None) == Progress()
-
-
-def test_all_of_it_is_told_at_once(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, {"weights/x": torch.zeros(1)}, {})
-    config = tiny_config(f"--load {tmp_path}")
-    with pytest.raises(CheckpointError) as refused:
-        progress_to_resume(config, inputs_of(config))
-    for name in ("config", "progress", "optimizer_steps", "loss_scale", "schedule", "tokenizer"):
-        assert f"{name} is missing or null" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,3 @@ def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeyp
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert found == [(True, False)] * 16 and not torch.are_deterministic_algorithms_enabled()
     assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16
-
-
-def test_retained_checkpoints_stay(tmp_path: Path) -> None:
-    run(tmp_path, "--save-interval 1 --save-retain-interval 3 --keep-checkpoints 2")
-    assert iterations(tmp_path) == [3, 6, 7, 8]

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,21 +39,6 @@ def losses(folder: Path) -> dict[int, float]:
 def assert_same_tensors(one: Path, other: Path) -> None:
     ours, theirs = read_tensors(one), read_tensors(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now))
-    target = saving.Target(tmp_path, None, 2.0, None, _since=now)
-    now += 119
-    assert not target.minutes_are_over() and not target.is_due(1)
-    now += 2
-    assert target.minutes_are_over() and not target.is_due(1)  # until all processes have heard of it
-    target.is_late = True
-    assert target.is_due(1)
-    target.begin(1)
-    now += 119
-    assert not target.minutes_are_over() and not target.is_due(1)
 
 
 @pytest.mark.slow

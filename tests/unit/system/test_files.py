@@ -12,19 +12,18 @@ import pytest
 
 from gptpar.checkpoint.data_file import SourceFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from gptpar.cli.convert import main as convert
 from gptpar.data.identity import corpus_identity
 from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.data.readers import find_inputs, read_blocks
 from gptpar.data.tokenizer.base import Tokenizer as TokenizerBase
 from gptpar.deepspeed.engines.tags import _latest_tag
-from gptpar.errors import CheckpointError, GptparError
+from gptpar.errors import GptparError
 from gptpar.exchange.files.safe_pickle import load_torch_file, load_torch_part
 from gptpar.exchange.files.safetensors_file import open_safetensors
 from gptpar.exchange.hf_folder import read_json
 from gptpar.reporting.metrics_file import cut_after
-from gptpar.system.files import lies_in, read_regular
+from gptpar.system.files import lies_in
 from tools.trace_lanes import load_trace
 
 
@@ -83,27 +82,10 @@ def test_neither_a_pipe_nor_a_device_is_waited_for(make: Callable[[Path], None],
     assert isinstance(raised.value, ValueError) or str(tmp_path) in str(raised.value)  # its callers name the file
 
 
-@pytest.mark.parametrize("make", [a_pipe, an_endless_link])
-def test_a_folder_names_the_pipe_that_should_be_its_configuration(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="config.json cannot be read: it is no regular file"):
-        convert([str(tmp_path), str(tmp_path.parent / "new")])
-
-
 @pytest.mark.parametrize("make", [a_pipe, an_endless_link, a_hole])
 def test_a_file_that_names_the_newest_tag_is_small(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "latest")
     assert _latest_tag(tmp_path) is None
-
-
-def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    a_hole(tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="cannot be read: it holds 1,099,511,627,776 bytes, and at most"):
-        read_json(tmp_path / "config.json")
-    (tmp_path / "f").write_bytes(b"12345")
-    assert read_regular(tmp_path / "f", 5) == b"12345"
-    with pytest.raises(OSError, match="it holds 5 bytes, and at most 4 are read"):
-        read_regular(tmp_path / "f", 4)
 
 
 COMMIT = "models--o--n/snapshots/" + "0a" * 20

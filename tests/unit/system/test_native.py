@@ -129,15 +129,6 @@ def test_eight_processes_compile_once(csrc, tmp_path):
 
 
 @needs_compiler
-def test_an_unwritable_home_falls_back_to_a_private_directory(csrc, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("a file where the cache would be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert native.load("tiny", csrc).add(4, 4) == 8
-    folder = native.cache_dir()
-    assert folder.name.startswith("gptpar-native-") and folder.stat().st_mode & 0o777 == 0o700
-
-
-@needs_compiler
 def test_the_compilers_message_and_command_reach_the_user(csrc, tmp_path):
     (csrc / "tiny.cpp").write_text("int add( { return missing_name; }\n")
     with pytest.raises(NativeBuildError) as caught:
@@ -146,22 +137,6 @@ def test_the_compilers_message_and_command_reach_the_user(csrc, tmp_path):
     assert "-O3 -std=c++17 -shared -fPIC -pthread" in message
     assert "error:" in message and "tiny.cpp:1" in message
     assert list((tmp_path / "cache" / "gptpar" / "native").iterdir()) == []
-
-
-def test_another_packages_csrc_beside_an_installed_package_is_not_ours(tmp_path, monkeypatch):
-    """A checkout has our pyproject.toml beside csrc/; in site-packages ``csrc`` belongs to others."""
-    site = tmp_path / "site-packages"
-    for folder in ("csrc", "gptpar/_csrc"):
-        (site / folder).mkdir(parents=True)
-    monkeypatch.setattr(native, "PACKAGE_DIR", site / "gptpar")
-    monkeypatch.setattr(native, "INSTALLED_DIR", site / "gptpar" / "_csrc")
-    assert native.source_dir() == site / "gptpar" / "_csrc"
-    (site / "gptpar" / "_csrc").rmdir()
-    (site / "csrc" / "cpu_adam.cpp").write_text("theirs")
-    with pytest.raises(NativeBuildError, match=r"no helper 'cpu_adam'.*_csrc/cpu_adam.cpp does not exist. Reinstall"):
-        native.load("cpu_adam")
-    (site / "pyproject.toml").touch()
-    assert native.source_dir() == site / "csrc"
 
 
 @needs_compiler

@@ -14,13 +14,6 @@ from gptpar.system.host import peak_process_memory, process_memory
 from gptpar.system.pinned import PinnedMemory
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4096, pages.HUGE_BYTES, 3 * pages.HUGE_BYTES + 12345])
-def test_zeros_of_exactly_the_size(num_bytes: int) -> None:
-    data = pages.zeros(num_bytes)
-    assert data.shape == (num_bytes,) and data.dtype == torch.uint8 and not data.any()
-    assert num_bytes == 0 or data.data_ptr() % pages.HUGE_BYTES == 0
-
-
 def test_what_is_not_filled_takes_no_huge_page_and_all_is_given_back() -> None:
     """20 MiB and a page: 5 KiB more than asked would be a page too many, a whole huge page is 2 MiB too many."""
     before, size = process_memory(), 10 * pages.HUGE_BYTES + mmap.PAGESIZE

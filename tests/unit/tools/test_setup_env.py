@@ -150,22 +150,6 @@ def test_python_too_old_is_one_sentence(checkout, tmp_path):
     )
 
 
-def test_a_full_disk_is_told_with_the_numbers(setup_env, monkeypatch, capsys):
-    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9e9, 8e9, 1e9))
-    monkeypatch.delenv("PYTHON", raising=False)
-    assert setup_env.main(["run"]) == 1
-    assert "has 1.0 GB of free disk space and the set-up needs 2.0 GB" in capsys.readouterr().err
-    assert not setup_env.VENV.exists()
-
-
-def test_a_python_without_venv_names_the_package(setup_env, monkeypatch, capsys):
-    monkeypatch.setattr(setup_env.shutil, "which", lambda name: None)
-    monkeypatch.delenv("PYTHON", raising=False)
-    assert setup_env.main(["run"]) == 1
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert f"apt install python{version}-venv" in capsys.readouterr().err
-
-
 def test_a_venv_of_the_users_own_is_never_deleted(checkout):
     mine = checkout.root / ".venv" / "mine.txt"
     mine.parent.mkdir()

@@ -30,7 +30,7 @@ from gptpar.topology.mesh import (
     copies_over,
     rows_of,
 )
-from gptpar.topology.world import environment_problems, open_world, world_from_environment
+from gptpar.topology.world import environment_problems, open_world
 
 LAYOUTS = [Mesh(), Mesh(3, 4, 1), Mesh(1, 2, 5), Mesh(6, 2, 2, expert=2), Mesh(4, 1, 2, expert=2, context=4)]
 
@@ -99,22 +99,6 @@ def test_axes_without_a_group_are_told() -> None:
         topology.group(DATA, TENSOR)
 
 
-def test_ramp_follows_megatrons_rule() -> None:
-    plan = BatchPlan.of(
-        BatchConfig(
-            micro_batch_size=1, global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125
-        )
-    )
-    span = 1953125 / 7
-    sizes = [plan.global_batch_size(n) for n in (0, int(span), int(span) + 1, 1953125, 1953126)]
-    assert sizes == [32, 32, 64, 256, 256]
-    steps, consumed = 0, 0
-    while consumed <= 1953125:
-        consumed += plan.global_batch_size(consumed)
-        steps += 1
-    assert plan.num_iterations() == steps + (439453125 - consumed) // 256
-
-
 def test_a_plan_without_ramp_counts_whole_batches() -> None:
     plan = BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_samples=63))
     assert plan.num_iterations() == 7
@@ -161,13 +145,6 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 )
 def test_what_is_wrong_with_the_environment(environment: dict[str, str], problems: list[str]) -> None:
     assert environment_problems(environment, 4) == problems
-
-
-def test_a_wrong_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(GptparError, match=r"no process of a run: RANK=5 is not below WORLD_SIZE=1\. Start .* torchrun"):
-        world_from_environment()
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 
 from gptpar.checkpoint import data_file
 from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, Room
-from gptpar.checkpoint.data_file import DataFile, reserve_disk
+from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.patches import ParameterView
 from gptpar.errors import CheckpointError
 
@@ -80,16 +78,3 @@ def test_a_write_that_fails_ends_the_conversion(tmp_path: Path, monkeypatch: pyt
         assembly.run([readings])
     file.close()
     assert sorted(seen) == list(range(0, ROWS, 8))
-
-
-def test_a_disk_that_cannot_hold_the_file_is_told_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = DataFile(tmp_path / "new")
-    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'new'}: {os.strerror(errno.EFBIG)}"):
-        file.reserve(2**63 - 10, 100)
-    file.close()
-    read_only = os.open(tmp_path / "new", os.O_RDONLY)
-    reserve_disk(read_only, 0, 100)  # refused with EBADF, which is no lack of room
-    os.close(read_only)
-    assert (tmp_path / "new").stat().st_size == 0

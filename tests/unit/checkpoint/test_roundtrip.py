@@ -136,14 +136,3 @@ def test_wrong_input_is_refused_with_all_reasons(tmp_path: Path) -> None:
         part in text for part in ("iteration is -1", "keep is 0", "JSON", "complex64", "'b'", "'c'", "'d'", "'e'")
     )
     assert find_checkpoints(tmp_path) == []
-
-
-def test_missing_names_and_missing_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        load_checkpoint(tmp_path, {})
-    path = save(tmp_path, 1, {"a": torch.ones(1)}, {})
-    with pytest.raises(CheckpointError, match="no tensor named 'x', 'y'"):
-        read_tensors(path, ["x", "a", "y"])
-    with pytest.raises(CheckpointError, match="no checkpoint of iteration 7; it has 1"):
-        load_checkpoint(tmp_path, {}, iteration=7)
-    assert latest(tmp_path / "absent") is None

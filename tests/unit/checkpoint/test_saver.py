@@ -79,21 +79,3 @@ def test_after_an_interrupted_wait_the_next_save_is_an_ordinary_one(monkeypatch:
     saver.begin(save_of(2, written), behind=True)
     saver.finish()
     assert saver.newest(Path("run")) == 2 and not said
-
-
-def test_it_shows_that_it_lives_while_it_waits() -> None:
-    gate, looks = threading.Event(), list[int]()
-
-    def alive() -> None:
-        looks.append(1)
-        if len(looks) == 3:
-            gate.set()
-
-    def slow(**_: Any) -> Path:
-        gate.wait(60)
-        return Path("run/written")
-
-    saver = Saver(Topology(Mesh(), 0, HERE), StateGuard(), print, alive=alive)
-    saver.begin(save_of(1, slow), behind=True)
-    saver.finish()
-    assert len(looks) >= 3

@@ -7,7 +7,6 @@ import pytest
 from gptpar.cli.plot import main
 from gptpar.reporting.curves import load_run
 from gptpar.reporting.figures.runs import draw_runs
-from gptpar.system.command_line import run
 
 
 def write_run(folder: Path, iterations: int, **changes) -> Path:
@@ -43,20 +42,3 @@ def test_picture_of_one_run_with_reference(tmp_path, capsys):
         "Gradient norm",
         "Throughput",
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "does not exist: name the folder of a run"),
-        ('{"iteration": 1, "validation_loss": 3}\n', "holds no training iteration (1 lines)"),
-        ('{"iteration": 1, "lm_loss": 3}\nnot json\n', "metrics.jsonl, line 2 is not JSON"),
-    ],
-)
-def test_what_cannot_be_drawn_is_said_clearly(tmp_path, capsys, content, message):
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    assert run(main, [str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert message in error and str(tmp_path) in error
-    assert not (tmp_path / "run.png").exists()

@@ -236,13 +236,3 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
 def test_a_key_or_value_that_is_not_understood(folder: Path, file: dict[str, Any], expected: str) -> None:
     found = problems({**BATCH, **RATE, **file})
     assert len(found) == 1 and found[0].startswith(f"ds.json: {expected}"), found
-
-
-def test_problems_of_file_and_flags_are_told_together(folder: Path) -> None:
-    found = problems({**BATCH, **RATE, "zero_optimization": {"stage": 7, "x": 1}}, "--hidden-size 770 --num-layer 2")
-    assert found == [
-        "unknown flag --num-layer; did you mean --num-layers?",
-        "ds.json: zero_optimization.x is unknown; leave it out.",
-        "--hidden-size 770 is not divisible by --num-attention-heads 12: use 768 or 780, or give --kv-channels.",
-        "ds.json: zero_optimization.stage is 7; it must be at most 3.",
-    ]

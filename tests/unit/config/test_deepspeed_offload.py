@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems, resolved
+from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, resolved
 
 
 def test_fp16_scales_as_in_deepspeed(folder: Path) -> None:
@@ -31,27 +29,6 @@ def test_offload_of_the_optimizer(folder: Path) -> None:
     assert resolved(offload(ratio=0.25), "--cpu-optimizer")[0].offload.ratio == 0.25
     legacy = {**BATCH, **RATE, "zero_optimization": {"cpu_offload": True}}
     assert resolved(legacy)[0].offload.cpu_optimizer
-
-
-@pytest.mark.parametrize(
-    ("file", "flags", "expected"),
-    [
-        (
-            {"device": "none"},
-            "--cpu-optimizer",
-            'zero_optimization.offload_optimizer.device is "none", but --cpu-optimizer is given, too: drop one of '
-            "them, or make them agree.",
-        ),
-        (
-            {"device": "cpu", "ratio": 0.3},
-            "--cpu-optimizer-ratio 0.5",
-            "zero_optimization.offload_optimizer.ratio is 0.3, but --cpu-optimizer-ratio 0.5 is given, too: drop one "
-            "of them, or make them agree.",
-        ),
-    ],
-)
-def test_offload_that_cannot_be(folder: Path, file: dict[str, Any], flags: str, expected: str) -> None:
-    assert problems(offload(**file), flags) == [f"ds.json: {expected}"]
 
 
 def test_optimizer_state_on_a_disk(folder: Path) -> None:

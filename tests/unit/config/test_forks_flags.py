@@ -65,27 +65,6 @@ def test_an_interval_of_0_is_none_as_in_megatron(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--rope-scaling-type yarn", "give --position-embedding-type rope, or drop it"),
-        ("--use-rope-scaling --rope-scaling-type yarn", "and yarn is given: drop one of them"),
-        ("--rope-scaling-type dynamic", "give their length, --original-max-position-embeddings"),
-        (
-            "--rope-scaling-type llama3 --low-freq-factor 4",
-            "--low-freq-factor 4 must be less than --high-freq-factor 4",
-        ),
-        ("--rope-scaling-type dynamic --rotary-percent 0.25", "and a head turns one"),
-        ("--no-rope-freq 4x", "--no-rope-freq 4x: a number from 1 to 10,000, or a list of 0 and 1 such as [0]*3+[1]"),
-        ("--no-rope-freq 2 --rope-pattern RRN", "--no-rope-freq is --rope-pattern RN, and RRN is given"),
-    ],
-)
-def test_positions_that_contradict_each_other_are_refused(flags: str, told: str) -> None:
-    rope = "" if told.startswith("give --position") else "--position-embedding-type rope"
-    (problem, *more) = problems(f"{rope} {flags}")
-    assert any(told in one for one in (problem, *more))
-
-
-@pytest.mark.parametrize(
     ("flags", "same"),
     [
         ("--no-rope-freq 4", "--rope-pattern RRRN"),

@@ -68,17 +68,6 @@ def test_long_lines(kind: str, workers: str, escaped: bool, tmp_path: Path, monk
     assert len(parts) == 4
 
 
-@pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
-def test_long_text_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    contents = [TEXT, "\ufeff" + TEXT, "", "a", "x" * 1000, "x" * 97, TEXT + "\n" * 200]
-    for number, content in enumerate(contents):
-        (tmp_path / f"{number}.txt").write_text(content, encoding="utf-8")
-    flags = ["--input", str(tmp_path / "*.txt"), "--workers", "1", *arguments(tmp_path, kind)]
-    parts = files_of(tmp_path / "parts", *flags)
-    whole(monkeypatch)
-    assert parts == files_of(tmp_path / "whole", *flags)
-
-
 def line(inside: str) -> bytes:
     return f'{{"text": "{inside}"}}'.encode()
 

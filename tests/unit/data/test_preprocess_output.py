@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,24 +78,6 @@ def test_an_error_leaves_earlier_files_and_no_others(tmp_path: Path):
     assert names(tmp_path) == listing
 
 
-def test_files_of_a_killed_run_are_removed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    host = os.uname().nodename
-    gone = [f"c_text_document{end}.{host}.{ended.pid}.tmp" for end in (".bin", ".idx")]
-    kept = [
-        f"c_text_document.bin.{host}.{os.getppid()}.tmp",  # its process is running
-        f"c_text_document.bin.{host}x.{ended.pid}.tmp",  # of another host
-        f"d_text_document.bin.{host}.{ended.pid}.tmp",  # of another output
-    ]
-    for name in gone + kept:
-        (tmp_path / name).write_bytes(b"x")
-    main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
-    assert names(tmp_path) == sorted([*kept, "c.jsonl", "c_text_document.bin", "c_text_document.idx"])
-    assert f"removed 2 unfinished file(s) of a killed run: {', '.join(gone)}" in capsys.readouterr().out
-
-
 def test_merge(tmp_path: Path):
     shards = tmp_path / "shards"
     for name, texts in (("b", ["c", ""]), ("a", ["", "ab"])):
@@ -111,23 +90,3 @@ def test_merge(tmp_path: Path):
         assert (tmp_path / "all.idx").read_bytes() == expected_index(8, 2, [2, 1], [0, 0, 1, 2, 2])
     merge_main(["--input", *reversed(prefixes), "--output-prefix", str(tmp_path / "all")])
     assert (tmp_path / "all.idx").read_bytes() == expected_index(8, 2, [1, 2], [0, 1, 1, 1, 2])
-
-
-def test_merge_refuses_what_does_not_fit(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "1 2"})
-    for name, size in (("small", "10"), ("large", "70000")):
-        main(["--input", corpus, "--output-prefix", str(tmp_path / name), *NULL, "--vocab-size", size])
-    small, large = (str(tmp_path / f"{name}_text_document") for name in ("small", "large"))
-    listing = names(tmp_path)
-    with pytest.raises(DataError, match="(?s)different token types.*: uint16\n.*: int32"):
-        merge_main(["--input", small, large, "--output-prefix", str(tmp_path / "all")])
-    with pytest.raises(DataError, match="is one of the inputs"):
-        merge_main(["--input", small, "--output-prefix", small])
-    with pytest.raises(DataError, match="(?s)no.bin does not exist.*no.idx does not exist.*named twice"):
-        merge_main(["--input", str(tmp_path / "no"), small, small, "--output-prefix", str(tmp_path / "all")])
-    again = str(tmp_path / "." / "x" / ".." / "small_text_document")
-    (tmp_path / "x").mkdir()
-    with pytest.raises(DataError, match=rf"named twice \(also as {small}\), which would repeat its documents"):
-        merge_main(["--input", small, again, "--output-prefix", str(tmp_path / "all")])
-    (tmp_path / "x").rmdir()
-    assert names(tmp_path) == listing

@@ -13,7 +13,6 @@ import torch
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.model.gpt import gpt_model
-from gptpar.pipeline.layer_split import split_layers
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant
@@ -279,12 +278,3 @@ def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -
                 for one in mine:
                     assert groups[one.start - kept : one.stop - kept].unique().tolist() == [one.group]
                     assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]
-
-
-def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
-    specs = gpt_model(tiny_config("--num-layers 4").model).specs
-    for stages, chunks, wanted in ((1, 1, {}), (2, 1, {"embedding": (0, 1)}), (2, 2, {"embedding": (0, 1)})):
-        split = split_layers(specs, stages, chunks, "parameters", ())
-        assert split.tied_stages(specs) == wanted
-    untied = gpt_model(tiny_config("--untie-embeddings-and-output-weights").model).specs
-    assert split_layers(untied, 2, 1, "parameters", ()).tied_stages(untied) == {}

@@ -145,15 +145,6 @@ def test_what_no_family_computes_is_told(flags: str, kind: str, told: str) -> No
         config_of(config.model, 60)
 
 
-def test_an_index_names_files_of_its_folder_only(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    save_theirs(theirs, "Llama", max_shard_size="9KB")
-    index = theirs / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": "../theirs/model-00001-of-00002.safetensors"}}))
-    with pytest.raises(CheckpointError, match="does not say which files of this folder"):
-        convert([str(theirs), str(tmp_path / "run")])
-
-
 def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "Llama")
     convert([str(tmp_path / "theirs"), str(tmp_path / "run")])

@@ -25,7 +25,6 @@ from tests.unit.exchange.hf_models import contents
 from tests.unit.exchange.megatron_models import (
     GPT2,
     OLD,
-    Harm,
     Weights,
     arguments,
     block_name,
@@ -294,30 +293,3 @@ def refused(root: Path) -> str:
         convert([str(root / "theirs"), str(root / "run")])
     assert {one.name for one in root.iterdir()} == {"theirs"}
     return str(told.value)
-
-
-@pytest.mark.slow
-def test_what_is_wrong_in_a_universal_checkpoint_is_told(tmp_path: Path) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(1))
-    folder = save_universal(tmp_path / "theirs", plain)
-    norm, states = folder / "zero" / of_module("final_norm.weight"), folder / "mp_rank_00_model_states.pt"
-    needed = "args=argparse.Namespace(num_layers=..., hidden_size=..., num_attention_heads=..., ffn_hidden_size=..., "
-    for path, content, told in (
-        (norm / "exp_avg.pt", None, "exp_avg of 'final_norm.weight' is missing"),
-        (norm / "exp_avg.pt", {"param": torch.zeros(31)}, "exp_avg of 'final_norm.weight' is [32] in the model"),
-        (norm / "step.pt", BEFORE + 1, f"have seen {BEFORE}, {BEFORE + 1} updates"),
-        (norm / "fp32.pt", Harm(f"touch {tmp_path / 'harmed'}"), "fp32.pt is refused: reading it would call"),
-        (norm / "fp32.pt", {"tensor": torch.zeros(32)}, "fp32.pt holds no tensor named 'param'"),
-        (states, states_file({"iteration": None}), "does not say its iteration"),
-        (states, {}, f"{states} holds no 'args': the arguments of the run, an argparse.Namespace, describe the model."),
-        (states, {}, needed),
-    ):
-        whole = path.read_bytes()
-        path.unlink()
-        if content is not None:
-            save(path, content)
-        assert told in refused(tmp_path), told
-        path.write_bytes(whole)
-    (norm / "fp32.pt").write_bytes((norm / "fp32.pt").read_bytes()[:-200])
-    assert "fp32.pt is no file of torch.save, or damaged" in refused(tmp_path)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ from gptpar.checkpoint.verify import verify_checkpoint
 from gptpar.cli import main
 from gptpar.config import TokenizerConfig
 from gptpar.config.flags import parse_flags
-from gptpar.config.stored import StoredModel, stored_model
+from gptpar.config.stored import stored_model
 from gptpar.data.tokenizer.bpe import byte_alphabet
-from gptpar.errors import TokenizerError
 from gptpar.exchange.checkpoint_tokenizer import digests_of, tokenizer_of_checkpoint
 from gptpar.run.checkpoint_args import with_checkpoint_args
-from tests.helpers import tiny_config
 from tests.unit.run.saved_runs import saved
 
 RUN = "--micro-batch-size 2 --lr 1e-2 --mock-data --eval-iters 0"
@@ -204,21 +201,6 @@ def test_files_beside_one_from_outside_are_exported_only_where_a_flag_names_it(
     assert tokenizer_of_checkpoint(stored, given, for_export=True) == stored.tokenizer
     (tmp_path / "public" / "chat_template.jinja").unlink()
     assert tokenizer_of_checkpoint(stored, {}, for_export=True) == stored.tokenizer
-
-
-def test_a_flag_wins_over_the_copy_and_a_damaged_copy_is_named(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path)
-    tokenizer = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="gone/v.json", merge_file="gone/m.bpe")
-    stored = StoredModel(tiny_config().model, tokenizer, path, read_manifest(path).meta)
-    own = tokenizer_of_checkpoint(stored, {})
-    assert (own.vocab_file, own.merge_file) == tuple(str(path / FOLDER / name) for name in FILES)
-    one = tokenizer_of_checkpoint(stored, {"vocab_file": "mine.json"})
-    assert (one.vocab_file, one.merge_file) == ("mine.json", own.merge_file)
-    (path / FOLDER / "vocab.json").unlink()
-    with pytest.raises(TokenizerError, match=r"(?s)vocab.json cannot be read.* --vocab-file and --merge-file$"):
-        tokenizer_of_checkpoint(stored, {})
-    both = {"vocab_file": "mine.json", "merge_file": "mine.bpe"}
-    assert tokenizer_of_checkpoint(stored, both) == replace(tokenizer, **both)
 
 
 def test_a_resumed_run_without_flags_of_a_tokenizer_takes_the_copy(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from gptpar.checkpoint import read_manifest, read_tensors
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from gptpar.exchange.files.distcp import DistcpFolder
 from tests.helpers import random_tokens
 from tests.unit.exchange.hf_models import contents, logits_of, our_logits
 from tests.unit.exchange.megatron_models import (
@@ -176,18 +175,6 @@ def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
     assert (meta["progress"]["consumed_samples"], meta["progress"]["scheduled_samples"]) == (120, 112)
 
 
-def test_layers_are_read_out_of_one_box_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptpar.exchange.files import distcp
-
-    values = torch.randn(6, 5, 3)
-    save_torch_dist(tmp_path / "it/iter_0000001", {"w": values, "s": torch.tensor(2.5)}, {}, in_boxes=False)
-    read, load = [], distcp.load_torch_part
-    monkeypatch.setattr(distcp, "load_torch_part", lambda *place: read.append(place) or load(*place))
-    folder = DistcpFolder(tmp_path / "it/iter_0000001")
-    assert all(torch.equal(folder.read("w", layer), values[layer]) for layer in range(6)) and len(read) == 1
-    assert torch.equal(folder.read("w"), values) and folder.read("s").item() == 2.5
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
@@ -221,30 +208,6 @@ def test_files_that_would_run_a_command_are_refused(tmp_path: Path, folder: Path
     (folder / ".metadata").write_bytes(whole)
     torch.save({"args": harm}, folder / "common.pt")
     assert "common.pt is refused" in refused(tmp_path)
-
-
-def test_truncated_files_are_told(tmp_path: Path, folder: Path) -> None:
-    metadata, data = folder / ".metadata", sorted(folder.glob("*.distcp"))
-    whole = {path: path.read_bytes() for path in (metadata, folder / "common.pt", *data)}
-    for path in data:
-        path.write_bytes(whole[path][:-1000])
-    told = refused(tmp_path)
-    assert all(
-        f"{path} has {len(whole[path]) - 1000:,} bytes, and .metadata places tensors up to" in told for path in data
-    )
-    data[0].unlink()
-    data[1].write_bytes(whole[data[1]])
-    assert f"{data[0]} cannot be read: No such file" in refused(tmp_path)
-    data[0].write_bytes(whole[data[0]])
-    for path in (metadata, folder / "common.pt"):
-        path.write_bytes(whole[path][: len(whole[path]) // 2])
-        assert re.search(rf"{path.name} is (no file of|refused: )", refused(tmp_path))
-        path.write_bytes(whole[path])
-    metadata.unlink()
-    assert ".metadata cannot be read: No such file" in refused(tmp_path)
-    data[0].write_bytes(bytes(len(whole[data[0]])))
-    metadata.write_bytes(whole[metadata])
-    assert f"{data[0]} is no file of torch.save, or damaged" in refused(tmp_path)
 
 
 def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:

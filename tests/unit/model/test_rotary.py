@@ -48,14 +48,3 @@ def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     assert torch.equal(rotate(x, torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8)), wanted)
-
-
-def test_frequencies_without_a_stretch_are_the_plain_ones() -> None:
-    plain = Rotary(16, 10_000).frequencies(CPU, torch.float64)
-    same = (("linear", 1.0, 16), ("dynamic", 8.0, 64), ("llama3", 1.0, 64), ("yarn", 1.0, 64))
-    for kind, factor, context in same:
-        scaled = Rotary(16, 10_000, kind, factor, context, (1.0, 32.0), 64).frequencies(CPU, torch.float64)
-        torch.testing.assert_close(scaled, plain, rtol=1e-15, atol=0)
-    stretched = Rotary(16, 10_000, "dynamic", 8.0, 32, (1.0, 1.0), 64).frequencies(CPU, torch.float64)
-    wanted = (10_000 * 9 ** (16 / 14)) ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    torch.testing.assert_close(stretched, wanted, rtol=1e-14, atol=0)

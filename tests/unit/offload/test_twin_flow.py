@@ -218,24 +218,3 @@ def test_every_problem_is_told_at_once() -> None:
         TwinFlowAdamW([])
     with pytest.raises(ValueError, match="fp64 parameters cannot share"):
         TwinFlowAdamW([leaf, torch.zeros(2, dtype=torch.float64, requires_grad=True)])
-
-
-def test_what_cannot_be_done_is_refused_with_a_sentence(closing: Any) -> None:
-    model = Model()
-    with TwinFlowAdamW(model.parameters()) as optimizer:
-        with pytest.raises(RuntimeError, match="takes no further group"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        with pytest.raises(RuntimeError, match="needs attach"), optimizer.last_backward():
-            pass
-        with pytest.raises(ValueError, match="amsgrad is not supported"):
-            optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), amsgrad=True).state_dict())
-        model.to(torch.float32)
-        with pytest.raises(RuntimeError, match="lie in other memory"):
-            optimizer.step()
-    with pytest.raises(RuntimeError, match="is closed"):
-        optimizer.step()
-    sparse = nn.Embedding(5, 3, sparse=True)
-    optimizer = closing(TwinFlowAdamW(sparse.parameters()))
-    sparse(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse gradient"):
-        optimizer.step()

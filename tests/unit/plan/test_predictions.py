@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -252,22 +251,6 @@ def test_search_takes_the_fastest_that_fits() -> None:
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------
-
-PIPED = SMALL + (
-    "--micro-batch-size 2 --global-batch-size 16 --world-size 2 --pipeline-model-parallel-size 2 "
-    "--num-virtual-stages-per-pipeline-rank 2"
-)
-
-
-def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["plan", *PIPED.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["layout"] == "dp1 x tp1 x pp2" and found["fits"] is True
-    assert len(found["stages"]) == 2 and sum(len(s["layers"]) for s in found["stages"]) == 4 + 4
-    assert found["ms_per_step"] == pytest.approx(sum(found["ms"].values()), abs=0.01)
-    assert cli(["plan", *(SMALL + "--global-batch-size 8 --world-size 2 --search --json").split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"]["fits"] and found["tried"] == found["accepted"] + sum(r["count"] for r in found["refused"])
 
 
 # --- DeepSpeed's estimators -----------------------------------------------------------------------------------------

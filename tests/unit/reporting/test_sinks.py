@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import types
 
 import pytest
 
@@ -13,7 +12,7 @@ from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
+from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, make_sinks
 from tests.unit.reporting.records import read_tensorboard, record
 
 
@@ -54,18 +53,6 @@ def test_jsonl_object_of_an_iteration_and_of_an_evaluation(tmp_path):
     sink.close()
 
 
-def test_jsonl_writes_null_for_what_is_not_a_number(tmp_path):
-    sink = JsonlSink(tmp_path)
-    sink.iteration(record(1, lm_loss=float("nan"), grad_norm=float("inf"), mfu=None))
-    sink.close()
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not strict JSON")
-
-    values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert (values["lm_loss"], values["grad_norm"], values["mfu"]) == (None, None, None)
-
-
 def test_resume_never_holds_an_iteration_twice(tmp_path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(5, 9), resume_iteration=4)
@@ -82,13 +69,6 @@ def test_resume_keeps_the_evaluation_at_the_checkpoint_and_drops_a_torn_line(tmp
     objects = read_metrics(path)
     assert [o["iteration"] for o in objects] == [1, 2, 2, 3]
     assert objects[2]["validation_loss"] == 4.0
-
-
-def test_fresh_start_moves_the_older_file_aside(tmp_path):
-    for length in (2, 3, 4):
-        write(tmp_path, range(length))
-    lengths = {p.name: len(read_metrics(p)) for p in tmp_path.iterdir()}
-    assert lengths == {"metrics.1.jsonl": 2, "metrics.2.jsonl": 3, "metrics.jsonl": 4}
 
 
 @pytest.mark.parametrize("damage", ["oops", '{"lm_loss": 1.0}'])
@@ -172,42 +152,6 @@ def test_tensorboard_flags_add_and_drop_scalars(tmp_path):
     assert scalars["world-size"] == [(1, 4.0)]
     assert scalars["mem-max-allocated-bytes"] == [(1, 3.0)]
     assert scalars["lm loss validation ppl"] == [(1, pytest.approx(20.0855, rel=1e-5))]
-
-
-class FakeRun:
-    def __init__(self):
-        self.logged, self.finished = [], False
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-    def finish(self):
-        self.finished = True
-
-
-def test_wandb_gets_the_same_names_once(tmp_path, monkeypatch):
-    run, started = FakeRun(), {}
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **settings: started.update(settings) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = WandbSink(tmp_path, ScalarOptions(), 1, {"project": "gpt", "name": "350m", "entity": "us"}, {"lr": 3e-4})
-    sink.iteration(record(1))
-    sink.validation(ValidationRecord(1, 8, 1024, 4.5))
-    sink.close()
-    place = {"project": "gpt", "name": "350m", "entity": "us"}
-    assert started == {**place, "dir": str(tmp_path), "config": {"lr": 3e-4}}
-    step, values = run.logged[0]
-    assert step == 1
-    assert set(values) == {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "grad-norm",
-        "samples vs steps",
-    }
-    assert run.logged[1] == (1, {"lm loss validation": 4.5})
-    assert run.finished
 
 
 def test_missing_wandb_names_the_extra_and_touches_no_file(tmp_path, monkeypatch):

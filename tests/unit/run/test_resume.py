@@ -213,18 +213,3 @@ def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_
         assert told in str(caught.value)
     else:
         assert progress_to_resume(longer, inputs_of(longer)).iteration == 7
-
-
-def test_a_schedule_that_has_ended_trains_no_longer_run(tmp_path: Path) -> None:
-    """The former run's rate is 0 from sample 40 on: neither offered nor taken for 60; a floor above 0 may be kept."""
-    kept, rate = "--use-checkpoint-opt-param-scheduler", "its learning rate is 0 at the end of this one, 80:"
-    for floor, longer, told in (("0", kept, rate), ("0", "", "take this command line's."), ("1e-3", kept, None)):
-        folder = tmp_path / f"{floor}{longer}"
-        saved(folder, f"--min-lr {floor}")
-        config = tiny_config(f"--load {folder} --min-lr {floor} --train-iters 40 {longer}")
-        if told is None:
-            assert progress_to_resume(config, inputs_of(config)) == DONE
-            continue
-        with pytest.raises(CheckpointError) as caught:
-            progress_to_resume(config, inputs_of(config))
-        assert told in str(caught.value)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,17 +125,6 @@ def test_eight_processes_compile_once(csrc, tmp_path):
     ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
     assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == ["21"] * 8
     assert log.read_text() == "run\n"
-
-
-@needs_compiler
-def test_the_compilers_message_and_command_reach_the_user(csrc, tmp_path):
-    (csrc / "tiny.cpp").write_text("int add( { return missing_name; }\n")
-    with pytest.raises(NativeBuildError) as caught:
-        native.load("tiny", csrc)
-    message = str(caught.value)
-    assert "-O3 -std=c++17 -shared -fPIC -pthread" in message
-    assert "error:" in message and "tiny.cpp:1" in message
-    assert list((tmp_path / "cache" / "gptpar" / "native").iterdir()) == []
 
 
 @needs_compiler

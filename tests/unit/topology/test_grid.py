@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.run.batch_plan import BatchPlan
-from gptpar.run.progress import Progress
 from gptpar.topology.groups import Topology, _new_group
 from gptpar.topology.mesh import (
     CONTEXT,
@@ -97,23 +94,6 @@ def test_axes_without_a_group_are_told() -> None:
     assert topology.group(DATA) is topology.group(PIPELINE) is None
     with pytest.raises(KeyError, match="no group was made of the axes .*data.*tensor"):
         topology.group(DATA, TENSOR)
-
-
-def test_a_plan_without_ramp_counts_whole_batches() -> None:
-    plan = BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_samples=63))
-    assert plan.num_iterations() == 7
-    assert plan.finished(Progress(consumed_samples=56)) and not plan.finished(Progress(consumed_samples=48))
-    assert BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_iters=5)).train_samples == 40
-
-
-def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> None:
-    """Four steps of 2 samples, then a global batch of 4: four more steps, 8 + 16 samples."""
-    plan = BatchPlan.of(
-        BatchConfig(micro_batch_size=1, global_batch_size=4, train_iters=8), Progress(iteration=4, consumed_samples=8)
-    )
-    assert (plan.train_samples, plan.num_iterations()) == (24, 8)
-    assert not plan.finished(Progress(iteration=7, consumed_samples=20))
-    assert plan.finished(Progress(iteration=8, consumed_samples=24))
 
 
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -10,7 +10,7 @@ import torch
 
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.run.evaluation.evaluator import Evaluator, plan_batches
-from gptpar.run.evaluation.items import Document, Question
+from gptpar.run.evaluation.items import Question
 from gptpar.run.evaluation.tasks import Task, read_tasks
 from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer
@@ -90,11 +90,6 @@ def test_the_three_accuracies_differ_as_defined() -> None:
     found = task.scores([-3.0, -4.0, -2.5, -5.0, -4.0, -4.5])
     assert found["acc"] == 0.5 and found["acc_norm"] == 1.0 and found["acc_bytes"] == 0.5
     assert found["acc_stderr"] == pytest.approx(math.sqrt(0.25 / 1)) and found["acc_norm_stderr"] == 0.0
-
-
-def test_bits_per_byte_counts_bytes() -> None:
-    task = Task("t", [Document("\u00e9a", "here"), Document("b", "here")], [], [0, 0, 1])
-    assert task.scores([-1.0, -2.0, -3.0])["bits_per_byte"] == pytest.approx(6 / math.log(2) / 4)
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 100, 10_000])

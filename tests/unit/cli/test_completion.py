@@ -48,10 +48,7 @@ def test_every_verb_tells_its_flags(flags: dict[str, list[completion.FlagWords]]
     [
         ("gptpar pre", {"pretrain", "preprocess"}),
         ("gptpar pretrain --num-lay", {"--num-layers", "--num-layers-per-virtual-pipeline-stage"}),
-        ("gptpar plan --world", {"--world-size"}),
-        ("gptpar launch --hang-s", {"--hang-seconds"}),
         ("gptpar pretrain --bf16 --lr-wsd-decay-style ", {"exponential", "linear", "cosine", "minus_sqrt"}),
-        ("gptpar pretrain --lr-wsd-decay-style m", {"minus_sqrt"}),
         ("gptpar plan --gpu h2", {"h200", "h20"}),
         ("gptpar pretrain --load ", set()),
         ("gptpar completion --h", {"--help"}),

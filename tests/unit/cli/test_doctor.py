@@ -24,6 +24,7 @@ def found(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[s
     return status, told["findings"]
 
 
+@pytest.mark.slow
 def test_a_good_machine_is_told_in_one_screen(
     fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,10 @@ def answer(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("words", [PRETRAIN, "pretrain --help", "doctor"])
+@pytest.mark.parametrize(
+    "words",
+    [PRETRAIN, pytest.param("pretrain --help", marks=pytest.mark.slow), pytest.param("doctor", marks=pytest.mark.slow)],
+)
 def test_a_command(words: str) -> None:
     program = "import runpy; sys.argv[0] = 'gptpar'; runpy.run_module('gptpar', run_name='__main__')"
     done = answer(program, *words.split())

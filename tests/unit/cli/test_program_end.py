@@ -46,7 +46,11 @@ def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("end", "status", "told"),
-    [("", 0, ""), ("7", 7, ""), ("'no data'", 1, "no data\n")],
+    [
+        pytest.param("", 0, "", marks=pytest.mark.slow),
+        pytest.param("7", 7, "", marks=pytest.mark.slow),
+        ("'no data'", 1, "no data\n"),
+    ],
 )
 def test_its_status_is_the_processs(tmp_path: Path, end: str, status: int, told: str) -> None:
     done = run(tmp_path, f"import sys; sys.exit({end})")

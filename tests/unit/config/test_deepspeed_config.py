@@ -158,21 +158,10 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
             "data-parallel process(es) = 32: drop one of the three, or make them agree.",
         ),
         (
-            {"train_batch_size": 40, "gradient_accumulation_steps": 3},
-            "",
-            "ds.json: train_batch_size 40 is not a multiple of gradient_accumulation_steps 3 x 4 data-parallel "
-            "process(es) = 12, so there is no --micro-batch-size for it: change one of them.",
-        ),
-        (
             BATCH,
             "--micro-batch-size 1",
             "ds.json: train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them, "
             "or make them agree.",
-        ),
-        (
-            {"gradient_accumulation_steps": 4},
-            "",
-            "--micro-batch-size is missing: the number of samples one process runs at once, for example 4.",
         ),
     ],
 )
@@ -219,17 +208,13 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"grandient_accumulation_steps": 4}, "grandient_accumulation_steps is unknown; did you mean gradient_accum"),
         ({"weight-decay": 0.1}, "weight-decay is unknown; did you mean optimizer.params.weight_decay?"),
         ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),
-        ({"tensorboard": 1}, "tensorboard is 1: an object in braces is needed."),
         ({"zero_optimization": 2}, "zero_optimization is 2: an object in braces is needed."),
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
-        ({"gradient_clipping": True}, "gradient_clipping is true: a number is needed."),
         ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": true or false is needed.'),
-        ({"amp": {"enabled": True}}, "amp: Apex is not part of gptpar; leave it out."),
         (
             {"communication_data_type": "fp8"},
             'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is needed.',
         ),
-        ({"fp16": {"enabled": True, "initial_scale_power": 999}}, "fp16.initial_scale_power is 999: a whole number fr"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is true: master wei"),
     ],
 )

@@ -13,14 +13,10 @@ from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems
 
 OFF = [
     {"torch_autocast": {"enabled": False}},
-    {"dataloader_drop_last": False},
     {"zero_optimization.reduce_bucket_size": 64},
     {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}, "data_sampling": {"enabled": False}}},
     {"tensor_parallel": {"autotp_size": 1}},
-    {"fp16": {"enabled": False, "fp16": True}},
     {"timers": {"throughput": {"enabled": True}}},
-    {"zero_optimization": {"all_reduce_bucket_size": 5e8}},
-    {"activation_checkpointing": {"num_checkpoints": 4}},
     {"wandb": {"enabled": False, "project": "p"}},
     {"a_key_of_nobody": 3},
 ]

@@ -96,13 +96,6 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
             "gptpar takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0.",
         ),
         (
-            {**RATE, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
-            "",
-            'ds.json: scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest '
-            "can be made from a configuration; leave scheduler out and give --lr-decay-style, --lr-warmup-iters, "
-            "--lr-decay-iters and --min-lr.",
-        ),
-        (
             linear("WarmupDecayLR", total_num_steps=1000),
             "",
             "ds.json: scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "

@@ -60,7 +60,6 @@ def test_a_refused_flag_is_not_called_missing_besides(flags: str, told: str) -> 
     [
         ("--hidden-size 1e18", "--hidden-size is 1e+18; it must be at most 1,000,000."),
         ("--vocab-size 1e18", "--vocab-size is 1e+18; it must be at most 2,147,483,647, as token ids have 32 bits."),
-        ("--lr 1e300", "--lr is 1e+300; it must be at most 3.4e+38."),
         (
             "--num-layers 10000 --hidden-size 1000000",
             "the model would have 1.2e+17 parameters (--num-layers 10000, --hid",
@@ -68,10 +67,6 @@ def test_a_refused_flag_is_not_called_missing_besides(flags: str, told: str) -> 
         (
             "--micro-batch-size 1000000 --seq-length 100000000",
             "one activation would have 1.28e+16 elements (--micro-ba",
-        ),
-        (
-            "--train-iters 1e10 --global-batch-size 100000000",
-            "the run would read 1e+18 samples x 16 tokens, more than t",
         ),
         ("--eval-iters 1e17 --eval-interval 1", "21 evaluations of --eval-iters 100000000000000000 would"),
     ],
@@ -96,20 +91,13 @@ SIGMOID, GROUPS = (
     [
         (EXPERTS + "--moe-expert-parallel-size 2", "--expert-model-parallel-size 2 does not divide the 1 process"),
         ("--moe-router-topk 3", "--moe-router-topk: these are for experts, and --num-experts is 1: raise it, or leave"),
-        (EXPERTS + "--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8: lower it."),
         (EXPERTS + "--moe-router-topk 1", "--moe-router-topk 1 with a softmax over the chosen expert alone weighs it"),
         (EXPERTS + "--moe-layer-freq [0]*1+[1]*9", "--moe-layer-freq lists 10 blocks, and --num-layers is 2: list as"),
-        (EXPERTS + "--moe-layer-freq [0,0]", "--moe-layer-freq [0,0] gives no block experts: list a 1, or drop"),
         (
             SIGMOID + "--moe-router-num-groups 3 --moe-router-group-topk 2",
             "--moe-router-num-groups 3, --moe-router-group",
         ),
-        (
-            EXPERTS + GROUPS,
-            "--moe-router-num-groups 4, --moe-router-group-topk 2: groups are compared by scores over all",
-        ),
         (EXPERTS + "--moe-expert-capacity-factor 4", "--moe-expert-capacity-factor 4 limits nothing: from --num-exper"),
-        (EXPERTS + "--moe-shared-expert-gate", "--moe-shared-expert-gate is a shared expert's: give --moe-shared-ex"),
         (
             EXPERTS + "--mup --mup-base-hidden-size 8 --optimizer muon",
             "--mup has no rule for Muon's update of a router",

@@ -91,15 +91,12 @@ def reference_sample(lengths: list[int], documents: np.ndarray, rows: list, samp
 
 
 SHAPES = [
-    ([10], 1),
     ([10], 50),
     ([4, 4, 4, 1], 3),
-    ([4, 4, 4], 3),  # S + x short of a whole sample
     ([8, 8, 8, 8], 40),
     ([0, 5, 0, 0, 7, 0, 3, 0], 30),
     ([100, 3, 50, 1, 1, 20], 41),  # last epoch separate
     ([100, 3, 50, 1, 1, 20], 80),  # not separate
-    ([2, 3], 20),  # shorter than one sample: repeated
     (list(range(1, 60)), 5000),
     ([3] * 300, 2500),  # ids beyond uint8
     ([5, 6] * 1500, None),  # several blocks

@@ -23,7 +23,7 @@ from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
 
-FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen3-MoE, some blocks and windows", "gpt-oss")
+FAST = ("GPT-2", "Llama 3", "gpt-oss")
 CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -99,7 +99,14 @@ def test_another_dtype_is_said_in_the_config(tmp_path: Path) -> None:
     assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("form", ["one file", "shards", "torch's old format"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "one file",
+        pytest.param("shards", marks=pytest.mark.slow),
+        pytest.param("torch's old format", marks=pytest.mark.slow),
+    ],
+)
 def test_pickled_weights_are_read_and_written_as_safetensors(form: str, tmp_path: Path) -> None:
     theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
     reference = save_theirs(theirs, "GPT-2")

@@ -45,12 +45,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 WRONG = {
     "window_size": (4, 3),
     "rotary_base": 10000.5,
-    "swiglu": 2,
     "position_embedding_type": object(),
-    "num_layers": 10**7,
     "activation_func_clamp_value": 0.0,
     "rotary_seq_len_interpolation_factor": 4,
-    "no_rope_freq": [1],
     "window_attn_skip_freq": [1],
     "normalization": "SomeNorm",
 }
@@ -70,9 +67,8 @@ def test_an_understood_field_changes_the_model() -> None:
 
 def test_what_gptpar_lacks_is_refused_by_name() -> None:
     for name in ABSENT_HERE:
-        for value in (0.7, [2], object()):
-            with pytest.raises(CheckpointError, match=f"it has .*--{name.replace('_', '-')}"):
-                model(**{name: value})
+        with pytest.raises(CheckpointError, match=f"it has .*--{name.replace('_', '-')}"):
+            model(**{name: object()})
         model(**{name: None})
     for off in ({"num_experts": [1]}, {"softmax_type": "vanilla"}, {"mtp_num_layers": 0}, {"softmax_scale": 8**-0.5}):
         assert model(**off) == model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -108,14 +107,8 @@ def link(path: Path, target: Path) -> None:
     [
         (lambda copy: (copy / "vocab.json").unlink(), ["vocab.json cannot be read: No such file"]),
         (lambda copy: shutil.rmtree(copy), ["vocab.json cannot be read: No such file", "merges.txt cannot be read"]),
-        (
-            lambda copy: (copy / "vocab.json").write_bytes(b"{  }"),
-            ["vocab.json has .* 98c745f2.* and 44136fa3.* was sa"],
-        ),
         (lambda copy: link(copy / "vocab.json", copy / "merges.txt"), ["vocab.json is a link"]),
         (lambda copy: link(copy / "vocab.json", copy / "vocab.json"), ["vocab.json cannot be read: Too many levels"]),
-        (lambda copy: link(copy, copy.rename(copy.with_name("x"))), ["vocab.json is a link", "merges.txt is a link"]),
-        (lambda copy: (copy / "vocab.json").unlink() or os.mkfifo(copy / "vocab.json"), ["it is no regular file"]),
         (lambda copy: (copy / "tokenizer_config.json").touch(), ["tokenizer_config.json was not saved with it"]),
     ],
 )

@@ -151,7 +151,10 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
 
 @pytest.mark.parametrize(
     "step",
-    [{"param_groups": [{"step": 28}]}, {"state": {"common_step": torch.tensor(28.0)}}],
+    [
+        {"param_groups": [{"step": 28}]},
+        pytest.param({"state": {"common_step": torch.tensor(28.0)}}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
     step: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -237,6 +240,7 @@ def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
         (folder / ".metadata").write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: Path) -> None:
     metadata = folder / ".metadata"
     text = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)

@@ -63,11 +63,6 @@ FLAG = "--moe-use-upcycling makes experts of the MLPs of --load-hf"
         ("Llama", "", [f"{FLAG}: give their number, --num-experts, too."]),
         ("OLMoE", "--num-experts 4", [f"{FLAG}, and that model has experts already: leave the flag out."]),
         (
-            "GPT-2",
-            "--num-experts 4",
-            [f"{FLAG}, and these have biases, which are not copied yet: take a model without."],
-        ),
-        (
             "Llama",
             "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 8",
             [

@@ -116,7 +116,11 @@ def test_flops_of_windows() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "size", "sequence_parallel"),
-    [("", 2, False), (LLAMA + GATE + "--num-query-groups 2", 2, True), ("", 4, True)],
+    [
+        pytest.param("", 2, False, marks=pytest.mark.slow),
+        (LLAMA + GATE + "--num-query-groups 2", 2, True),
+        pytest.param("", 4, True, marks=pytest.mark.slow),
+    ],
 )
 def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) -> None:
     with pretended_world(0, size):

@@ -108,17 +108,10 @@ def in_the_best_groups(judged: list[float], num_groups: int, num_used: int, topk
         "",
         "--num-experts 12 --moe-router-topk 4 --moe-router-score-function sigmoid " + GROUPS,
         "--num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax --swiglu " + GROUPS,
-        "--swiglu --moe-ffn-hidden-size 12",
         "--num-experts 7 --moe-router-topk 3 --moe-router-pre-softmax --swiglu",
-        "--moe-router-topk 1 --moe-router-pre-softmax",
         "--moe-router-topk 1 --moe-router-score-function sigmoid",
-        "--num-experts 3 --moe-router-topk 3",
-        "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --swiglu",
-        "--moe-shared-expert-intermediate-size 6 --swiglu",
         "--moe-shared-expert-intermediate-size 6 --moe-shared-expert-gate",
-        "--quick-geglu --moe-ffn-hidden-size 12",
         "--quick-geglu --activation-func-clamp-value 0.7 --glu-linear-offset 1 --moe-router-topk 3",
-        "--quick-geglu --glu-linear-offset -0.5 --moe-shared-expert-intermediate-size 6 --moe-router-pre-softmax",
     ],
 )
 @pytest.mark.parametrize("loads", ["as they come", "one empty, one full"])

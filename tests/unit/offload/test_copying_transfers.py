@@ -171,7 +171,7 @@ def train(
     ("words", "ratio", "speculation"),
     [
         ("--bf16", "1", "on"),
-        ("--bf16", "0.731", "off"),
+        pytest.param("--bf16", "0.731", "off", marks=pytest.mark.slow),
         pytest.param("--fp64", "1", "off", marks=pytest.mark.slow),
         pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", "0.731", "on", marks=pytest.mark.slow),
     ],

@@ -45,7 +45,7 @@ FP16 = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
     ("words", "ratio", "speculation", "share"),  # every pair of values
     [
         ("--bf16", "1", "on", "0.5"),
-        ("--bf16", "0.731", "off", "1"),
+        pytest.param("--bf16", "0.731", "off", "1", marks=pytest.mark.slow),
         pytest.param("--fp64", "1", "off", "1", marks=pytest.mark.slow),
         pytest.param("--fp64", "0.731", "on", "0.3", marks=pytest.mark.slow),
         pytest.param(FP16, "1", "on", "1", marks=pytest.mark.slow),
@@ -69,6 +69,7 @@ def test_sums_on_the_host_change_no_bit(
     assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", *(pytest.param(o, marks=pytest.mark.slow) for o in ("lion", "muon"))])
 def test_clipped_steps_are_those_of_sums_on_the_device(optimizer: str) -> None:
     words = f"--fp64 {THREE} --clip-grad 0.7 {ALL} --offload-speculation on --optimizer {optimizer}"

@@ -35,7 +35,6 @@ from tests.unit.offload.tiny_runs import ALL
             2,
             "--offload-gradients on: --log-num-zeros-in-grad counts zeros of sums on the GPU",
         ),
-        (f"{ALL} --offload-gradients on --log-num-zeros-in-grad --global-batch-size 4", 1, "counts zeros of sums"),
         (f"{ALL} --offload-gradients on --cuda-graph on", 1, "--cuda-graph on: --offload-gradients on gives back"),
     ],
 )

@@ -26,7 +26,7 @@ ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     ("dtype", "count", "speculation"),
     [
         ("--bf16", 1, "on"),
-        (f"--bf16 {ROUNDED}", 1, "on"),
+        pytest.param(f"--bf16 {ROUNDED}", 1, "on", marks=pytest.mark.slow),
         pytest.param("--bf16", 2, "off", marks=pytest.mark.slow),
         pytest.param("", 2, "off", marks=pytest.mark.slow),
         pytest.param("--fp64", 1, "on", marks=pytest.mark.slow),

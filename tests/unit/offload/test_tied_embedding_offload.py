@@ -110,7 +110,7 @@ def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("clip", "count", "bucket_elements", "pieces"),
     [
-        (SOMETIMES, 2, 1 << 24, False),
+        pytest.param(SOMETIMES, 2, 1 << 24, False, marks=pytest.mark.slow),
         (SOMETIMES, 2, 333, True),
         pytest.param(SOMETIMES, 1, 333, False, marks=pytest.mark.slow),
         pytest.param(NEVER, 4, 333, True, marks=pytest.mark.slow),
@@ -150,6 +150,7 @@ def test_an_embedding_that_is_partly_on_the_device(
     assert early.completed
 
 
+@pytest.mark.slow
 def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is given from the last layer on: here it ends within the embedding; the rest is as it was."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
@@ -172,8 +173,8 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [
-        (lambda step: torch.full((4, 17), step % 60), 1),
-        (lambda step: F.pad(torch.arange(ROWS).reshape(4, 16), (0, 1)), ROWS),
+        pytest.param(lambda step: torch.full((4, 17), step % 60), 1, marks=pytest.mark.slow),
+        pytest.param(lambda step: F.pad(torch.arange(ROWS).reshape(4, 16), (0, 1)), ROWS, marks=pytest.mark.slow),
         (lambda step: (torch.arange(68) % 7 + 8 * step).reshape(4, 17) % 60, 7),
     ],
 )
@@ -187,6 +188,7 @@ def test_only_rows_that_are_looked_up_are_done_again(
     assert sum(early.elements) + sum(early.completed) == sum(plain.elements)  # nothing is done twice
 
 
+@pytest.mark.slow
 def test_what_earlier_micro_batches_looked_up_is_in_the_sum_already(run: Callable[..., Seen]) -> None:
     """Three micro-batches look up other tokens than the last."""
 
@@ -199,6 +201,7 @@ def test_what_earlier_micro_batches_looked_up_is_in_the_sum_already(run: Callabl
     assert early.completed == [5 * WIDTH] * STEPS
 
 
+@pytest.mark.slow
 def test_steps_that_are_skipped(run: Callable[..., Seen]) -> None:
     words = f"--fp16 --initial-loss-scale 1e7 --hysteresis 1 {OFFLOAD} 1 --offload-speculation"
     plain, early = run(f"{words} off", False), run(f"{words} on", True)

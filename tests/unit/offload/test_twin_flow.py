@@ -55,7 +55,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
     return int((ordered[0] - ordered[1]).abs().max())
 
 
-@pytest.mark.parametrize("ratio", [0.731, 1.0])
+@pytest.mark.parametrize("ratio", [pytest.param(0.731, marks=pytest.mark.slow), 1.0])
 def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: Any) -> None:
     """50 steps with the same gradients as fp32 master weights of torch's AdamW; clipped ones, some overflow."""
     ours, masters = Model(torch.bfloat16), Model(torch.bfloat16).float()

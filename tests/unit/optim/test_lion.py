@@ -29,7 +29,7 @@ def wanted() -> list[Tensors]:
     [
         "",
         pytest.param("--cpu-optimizer --cpu-optimizer-ratio 0.3", marks=pytest.mark.slow),
-        "--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on",
+        pytest.param("--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on", marks=pytest.mark.slow),
         pytest.param("--cpu-optimizer --cpu-parameters", marks=pytest.mark.slow),
     ],
 )

@@ -72,13 +72,8 @@ def test_further_arguments_are_passed_as_they_are() -> None:
     ("config", "expected"),
     [
         (RecomputeConfig(), []),
-        (RecomputeConfig(recompute_granularity="selective"), []),
         (RecomputeConfig(recompute_granularity="full"), [(name,) for name in NAMES]),
         (RecomputeConfig(recompute_granularity="full", recompute_num_layers=2), [("layers.4",), ("layers.5",)]),
-        (
-            RecomputeConfig(recompute_granularity="full", recompute_num_layers=1, recompute_method="block"),
-            [("layers.4",)],
-        ),
         (
             RecomputeConfig(recompute_granularity="full", recompute_num_layers=99, recompute_method="block"),
             [(name,) for name in NAMES],

@@ -34,14 +34,12 @@ EAGER = " --cuda-graph off --host-memory 128 "
 # gpu, flags, milliseconds a step, GiB allocated at most; one GPU and 16 cores, medians of gptpar benchmark
 MEASURED = [
     ("h100", "--preset 124M --micro-batch-size 32 ", 60.4, 12.87),
-    ("h100", M350, 81.3, 19.14),
     ("h100", "--preset 350M --micro-batch-size 16 ", 170.2, 31.48),
     ("h100", ONE_B3, 257.3, 45.67),
     ("h100", TWO_B7, 267.5, 60.80),
     ("h100", M350 + OFFLOAD + "0.3", 83.9, 17.97),
     ("h100", M350 + OFFLOAD + "1" + CLIPPED, 132.2, 15.17),
     ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 408.5, 30.94),
-    ("h100", M350 + OFFLOAD + "1", 89.8, 15.17),
     ("h100", ONE_B3 + OFFLOAD + "1", 292.1, 30.94),
 ]
 # Measured when the device kept every gradient in fp32, also one that is no sum, and without those kernels.

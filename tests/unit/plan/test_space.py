@@ -63,6 +63,7 @@ def test_few_combinations_have_every_pair(num_processes: int, count: int) -> Non
     assert pairs(few) == pairs(every)
 
 
+@pytest.mark.slow
 def test_what_the_model_does_not_allow_is_left_out_with_the_reason() -> None:
     """Four heads for eight tensor ranks, or for more ranks that exchange them; ten layers for sixteen stages."""
     chosen = _chosen(WORDS, 8, Namespace(only="every 2", pairwise=False))

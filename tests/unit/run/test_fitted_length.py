@@ -59,6 +59,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.C
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> None:
     train(tmp_path, "--exit-interval 5")
     progress = load_meta(tmp_path)["progress"]

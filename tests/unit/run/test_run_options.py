@@ -27,6 +27,7 @@ def iterations(folder: Path) -> list[int]:
     return sorted(number for number, _ in find_checkpoints(folder))
 
 
+@pytest.mark.slow
 def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     switch, update = tmp_path / "stop", Trainer.update
 
@@ -60,11 +61,12 @@ def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeyp
     monkeypatch.setattr(Trainer, "update", updated)
     flags = (
         "--bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --num-query-groups 2 "
-        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5 --disable-bf16-reduced-precision-matmul"
+        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5 --disable-bf16-reduced-precision-matmul "
+        "--train-iters 3"
     )
     for name in ("one", "other"):
         run(tmp_path / name, flags)
-    one, other = (read_tensors(tmp_path / name / "iter_0000008") for name in ("one", "other"))
+    one, other = (read_tensors(tmp_path / name / "iter_0000003") for name in ("one", "other"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert found == [(True, False)] * 16 and not torch.are_deterministic_algorithms_enabled()
+    assert found == [(True, False)] * 6 and not torch.are_deterministic_algorithms_enabled()
     assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16

@@ -15,16 +15,14 @@ from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from gptpar.data.identity import corpus_identity
 from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
-from gptpar.data.readers import find_inputs, read_blocks
 from gptpar.data.tokenizer.base import Tokenizer as TokenizerBase
 from gptpar.deepspeed.engines.tags import _latest_tag
 from gptpar.errors import GptparError
-from gptpar.exchange.files.safe_pickle import load_torch_file, load_torch_part
+from gptpar.exchange.files.safe_pickle import load_torch_file
 from gptpar.exchange.files.safetensors_file import open_safetensors
 from gptpar.exchange.hf_folder import read_json
 from gptpar.reporting.metrics_file import cut_after
 from gptpar.system.files import lies_in
-from tools.trace_lanes import load_trace
 
 
 class Vocabulary(TokenizerBase):
@@ -57,18 +55,13 @@ READERS: dict[str, Callable[[Path], object]] = {
     "JSON": read_json,
     "safetensors": open_safetensors,
     "torch.save": load_torch_file,
-    "a part of it": lambda path: load_torch_part(path, 0, 100),
     "manifest": lambda path: read_manifest(Path(shutil.move(path, path.parent / MANIFEST_NAME)).parent),
     "a checkpoint's data": SourceFile,
     "corpus": lambda path: IndexedDataset(corpus_around(path, ".idx")),
     "its tokens": lambda path: IndexedDataset(corpus_around(path, ".bin")),
-    "its identity": lambda path: corpus_identity(corpus_around(path, ".idx")),
     "the identity of its tokens": lambda path: corpus_identity(corpus_around(path, ".bin")),
     "its index's identity": file_identity,
-    "text": lambda path: list(read_blocks([str(path)])),
-    "a name of text": lambda path: find_inputs([str(path)]),
     "history": lambda path: cut_after(path, 1),
-    "trace": load_trace,
     "tokenizer": lambda path: Vocabulary()._read("vocab", path),
 }
 

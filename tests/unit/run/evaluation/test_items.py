@@ -65,7 +65,6 @@ def test_texts(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("{", "this is not JSON"),
-        ({"query": "a", "choices": ["b", "c"]}, "'gold' is missing; the first line has query, choices, gold"),
         (PLAIN | {"gold": 2}, "the right choice is number 2, and there are 2 choices, counted from 0"),
         (PLAIN | {"choices": ["b", " "]}, "choice 1 (counted from 0) is empty"),
         (

@@ -42,25 +42,6 @@ relay.SAME_REQUEST_SECONDS = 0.3
 relay.AT_ONCE_SECONDS = relay.GRACE_SECONDS = 0.5
 raise SystemExit(run_job(LaunchJob(Program("executable", sys.executable, ("-uc", sys.argv[1])), 1)))
 """
-WORKER = """
-import os, signal, sys, time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from gptpar.system.activity import Activity
-activity = Activity(0, Path(os.environ["GPTPAR_ACTIVITY_FOLDER"]))
-ready = f"ready\\n{os.getpid()}"
-"""
-HANGS = (
-    WORKER
-    + """
-activity.note("iteration 12, backward")
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-print(ready, flush=True)
-time.sleep(600)
-"""
-)
 
 
 def started(worker: str, folder: Path, **environment: str) -> tuple[subprocess.Popen[str], int]:
@@ -79,16 +60,6 @@ def started(worker: str, folder: Path, **environment: str) -> tuple[subprocess.P
 
 
 SEVERAL = ["--nnodes", "2", "--node-rank", "1", "x.py"]
-
-
-def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> None:
-    process, pid = started(HANGS, tmp_path, GPTPAR_STOP_SECONDS="0.5")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 143
-    place = "no sign of life for 0.5 s at iteration 12, backward"
-    lost = "and the workers were killed, with what they learnt since the last checkpoint"
-    assert process.communicate()[1] == f"error: stopped by SIGTERM, {lost}: {place}\n"
-    assert not Path(f"/proc/{pid}").exists() and list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -72,23 +72,6 @@ def test_every_layout_and_one_batch_for_all() -> None:
     )
 
 
-def test_refused_ones_have_their_reason() -> None:
-    flags = "--micro-batch-size 1 --sweep-layouts dp4 tp4 tp3 dp2 tp8 --sweep-zero 0 3 --sweep-virtual-stages 1 2"
-    accepted, refused = found(flags)
-    assert [(one.cells["layout"], one.cells["ZeRO"]) for one in accepted] == [
-        ("dp4 x tp1 x pp1", "0"),
-        ("dp4 x tp1 x pp1", "3"),
-        ("dp1 x tp4 x pp1", "0"),
-    ]
-    reasons = {(one.cells["layout"], one.cells["ZeRO"], one.cells["virtual"]): one.refusal for one in refused}
-    assert len(reasons) == 5 * 4 - 3
-    assert reasons["dp4 x tp1 x pp1", "0", "2"].startswith("virtual stages interleave the work of a pipeline")
-    assert reasons["dp1 x tp4 x pp1", "3", "1"] == "where no weights have copies, ZeRO-3 is the same as ZeRO-0."
-    assert "4 processes cannot be cut into groups of 3 x 1 = 3" in reasons["dp1 x tp3 x pp1", "0", "1"]
-    assert reasons["dp2 x tp1 x pp1", "0", "1"] == "dp2 x tp1 x pp1 is 2 processes, and here are 4."
-    assert "--tensor-model-parallel-size 8" in reasons["dp1 x tp8 x pp1", "0", "1"]
-
-
 # --- the sweep ------------------------------------------------------------------------------------------------------
 
 

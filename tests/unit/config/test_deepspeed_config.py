@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -81,38 +80,6 @@ def test_text_that_cannot_be_read_is_told_with_its_place(
     with pytest.raises(JsonError) as caught:
         read_object(text)
     assert str(caught.value).startswith(expected)
-
-
-LOOSE = """{
-  train_batch_size: 8   # no quotes
-  "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}
-  "fp16": {"enabled": true}
-}"""
-
-
-def test_looser_json_is_left_to_the_hjson_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(JsonError) as caught:
-        read_object(LOOSE)
-    assert str(caught.value) == (
-        "line 2, column 3: Expecting property name enclosed in double quotes (pip install 'gptpar[hjson]' reads what "
-        "DeepSpeed's looser parser reads)"
-    )
-    for text in ('{"train_batch_size": , "a": 1}', '{"a": 1}\n```', '{"a": [1}', '{"a": 1'):  # hjson refuses these, too
-        with pytest.raises(JsonError) as caught:
-            read_object(text)
-        assert "hjson" not in str(caught.value)
-    asked: list[str] = []
-
-    def loads(text: str, object_pairs_hook: Any) -> Any:
-        asked.append(text)
-        return object_pairs_hook([("train_batch_size", 8), ("a", 1), ("a", 2)][: 2 + ("twice" in text)])
-
-    monkeypatch.setitem(sys.modules, "hjson", types.SimpleNamespace(loads=loads))
-    assert read_object('{"a": 1}') == {"a": 1} and asked == []
-    assert read_object(LOOSE) == {"train_batch_size": 8, "a": 1} and asked == [LOOSE]
-    with pytest.raises(JsonError, match="given twice in one object: a"):
-        read_object(f"{LOOSE} twice")
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

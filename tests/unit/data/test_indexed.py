@@ -118,15 +118,6 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, tokens: list[float])
     assert os.listdir(tmp_path) == []
 
 
-def test_an_exception_keeps_the_corpus_that_was_there(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "corpus")
-    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(prefix, "int32") as writer:
-        writer.add_document(np.arange(100_000))
-        raise KeyboardInterrupt
-    assert (read(prefix, ".bin"), read(prefix, ".idx")) == (GOLDEN_BIN, GOLDEN_IDX)
-    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
-
-
 def test_a_killed_writer_leaves_nothing_under_the_final_names(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, numpy as np

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from gptpar.errors import ConfigError, GptparError
+from gptpar.reporting.event_files import cut_after, event_files
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, make_sinks
+from gptpar.reporting.sinks import CsvSink, JsonlSink, TensorBoardSink, make_sinks
 from tests.unit.reporting.records import read_tensorboard, record
 
 
@@ -160,3 +162,65 @@ def test_missing_wandb_names_the_extra_and_touches_no_file(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match=r"--wandb-project needs .*pip install 'gptpar\[wandb\]'"):
         make_sinks(run_folder=tmp_path, wandb={"project": "gpt"})
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+# --- DeepSpeed's CSV files: names, headers, rows, and what a run that goes on leaves of them ------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_each_curve_is_a_file_of_samples_and_values(tmp_path: Path) -> None:
+    sink = CsvSink(tmp_path / "out" / "job", with_loss_scale=True)
+    sink.iteration(record(1, loss_scale=65536.0, lm_loss=float("nan")))
+    sink.iteration(record(2, loss_scale=32768.0, learning_rate=2.5e-5))
+    assert contents(tmp_path / "out" / "job") == {  # on the disk before it is closed
+        "Train_Samples_loss_scale.csv": b"step,loss_scale\r\n8,65536.0\r\n16,32768.0\r\n",
+        "Train_Samples_lr.csv": b"step,lr\r\n8,0.0001\r\n16,2.5e-05\r\n",
+        "Train_Samples_train_loss.csv": b"step,train_loss\r\n8,nan\r\n16,4.8\r\n",
+    }
+    sink.close()
+
+
+def test_a_run_that_goes_on_drops_the_rows_that_it_writes_again(tmp_path: Path) -> None:
+    path = tmp_path / "Train_Samples_lr.csv"
+    path.write_bytes(b"step,lr\r\n8,0.1\r\n16,0.2\r\n24,0.3\r\n32,0.")
+    sink = CsvSink(tmp_path, resume_samples=16)
+    sink.iteration(record(3))
+    sink.close()
+    assert path.read_bytes() == b"step,lr\r\n8,0.1\r\n16,0.2\r\n24,0.0001\r\n"
+    sink = CsvSink(tmp_path)  # a new run: as with DeepSpeed, its rows follow
+    sink.iteration(record(1))
+    sink.close()
+    assert path.read_bytes().endswith(b"\r\n24,0.0001\r\n8,0.0001\r\n")
+
+
+# ---  ---------------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, iterations: range) -> None:
+    sink = TensorBoardSink(folder, ScalarOptions())
+    for iteration in iterations:
+        sink.iteration(record(iteration))
+        sink.validation(ValidationRecord(iteration, 8 * iteration, 1024 * iteration, 4.0))
+    sink.close()
+
+
+def steps(folder: Path, name: str) -> list[int]:
+    """In order: files written within one second are read in the order of their writers' numbers as texts."""
+    return sorted(step for step, _ in read_tensorboard(folder)[name])
+
+
+@pytest.mark.parametrize("last", [129, 200])
+def test_events_are_cut_on_both_axes_and_the_run_goes_on_behind(tmp_path: Path, last: int) -> None:
+    written(tmp_path, range(1, 151))
+    written(tmp_path, range(151, 301))
+    cut_after(tmp_path, last, 8 * last)
+    assert len(event_files(tmp_path)) == (1 if last <= 150 else 2)
+    for name in ("lm loss", "grad-norm", "lm loss validation"):
+        assert steps(tmp_path, name) == list(range(1, last + 1))
+        assert steps(tmp_path, f"{name} vs samples") == list(range(8, 8 * last + 1, 8))
+    written(tmp_path, range(last + 1, last + 11))
+    assert steps(tmp_path, "lm loss") == list(range(1, last + 11))
+    assert steps(tmp_path, "lm loss vs samples") == list(range(8, 8 * last + 81, 8))

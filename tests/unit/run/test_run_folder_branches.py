@@ -153,18 +153,6 @@ def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder
     assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
 
 
-@pytest.mark.slow
-def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Run) -> None:
-    """The weights break at iteration 5; what was saved before is what its user needs."""
-    same = f"--load {tmp_path} --save {tmp_path} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"
-    pretrain(f"--train-iters 4 {same}")
-    said = pretrain(f"--train-iters 12 --lr 1e30 --clip-grad 0 --lr-decay-style constant {same}")
-    assert numbers(tmp_path) == [2, 4, 6, 8, 10, 12]
-    assert said.count("no older checkpoint is deleted while steps are skipped") == 1
-    pretrain(f"--train-iters 8 {same} --ckpt-step 4")
-    assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]
-
-
 CALLS = ("mkdir", "rename", "replace", "unlink")
 
 

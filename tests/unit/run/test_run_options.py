@@ -1,12 +1,14 @@
-"""Whole runs with options that Megatron's users know: a kill switch, retained checkpoints, deterministic kernels."""
+"""Whole runs with options that Megatron's users know, and a run repeated from its own file."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import gptpar.cli
 from gptpar.checkpoint import find_checkpoints, read_tensors
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
@@ -70,3 +72,27 @@ def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeyp
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert found == [(True, False)] * 6 and not torch.are_deterministic_algorithms_enabled()
     assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16
+
+
+# --- A run folder's own ``config.toml``: the run again, in another folder; or further, in the same one --------------
+
+
+FLAGS = f"{TINY} --lr-decay-style constant --save-interval 2 --no-async-save --data-cache-path cache --log-interval 1"
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["lm_loss"] for line in lines if "lm_loss" in (record := json.loads(line))]
+
+
+@pytest.mark.slow
+def test_a_run_is_repeated_and_goes_on_from_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert gptpar.cli.main(["pretrain", *FLAGS.split(), "--train-iters", "3", "--save", "a"]) == 0
+    assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--save", "b"]) == 0
+    a, b = ((Path(one) / "config.toml").read_text().split("\n\n", 1)[1] for one in "ab")
+    assert b == a.replace('save = "a"', 'save = "b"')
+    assert len(losses(Path("a"))) == 3 and losses(Path("b")) == losses(Path("a"))
+    assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--load", "a", "--train-iters", "5"]) == 0
+    assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--load", "c", "--save", "c"]) == 0
+    assert len(losses(Path("c"))) == 5 and losses(Path("c")) == losses(Path("a"))

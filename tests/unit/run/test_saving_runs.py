@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
+from gptpar.exchange.exports import Exports
 from gptpar.run import saving
+from gptpar.run.saving import Target
 from tests.helpers import TINY
+from tests.unit.run.test_saving import done, make
 
 FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
 
@@ -81,3 +85,29 @@ def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_stat
     assert run(tmp_path, "--save-interval 2") == signal.SIGTERM
     saved = iterations(tmp_path)
     assert saved[0] == 2 and 2 <= saved[-1] < 8 and not list(tmp_path.glob("*.tmp-*"))
+
+
+# --- What a save that is written behind the training does to exports ------------------------------------------------
+
+
+def test_only_what_may_delete_a_checkpoint_waits_for_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wrote = threading.Event(), []
+
+    def export(self: Exports, checkpoint: Path, target: Path) -> None:
+        gate.wait(30)
+        wrote.append(checkpoint.name)
+
+    monkeypatch.setattr(Exports, "_run", export)
+    trainer, behind, _ = make(tmp_path / "run", "--save-interval 1 --save-hf-interval 1")
+    behind.begin(behind.targets[0], done(1), keep_all=True)
+    behind.finish()
+    behind.begin(Target(tmp_path / "memory", None, None, None, in_memory=True), done(2), keep_all=True)
+    assert not wrote
+    threading.Timer(0.2, gate.set).start()
+    behind.begin(behind.targets[0], done(3), keep_all=True)
+    assert wrote == ["iter_0000001"]
+    behind.close()
+    assert wrote == ["iter_0000001", "iter_0000003"]
+    trainer.close()

@@ -82,6 +82,7 @@ def test_parameters_and_strided_targets_are_filled_in_place(tmp_path: Path) -> N
     assert flat.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(2, 5_000_000), *(pytest.param(one, marks=pytest.mark.slow) for one in ((6000, 3000), (3, 2, 1_500_000)))]
 )

@@ -35,6 +35,7 @@ def same(found: dict, said: dict[str, dict]) -> None:
         assert {name: said[task][name] for name in names} == pytest.approx({n: scores[n] for n in names}, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_run(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFixture[str]) -> None:
     folder, files, said = saved
     assert main(["evaluate", "--load", str(folder), "--dtype", "fp64", "--eval-tasks", *files]) == 0

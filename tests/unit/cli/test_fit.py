@@ -77,6 +77,15 @@ def after_ten_steps(seconds_a_step: float, **settings: float) -> tuple[int, str]
     return length.decide(10, *length.measured())
 
 
+def test_an_evaluation_between_two_steps_is_no_step() -> None:
+    """It takes 60 s after the fifth: they are gone, but a step takes 2 s all the same."""
+    clock = iter([0.0, *(5 + 2.0 * i + 60.0 * (i > 4) for i in range(10))])
+    length = FittedLength(8.0, 2000, now=lambda: next(clock))
+    assert [length.is_due() for _ in range(10)][-1]
+    seconds, left = length.measured()
+    assert (seconds, left) == (2.0, 480 - 83)
+
+
 def test_too_few_steps_are_told_with_the_minutes_that_would_do() -> None:
     steps, sentence = after_ten_steps(9.1)
     assert steps == 53

@@ -76,6 +76,7 @@ def printed(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> st
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_prompts_give_what_each_gives_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_several_prompts_give_what_each_gives_alone(
     assert alone[0].startswith("one") and len(alone[0]) > 5
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = printed(folder, capsys, "--prompt", "one")
     assert printed(folder, capsys, "--prompt", "one", "--stream") == whole

@@ -29,6 +29,7 @@ def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return run_command(folder, Program("script", str(script), ("--rate=0.1", "rank ${local_rank}")))
 
 
+@pytest.mark.slow
 def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
     done = run(
         tmp_path,

@@ -60,6 +60,7 @@ def test_the_others_end_at_once_and_all_are_started_again(tmp_path: Path, capsys
         assert not is_running(int((tmp_path / name).read_text()))
 
 
+@pytest.mark.slow
 def test_what_dead_workers_called_final_is_not_said_of_later_ones() -> None:
     program = (
         "from gptpar.system.restart import note_final;"

@@ -116,6 +116,7 @@ def test_transformers_gives_the_same_ids(kind: str, settings: dict[str, Any], tm
         assert (reader.eos_token_id, reader.bos_token_id) == (2, 1 if name == "Llama2Tokenizer" else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "begin"), [(None, []), ({}, []), ({"add_bos_token": False}, []), ({"add_bos_token": True}, [1])]
 )

@@ -124,8 +124,8 @@ def common_of(flags: str, **more: Any) -> dict[str, Any]:
     ("flags", "stacked", "in_boxes"),
     [
         (GPT2, True, True),
-        (LLAMA, False, True),
-        (LLAMA, True, False),
+        pytest.param(LLAMA, False, True, marks=pytest.mark.slow),
+        pytest.param(LLAMA, True, False, marks=pytest.mark.slow),
         *(pytest.param(*form, marks=pytest.mark.slow) for form in ((GPT2, False, False), (LLAMA, True, True))),
     ],
 )
@@ -213,6 +213,7 @@ def test_files_that_would_run_a_command_are_refused(tmp_path: Path, folder: Path
     assert "common.pt is refused" in refused(tmp_path)
 
 
+@pytest.mark.slow
 def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
     whole, name = (folder / ".metadata").read_bytes(), "decoder.layers.mlp.linear_fc2.weight"
 

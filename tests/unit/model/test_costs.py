@@ -133,7 +133,7 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
 
 @pytest.mark.parametrize(
     "modules",
-    [("mlp_act",), ("core_attn", "mlp", "layernorm")],
+    [pytest.param("mlp_act", marks=pytest.mark.slow), ("core_attn", "mlp", "layernorm")],
 )
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)
@@ -177,7 +177,7 @@ def test_what_the_exchange_of_tokens_costs(size: int, copies: float) -> None:
     assert more.workspace / one.workspace == (2 + 2 * copies) / 2
 
 
-@pytest.mark.parametrize("flags", ["", LLAMA])
+@pytest.mark.parametrize("flags", ["", pytest.param(LLAMA, marks=pytest.mark.slow)])
 def test_flops_of_tiles(flags: str) -> None:
     products, _, declared = counted(flags, mlp_tiles=3)
     assert products == declared > counted(flags)[0]

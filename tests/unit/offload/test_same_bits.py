@@ -42,7 +42,11 @@ def test_no_ratio_changes_a_bit(dtype: str, count: int, speculation: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float64))]
+    "dtype",
+    [
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float64)),
+    ],
 )
 def test_no_ratio_changes_a_bit_of_any_module(dtype: torch.dtype) -> None:
     """TwinFlowAdamW, with two groups, a parameter that has no gradient now and then, clipping and other rates."""

@@ -19,6 +19,7 @@ from tests.unit.offload.tiny_runs import OFFLOAD, batches, config_words, hash_of
 STEPS = 12
 
 
+@pytest.mark.slow
 def test_fp16_overflows_are_skipped_on_both_sides() -> None:
     words = config_words("--fp16 --initial-loss-scale 1e7 --hysteresis 1")
     plain = make_trainer(tiny_config(words))

@@ -18,7 +18,7 @@ from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
 TEN_B_KEPT = TEN_B.replace("--recompute-granularity full", "")
 
 
-@pytest.mark.parametrize("offload", ["", f"{OFFLOAD} 1 --cpu-parameters"])
+@pytest.mark.parametrize("offload", ["", pytest.param(f"{OFFLOAD} 1 --cpu-parameters", marks=pytest.mark.slow)])
 def test_the_last_resort_recomputes_too(offload: str) -> None:
     planner, _ = make_planner(f"{TEN_B_KEPT} {offload} --gpu-memory 26".split())
     planned = planner.plan()

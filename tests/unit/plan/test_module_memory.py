@@ -65,6 +65,7 @@ def test_plan_of_a_module(tmp_path, capsys):
     assert found["num_parameters"] == 87 and found["parameters"] == 0 and found["host"] > 12 * 87 / 4
 
 
+@pytest.mark.slow
 def test_benchmark_of_a_module(tmp_path, capsys):
     config = {**CONFIG, "train_batch_size": 4, "bf16": {"enabled": False}}
     words = ["benchmark", "--module", f"{FILE}:mlp", "--config", write(tmp_path, config)]

@@ -80,7 +80,9 @@ def test_older_runs_keep_padding_in_the_softmax(tmp_path: Path) -> None:
         progress_to_resume(config, inputs_of(config))
 
 
-@pytest.mark.parametrize("words", ["--disable-bias-linear", "--no-bias-gelu-fusion"])
+@pytest.mark.parametrize(
+    "words", ["--disable-bias-linear", pytest.param("--no-bias-gelu-fusion", marks=pytest.mark.slow)]
+)
 def test_without_a_fused_bias_gelu_is_exact_but_in_runs_that_began_with_tanh(tmp_path: Path, words: str) -> None:
     assert tiny_config(words).model.mlp_activation == "gelu" and tiny_config().model.mlp_activation == "gelu_tanh"
     for own, wanted in (

@@ -73,6 +73,7 @@ def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypat
     assert iterations(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_not_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[None] = []
 

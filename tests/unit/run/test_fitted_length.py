@@ -67,6 +67,7 @@ def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> No
     assert len(train(tmp_path)) == 5 + FITS  # ten more steps are timed, and 14 fit after them
 
 
+@pytest.mark.slow
 def test_before_the_decision_no_more_time_is_left_than_the_minutes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_adamw_s_moments_become_momenta(ratio: str, tmp_path: Path) -> None:
     muon.close()
 
 
+@pytest.mark.slow
 def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
     muon = run_of(tmp_path, MUON)
     train(muon, 0, 1)

@@ -210,6 +210,7 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     assert tensors_of(tmp_path) == saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clip", [pytest.param(1000, marks=pytest.mark.slow), 0.9], ids=["speculations committed", "speculations redone"]
 )

@@ -70,6 +70,7 @@ def test_the_newest_of_two_folders_is_taken(tmp_path: Path, capsys: pytest.Captu
     assert all(torch.equal(whole[name], tensor) for name, tensor in read_tensors(shared / "iter_0000008").items())
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ def test_builds_once_into_a_private_cache(csrc, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("changed", ["tiny.cpp", "shared.h"])
+@pytest.mark.parametrize("changed", ["tiny.cpp", pytest.param("shared.h", marks=pytest.mark.slow)])
 def test_a_changed_source_or_header_is_built_anew(csrc, tmp_path, changed):
     native.load("tiny", csrc)
     native.load.cache_clear()
@@ -71,7 +71,7 @@ def built_before(csrc: Path) -> Path:
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["a half", "zeroed half"])
+@pytest.mark.parametrize("damage", ["a half", pytest.param("zeroed half", marks=pytest.mark.slow)])
 def test_a_damaged_library_is_never_loaded_but_made_again(csrc, damage):
     """The loader maps what the file's header promises: such files end a process with SIGBUS or SIGSEGV."""
     library = built_before(csrc)

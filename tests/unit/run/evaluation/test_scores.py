@@ -92,7 +92,9 @@ def test_the_three_accuracies_differ_as_defined() -> None:
     assert found["acc_stderr"] == pytest.approx(math.sqrt(0.25 / 1)) and found["acc_norm_stderr"] == 0.0
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 100, 10_000])
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(1, marks=pytest.mark.slow), 32, 100, pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_batch_size_and_padding_change_nothing(tokens: int, tmp_path: Path) -> None:
     trainer = make_trainer(byte_config("--fp64"))
     (questions, _) = tasks_in(tmp_path)

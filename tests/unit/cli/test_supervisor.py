@@ -82,12 +82,6 @@ def test_restarts_are_used_up(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_an_exception_at_one_place_twice_is_no_accident(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_job(job("raise SystemExit(7)", 1, max_restarts=5)) == 7
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[-1].endswith("; it ended there before, so a restart would end there again")
-
-
 def test_fewer_go_on_where_no_more_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = f"open('{tmp_path}/' + os.environ['WORLD_SIZE'], 'a'); start == 0 and os.kill(os.getpid(), 9)"
     assert run_job(job(program, 4, max_restarts=1, processes_left=lambda count: 2)) == 0

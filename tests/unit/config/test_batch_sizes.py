@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from gptpar.checkpoint import load_meta, read_tensors
-from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config, complete
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.flags import parse_flags
@@ -131,35 +126,6 @@ def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
-
-
-def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    return dict(read_tensors(folder / f"iter_{iteration:07d}"))
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_schedule_is_its_sequence_of_batches_also_where_it_is_resumed(tmp_path: Path) -> None:
-    constant = [*MODEL.split(), "--lr-decay-style", "constant", "--log-interval", "100"]
-    scheduled = [*constant, "--train-iters", "6", "--step-batch-size-schedule", "0:2 96:4"]  # 2 2 2 4 4 4
-    main([*scheduled, "--save", f"{tmp_path}/whole"])
-    assert [line["global_batch_size"] for line in lines(tmp_path / "whole")] == [2, 2, 2, 4, 4, 4]
-    half = [*scheduled, "--save", f"{tmp_path}/halves", "--load", f"{tmp_path}/halves"]
-    main([*half, "--exit-interval", "4"])
-    main(half)
-    sequence = [*constant, "--save", f"{tmp_path}/sequence", "--load", f"{tmp_path}/sequence"]
-    main([*sequence, "--train-iters", "3"])
-    main([*sequence, "--train-iters", "6", "--global-batch-size", "4", "--override-opt-param-scheduler"])
-    whole = weights(tmp_path / "whole", 6)
-    for other in ("halves", "sequence"):
-        found = weights(tmp_path / other, 6)
-        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole), other
-        losses = [[line["lm_loss"] for line in lines(tmp_path / run)] for run in (other, "whole")]
-        assert losses[0] == losses[1]
-    assert load_meta(tmp_path / "halves")["progress"]["consumed_samples"] == 18
 
 
 # --- whichever comes first ------------------------------------------------------------------------------------------

@@ -54,16 +54,6 @@ def test_second_names_of_flags() -> None:
     assert parse_flags(["--num_experts", "1"]).problems == []
 
 
-@pytest.mark.parametrize("flag", ["--save-interval", "--exit-interval", "--exit-duration-in-mins"])
-def test_an_interval_of_0_is_none_as_in_megatron(flag: str) -> None:
-    config, derived = resolve(parse_flags([*TINY.split(), "--save", "x", flag, "0"]), 1)
-    assert config == resolved("--save x")
-    assert (flag[2:].replace("-", " "), "none", "0 is off, as in Megatron") in [
-        (one.name, one.value, one.reason) for one in derived
-    ]
-    assert problems(f"{flag} -15") == [f"{flag} is -15; it must be at least 0."]
-
-
 @pytest.mark.parametrize(
     ("flags", "same"),
     [

@@ -38,20 +38,6 @@ def test_an_empty_text_is_an_unset_variable(flag: str, text: str) -> None:
     assert problem.startswith(f"{flag}") and "perhaps by an unset shell variable: set it, or leave the flag" in problem
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--micro-batch-size x", "--micro-batch-size x: a whole number is needed."),
-        ("--train-iters 1e99", "--train-iters is 1e+99; it must be at most 10,000,000,000."),
-        ("--vocab-size -1", "--vocab-size is -1; it must be at least 1."),
-    ],
-)
-def test_a_refused_flag_is_not_called_missing_besides(flags: str, told: str) -> None:
-    name = flags.split()[0]
-    start = " ".join(f"--{words}" for words in TINY.removeprefix("--").split(" --") if f"--{words.split()[0]}" != name)
-    assert problems(flags, start) == [told]
-
-
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from gptpar.data import kernels
 from gptpar.data.blend import BLOCK, BlendedDataset, normalize, parse_data_path, sizes_per_dataset
-from gptpar.errors import DataError
 
 
 class Numbers:
@@ -120,17 +119,3 @@ def test_random_weights_native_and_plain_agree() -> None:
 )
 def test_data_paths(entries: list[str], prefixes: list[str], weights: list[float] | None) -> None:
     assert parse_data_path(entries) == (prefixes, weights)
-
-
-def test_impossible_blends_are_refused_with_numbers() -> None:
-    sets = [Numbers(0, 100), Numbers(1, 3)]
-    with pytest.raises(DataError, match="a blend of 20 samples takes 10 from data set 1, which has 3"):
-        BlendedDataset(sets, [1, 1], 20)
-    with pytest.raises(DataError, match="needs a number of samples"):
-        BlendedDataset(sets, [1, 1])
-    with pytest.raises(DataError, match="2 data sets has 1 weights"):
-        BlendedDataset(sets, [1.0], 10)
-    with pytest.raises(DataError, match="none of the 1 data sets"):
-        BlendedDataset([Numbers(0, 0)])
-    with pytest.raises(DataError, match="1 to 32,767 data sets, not 0"):
-        BlendedDataset([])

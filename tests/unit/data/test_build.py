@@ -110,20 +110,3 @@ def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
         writer.add_empty_document()
     assert unigram_entropy(IndexedDataset(tmp_path / "c")) == 0
-
-
-def test_a_negative_token_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "a", "int32") as writer:
-        writer.add_document([*range(20), -1, *range(20)])
-    indexed = IndexedDataset(tmp_path / "a")
-    with pytest.raises(DataError, match=r"a\.bin: token 20 of 41 is -1, but token ids cannot be negative"):
-        unigram_entropy(indexed)
-    dataset = GPTDataset(indexed, (0, 1), None, 8, 1)
-    places = {0: None, 1: None, 2: 4, 3: None, 4: None}  # of the -1 in the samples of 8 + 1 tokens
-    for i in range(len(dataset)):
-        place = places[int(dataset._shuffle[i])]
-        if place is None:
-            assert dataset[i].min() >= 0
-        else:
-            with pytest.raises(DataError, match=rf"sample {i} of .*a \(train\): token {place} is -1, but"):
-                dataset[i]

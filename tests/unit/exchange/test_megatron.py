@@ -161,22 +161,6 @@ def test_objects_of_their_programs_are_left_unread(tmp_path: Path) -> None:
     assert found["args"].a == 1 and isinstance(found["args"].rng, LeftOut) and torch.equal(found["w"], torch.ones(2))
 
 
-def test_what_gptpar_does_not_compute_and_what_is_missing_is_told(tmp_path: Path) -> None:
-    _, weights = our_model(GPT2)
-    save_old(tmp_path / "theirs", weights, GPT2)
-    first = tmp_path / "theirs/iter_0000030/mp_rank_00/model_optim_rng.pt"
-    content = load_torch_file(first)
-    content["args"].rotary_interleaved = True
-    content["args"].qk_clip = True
-    second = tmp_path / "theirs/iter_0000030/mp_rank_01/model_optim_rng.pt"
-    torch.save(content | {"model": nested(weights, 1, "encoder")}, second)
-    with pytest.raises(CheckpointError, match="(?s)rotary-interleaved.*qk-clip"):
-        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    second.unlink()
-    with pytest.raises(CheckpointError, match="'embedding.weight' is|and the 1 ranks have"):
-        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-
-
 CONTRADICTIONS = {
     "a width that heads do not divide": (
         {"hidden_size": 30, "kv_channels": None},

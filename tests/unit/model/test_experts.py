@@ -18,7 +18,7 @@ from gptpar.model.experts import products
 from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.products import combined, places_of, scattered
+from gptpar.model.experts.products import added, combined, places_of, scattered
 from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
@@ -231,6 +231,15 @@ def test_rows_of_no_expert_may_hold_any_numbers(monkeypatch: pytest.MonkeyPatch)
     assert (choice_NK < 0).any()
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 0.03 * one.norm()
+
+
+def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
+    places = places_of(torch.tensor([[0, 2], [1, 0]]), 2, has_none=True)
+    y_MD, weights_NK = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]]), torch.ones(2, 2, requires_grad=True)
+    for here in (places, places.first(4)):
+        found_ND = combined(y_MD, weights_NK, here)
+        assert found_ND.tolist() == added(y_MD, here).tolist() == [[1.0], [5.0]]
+        assert torch.autograd.grad(found_ND.sum(), weights_NK)[0].tolist() == [[1.0, 0.0], [3.0, 2.0]]
 
 
 def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:

@@ -19,12 +19,6 @@ def described(preset: str, vocab_size: int, rows: int) -> ModelSpec:
     )
 
 
-def test_known_parameter_counts() -> None:
-    assert described("124M", 50257, 50257).num_parameters == 124_439_808  # GPT-2 as published
-    assert described("124M", 50257, 50304).num_parameters == 124_475_904
-    assert described("8B", 128256, 128256).num_parameters == 8_030_261_248  # Llama 3 8B as published
-
-
 def test_llama3_8b_matches_both_published_conventions() -> None:
     llama = described("8B", 128256, 128256)
     assert 13_812 * llama.flops_per_token(causal=False) / 1e12 == pytest.approx(800, abs=1)

@@ -182,16 +182,6 @@ def test_masters_follow_parameters_changed_from_outside(closing: Any) -> None:
     equal(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_a_schedule_may_move_the_betas_too(closing: Any) -> None:
-    found = []
-    for make in (torch.optim.AdamW, lambda p: closing(TwinFlowAdamW(p, offload_ratio=0.6))):
-        model = Model()
-        optimizer = make(model.parameters())
-        train(model, optimizer, range(8), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10))
-        found.append(model)
-    equal(found[1], found[0], rtol=1e-12, atol=1e-12)
-
-
 def test_every_problem_is_told_at_once() -> None:
     leaf = torch.zeros(3, requires_grad=True)
     wrong = [

@@ -9,13 +9,9 @@ import torch
 
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Tensors
-from gptpar.config.flags import parse_flags
-from gptpar.errors import ConfigError
 from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
-from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
-from tests.helpers import tiny_config
 from tests.unit.optim.plain_runs import LION_WORDS, STEPS, TOLERANCE, alone, lion, plain_loop
 
 
@@ -69,14 +65,3 @@ def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> 
     assert kernel.order(vectors[:2], vectors[2], ranges, into=new, low=other)().finite
     assert all(torch.equal(a, b) for a, b in zip([*ours[:2], narrow], [*new, other], strict=True))
     assert steps.item() == 5 and not torch.equal(new[0], vectors[0])
-
-
-def test_every_choice_has_a_description() -> None:
-    with pytest.raises(ConfigError) as error:
-        raise ConfigError(parse_flags(["--optimizer", "sgd"]).problems)
-    assert all(name in str(error.value) for name in OPTIMIZERS)
-    for name, optimizer in OPTIMIZERS.items():
-        flags = tiny_config(f"--optimizer {name}").optimizer
-        assert optimizer.configured(flags, 0.1, 0.2)._replace(weight_decay=0.0).lr == 0.1
-        group = optimizer.group_of(optimizer.configured(flags, 0.1, 0.2))
-        assert optimizer.of_group(group) == optimizer.configured(flags, 0.1, 0.2)

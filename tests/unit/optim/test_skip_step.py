@@ -89,12 +89,3 @@ def test_a_resumed_window_decides_as_the_uninterrupted_one(cut: int) -> None:
     second.load(state)
     assert judged(whole, steps)[cut:] == judged(second, steps[cut:])
     assert whole.window() == second.window() and second.num_outliers == whole.num_outliers > 0
-
-
-def test_a_shorter_window_takes_the_newest() -> None:
-    long, short = SkipStep(6.0, 8, CPU), SkipStep(6.0, 3, CPU)
-    judged(long, [(float(n), 2.0 * n) for n in range(6)])
-    short.load(long.state())
-    assert short.window() == {"losses": [3.0, 4.0, 5.0], "norms": [6.0, 8.0, 10.0]}
-    short.load(None)
-    assert short.window()["losses"] == [3.0, 4.0, 5.0]

@@ -88,15 +88,3 @@ def test_methods() -> None:
 def test_what_cannot_be_done_is_said(method: str | list[int], num_parts: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parts_of(method, num_parts)
-
-
-def test_all_problems_are_said_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parts_of("1,1,8", 3)
-    assert len(caught.value.problems) == 4
-    with pytest.raises(ConfigError, match="layer 1 has weight -1"):
-        balanced([1, -1], 1)
-    with pytest.raises(ConfigError, match="layer 0 has weight nan"):
-        balanced([float("nan"), 1], 1)
-    with pytest.raises(ConfigError, match="6 parts cannot be dealt evenly to 4 stages"):
-        parts_of("flops", 6, num_stages=4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,15 +18,6 @@ LOWER = (
     "lower --micro-batch-size 2, add --recompute-granularity full, shorten --seq-length 16, or choose a smaller model."
 )
 LESS_OFFLOAD = "set --offload-speculation off or a lower --cpu-optimizer-ratio, or "
-
-
-@pytest.mark.parametrize(("flags", "told"), [("", FULL + LOWER), ("--cpu-optimizer", FULL + LESS_OFFLOAD + LOWER)])
-def test_numpy_and_the_cpu_optimizer_have_an_exception_of_their_own(flags: str, told: str) -> None:
-    with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
-        np.empty(2**50, np.int64)
-    assert str(caught.value).startswith(told) and "What failed: Unable to allocate 8.00 PiB" in str(caught.value)
-    with pytest.raises(GptparError, match="What failed: MemoryError$"), memory_explained(partial(tiny_config, flags)):
-        raise MemoryError
 
 
 @pytest.mark.parametrize(

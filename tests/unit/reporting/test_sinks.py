@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from gptpar.errors import ConfigError, GptparError
+from gptpar.errors import GptparError
 from gptpar.reporting.event_files import cut_after, event_files
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import CsvSink, JsonlSink, TensorBoardSink, make_sinks
+from gptpar.reporting.sinks import CsvSink, JsonlSink, TensorBoardSink
 from tests.unit.reporting.records import read_tensorboard, record
 
 
@@ -154,14 +153,6 @@ def test_tensorboard_flags_add_and_drop_scalars(tmp_path):
     assert scalars["world-size"] == [(1, 4.0)]
     assert scalars["mem-max-allocated-bytes"] == [(1, 3.0)]
     assert scalars["lm loss validation ppl"] == [(1, pytest.approx(20.0855, rel=1e-5))]
-
-
-def test_missing_wandb_names_the_extra_and_touches_no_file(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises ImportError
-    write(tmp_path, [1, 2])
-    with pytest.raises(ConfigError, match=r"--wandb-project needs .*pip install 'gptpar\[wandb\]'"):
-        make_sinks(run_folder=tmp_path, wandb={"project": "gpt"})
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 # --- DeepSpeed's CSV files: names, headers, rows, and what a run that goes on leaves of them ------------------------

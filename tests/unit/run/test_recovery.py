@@ -7,18 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.checkpoint import checkpoints_in, find_checkpoints, save_checkpoint
-from gptpar.checkpoint.copies import Copies
-from gptpar.checkpoint.ring import Ring
+from gptpar.checkpoint import checkpoints_in, save_checkpoint
 from gptpar.cli.pretrain import remaining
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError, GptparError
 from gptpar.run import recovery, resume, saved_state
 from gptpar.run.accept import Inputs
-from gptpar.run.mirror import Mirror
 from gptpar.run.progress import Progress
-from gptpar.run.saving import Saving
 from gptpar.run.trainer import Trainer
 from gptpar.system import restart
 from gptpar.system.activity import FOLDER_VARIABLE
@@ -80,21 +76,6 @@ def test_fewer_processes_keep_the_global_batch(launched: Path, trainer: Trainer)
         assert config.batch.global_batch_size == trainer.config.batch.global_batch_size == 2
     with pytest.raises(ConfigError, match="global-batch-size 2"):
         resolve(recovery.continued(flags("")), 2)
-
-
-def mirror_in(folder: Path, interval: int) -> Mirror:
-    """Of one machine."""
-    return Mirror(Copies(folder, Ring.of(["here"]), print), interval)
-
-
-def test_two_copies_are_kept_and_one_while_another_is_written(tmp_path: Path, trainer: Trainer) -> None:
-    saving = Saving(trainer, INPUTS, print)
-    for iteration, kept in ((2, [2]), (4, [4, 2]), (6, [6, 4])):
-        mirror_in(tmp_path, 2).save(saving, Progress(iteration=iteration))
-        saving.finish()
-        assert [number for number, _ in find_checkpoints(tmp_path)] == kept
-    mirror_in(tmp_path, 2).prepare(trainer, 4)  # a restart from iteration 4: what came later is made again
-    assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
 
 
 @pytest.mark.parametrize(

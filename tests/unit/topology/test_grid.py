@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import socket
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gptpar.errors import GptparError
-from gptpar.topology.groups import Topology, _new_group
+from gptpar.topology.groups import _new_group
 from gptpar.topology.mesh import (
     CONTEXT,
     COPIES,
@@ -27,7 +25,7 @@ from gptpar.topology.mesh import (
     copies_over,
     rows_of,
 )
-from gptpar.topology.world import environment_problems, open_world
+from gptpar.topology.world import environment_problems
 
 LAYOUTS = [Mesh(), Mesh(3, 4, 1), Mesh(1, 2, 5), Mesh(6, 2, 2, expert=2), Mesh(4, 1, 2, expert=2, context=4)]
 
@@ -89,13 +87,6 @@ def test_the_expert_axis_is_folded_over_context_and_data() -> None:
         Mesh(data=3, expert=2)
 
 
-def test_axes_without_a_group_are_told() -> None:
-    topology = Topology(Mesh(data=2, tensor=2), 0, torch.device("cpu"), {rows_of((DATA,)): None})
-    assert topology.group(DATA) is topology.group(PIPELINE) is None
-    with pytest.raises(KeyError, match="no group was made of the axes .*data.*tensor"):
-        topology.group(DATA, TENSOR)
-
-
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -119,16 +110,6 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 )
 def test_what_is_wrong_with_the_environment(environment: dict[str, str], problems: list[str]) -> None:
     assert environment_problems(environment, 4) == problems
-
-
-def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MEET, "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
-        message = f"did not meet at 127.0.0.1:{port} .*choose another MASTER_PORT"
-        with pytest.raises(GptparError, match=message), open_world("gloo", 0.05):
-            pass
 
 
 def test_the_groups_of_axes_wait_as_long_as_the_world() -> None:

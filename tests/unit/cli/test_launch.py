@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,40 +20,7 @@ from gptpar.errors import GptparError
 from gptpar.system.activity import START, Activity, last_activity
 from gptpar.topology.world import world_from_environment
 
-ROOT = Path(__file__).parents[3]
 OURS = Program("module", "gptpar", ("pretrain",))
-# The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
-LAUNCHER = """
-import sys
-from gptpar.cli.launch import LaunchJob, Program, relay, run_job, supervisor
-from gptpar.errors import GptparError
-
-class Store:
-    def __init__(self, address, port): pass
-    def environment(self): return {}
-
-supervisor.LocalStore = Store
-supervisor.END_SECONDS = 0.5
-relay.POLL_SECONDS = 0.05
-relay.SAME_REQUEST_SECONDS = 0.3
-relay.AT_ONCE_SECONDS = relay.GRACE_SECONDS = 0.5
-raise SystemExit(run_job(LaunchJob(Program("executable", sys.executable, ("-uc", sys.argv[1])), 1)))
-"""
-
-
-def started(worker: str, folder: Path, **environment: str) -> tuple[subprocess.Popen[str], int]:
-    """The launcher once its worker is ready, and the worker's process id."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, worker],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process, int(process.stdout.readline())
 
 
 SEVERAL = ["--nnodes", "2", "--node-rank", "1", "x.py"]

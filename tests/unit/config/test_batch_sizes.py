@@ -125,9 +125,6 @@ def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -
         assert sizes.at(consumed) == size, consumed
 
 
-# --- a run ----------------------------------------------------------------------------------------------------------
-
-
 # --- whichever comes first ------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,3 @@ SIGMOID, GROUPS = (
 def test_experts_that_cannot_be_are_told(flags: str, told: str) -> None:
     (problem,) = problems(flags)
     assert problem.startswith(told)
-
-
-# --- schedules ------------------------------------------------------------------------------------------------------

@@ -29,15 +29,6 @@ RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 -
 RUN += "--lr 1e-2 --mock-data --eval-iters 0 "
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama that came from a Hugging Face folder."""
-    root = tmp_path_factory.mktemp("converted")
-    save_theirs(root / "theirs", "Llama")
-    convert([str(root / "theirs"), str(root / "run")])
-    return root / "run"
-
-
 def files_of_bpe(folder: Path) -> tuple[Path, Path]:
     """A tokenizer of GPT-2's form with two merges."""
     tokens = [*byte_alphabet(), "he", "ll", "<|endoftext|>"]

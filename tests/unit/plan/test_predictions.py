@@ -243,9 +243,3 @@ def test_search_takes_the_fastest_that_fits() -> None:
     assert count > 0 and "a GPU has 40.00 GiB" in example
     again = plan(f"{CALM} --preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 {best.flags()}")
     assert again.time.total == best.time.total and again.need == best.need
-
-
-# --- what is printed ------------------------------------------------------------------------------------------------
-
-
-# --- DeepSpeed's estimators -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Flags whose values cannot be, or would be ignored: what is told, and what is not told besides."""
+"""Flags whose values cannot be, or would be ignored: what is told, and what is not told besides; Muon's flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
-from tests.helpers import TINY
+from tests.helpers import TINY, tiny_config
 
 MODEL = TINY.replace("--train-iters 20 ", "")
 
@@ -94,3 +94,42 @@ SIGMOID, GROUPS = (
 def test_experts_that_cannot_be_are_told(flags: str, told: str) -> None:
     (problem,) = problems(flags)
     assert problem.startswith(told)
+
+
+# --- Muon's flags: ours, Megatron's, and what is wrong with some ----------------------------------------------------
+
+
+MUON = "--optimizer muon"
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("", "muon_nesterov", True),
+        ("--muon-no-nesterov", "muon_nesterov", False),
+        ("--muon-nesterov", "muon_nesterov", True),
+        ("--muon-no-split-qkv", "muon_qkv", "fused"),
+        ("--muon-split-qkv-per-head", "muon_qkv", "heads"),
+        ("--muon-tp-mode duplicated --muon-fp32-matmul-prec medium --muon-scalar-optimizer adam", "optimizer", "muon"),
+        ("--use-layer-wise-distributed-optimizer", "optimizer", "muon"),
+    ],
+)
+def test_megatrons_flags_mean_the_same(flags: str, field: str, value: object) -> None:
+    assert getattr(tiny_config(f"{MUON} {flags}").optimizer, field) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--muon-tp-mode blockwise", "a matrix is orthogonalized whole"),
+        ("--muon-scalar-optimizer lion", "AdamW updates what Muon does not"),
+        ("--muon-num-ns-steps 6", "takes 5, 10, ... iterations"),
+        ("--muon-no-nesterov --muon-nesterov", "keep one"),
+        ("--lr 0 --muon-lr 0.02", "give a rate above 0"),
+        ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16 is built for --optimizer adam alone"),
+    ],
+)
+def test_a_wrong_flag_is_told(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(f"{MUON} {flags}")
+    assert problem in str(caught.value)

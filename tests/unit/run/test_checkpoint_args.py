@@ -35,6 +35,15 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(tmp_path: Path) -> None
     assert not filled(tmp_path).problems
 
 
+def test_rotary_positions_may_be_stretched_for_a_new_run(tmp_path: Path) -> None:
+    saved(tmp_path, MODEL)
+    stretched = "--seq-length 32 --rope-scaling-type yarn --original-max-position-embeddings 16 --rotary-base 50000"
+    found = resolve(filled(tmp_path, f"{stretched} --finetune"), 1)[0].model
+    assert (found.rope_scaling_type, found.rotary_base, found.max_position_embeddings) == ("yarn", 50000, 32)
+    told = filled(tmp_path, stretched).problems
+    assert len(told) == 3 and all("drop --use-checkpoint-args" in one for one in told)
+
+
 def test_conflicts_are_told_all_at_once(tmp_path: Path) -> None:
     saved(tmp_path, MODEL)
     with pytest.raises(ConfigError) as caught:

@@ -332,6 +332,13 @@ def test_the_bias_moves_towards_even_loads_unless_the_step_was_skipped() -> None
     assert balance.numbers == ("fullest expert",)
 
 
+def test_the_bias_moves_by_counts_that_differ_by_one() -> None:
+    balance = balance_of("--num-layers 1 " + BIAS)
+    counted(balance, [[10001, 9999, 10000, 10000, 10000]])
+    balance.advance(torch.tensor(0.0))
+    assert balance.tensors()["expert bias"].tolist() == [[-0.25, 0.25, 0, 0, 0]]
+
+
 def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     flags = "--num-layers 2 " + BIAS + STEP
     balance, other = balance_of(flags), balance_of(flags)

@@ -1,4 +1,4 @@
-"""Muon's arithmetic: torch.optim.Muon's algorithm in fp64, its scales, coefficients and matrices."""
+"""Muon's arithmetic: torch.optim.Muon's algorithm in fp64, scales, coefficients, matrices, and the CPU's kernel."""
 
 from __future__ import annotations
 

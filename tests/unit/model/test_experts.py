@@ -110,6 +110,7 @@ def in_the_best_groups(judged: list[float], num_groups: int, num_used: int, topk
         "--num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax --swiglu " + GROUPS,
         "--num-experts 7 --moe-router-topk 3 --moe-router-pre-softmax --swiglu",
         "--moe-router-topk 1 --moe-router-score-function sigmoid",
+        "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --swiglu",
         "--moe-shared-expert-intermediate-size 6 --moe-shared-expert-gate",
         "--quick-geglu --activation-func-clamp-value 0.7 --glu-linear-offset 1 --moe-router-topk 3",
     ],

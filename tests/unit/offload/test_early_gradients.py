@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
 
+from gptpar.offload.bucket_state import BucketState
+from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import EventLog, What
+from gptpar.offload.next_action import next_arrival
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.offload_log import starts_of
 from tests.unit.offload.counting import Counting, Seen
@@ -67,3 +74,22 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         host.finish()
         assert host.num_redone == (step >= 1) and not seen.completed
     host.close()
+
+
+def test_which_gradient_arrives_next() -> None:
+    """Partial ones come first, then the last layer's; one that has no room for its copy is not waited for."""
+
+    def bucket(state: BucketState, point: str | None, *, is_partial: bool = False) -> Bucket:
+        (made,) = buckets_of(
+            OffloadedPartition("unit", 128, *WHOLE), torch.zeros(128), [CpuAdam(1)], torch.float32, None
+        )
+        made.state, made.grad = state, cast(Any, SimpleNamespace(next_point=lambda: point))
+        made.partial = cast(Any, is_partial or None)
+        return made
+
+    embedding = bucket(BucketState.PARTIAL, "embedding", is_partial=True)
+    first, second = (bucket(BucketState.FINAL, point) for point in ("first", "second"))
+    without_room = bucket(BucketState.FINAL, None)
+    assert next_arrival([embedding, first, second]) == "embedding"
+    assert next_arrival([first, second, without_room]) == "second"
+    assert next_arrival([without_room]) is next_arrival([]) is None

@@ -20,7 +20,6 @@ from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, batches, config_words,
 STEPS = 12
 
 
-@pytest.mark.slow
 def test_fp16_overflows_are_skipped_on_both_sides() -> None:
     words = config_words("--fp16 --initial-loss-scale 1e7 --hysteresis 1")
     plain = make_trainer(tiny_config(words))

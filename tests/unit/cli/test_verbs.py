@@ -48,6 +48,7 @@ for verb in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_verbs_without_tensors_are_imported_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, *LIGHT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

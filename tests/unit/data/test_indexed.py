@@ -118,6 +118,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, tokens: list[float])
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_under_the_final_names(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, numpy as np

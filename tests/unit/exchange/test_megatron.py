@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
@@ -151,6 +152,14 @@ def test_a_file_that_would_run_a_command_is_refused(zipped: bool, tmp_path: Path
     with pytest.raises(CheckpointError, match="is refused: reading it would call .*system" if zipped else "no file of"):
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert {one.name for one in tmp_path.iterdir()} == {"theirs"}
+
+
+def test_a_file_that_names_another_function_is_refused(tmp_path: Path) -> None:
+    """Torch itself blocks those of ``os``, not these."""
+    torch.save({"w": torch.ones(2), "model": Harm(str(tmp_path / "harmed"), os.path.basename)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="is refused: reading it would call posixpath.basename"):
+        load_torch_file(tmp_path / "a.pt")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_objects_of_their_programs_are_left_unread(tmp_path: Path) -> None:

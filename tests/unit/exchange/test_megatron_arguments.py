@@ -65,6 +65,7 @@ def test_an_understood_field_changes_the_model() -> None:
         assert model(**given) != model(**but_the_last), name
 
 
+@pytest.mark.slow
 def test_what_gptpar_lacks_is_refused_by_name() -> None:
     for name in ABSENT_HERE:
         with pytest.raises(CheckpointError, match=f"it has .*--{name.replace('_', '-')}"):

@@ -136,6 +136,7 @@ def test_a_folder_with_tokenizer_model_alone_keeps_its_beginning_of_texts(
     assert ("bos_token" in json.loads(files["tokenizer_config.json"])) is bool(begin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "begin"), [("Llama2Tokenizer", 1), ("SentencePieceTokenizer", 2)])
 def test_config_json_says_with_which_token_documents_begin(kind: str, begin: int, tmp_path: Path) -> None:
     tokenizer = dataclasses.asdict(config_of(tmp_path, trained("bpe", **LLAMA), kind))

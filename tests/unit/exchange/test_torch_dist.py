@@ -149,6 +149,7 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
     torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [

@@ -93,11 +93,11 @@ DOCUMENTS = (3, 1, 12, 16)
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
+        pytest.param("", marks=pytest.mark.slow),
         LLAMA,
         "--mlp-activation geglu --untie-embeddings-and-output-weights --num-query-groups 2",
         WIDTH_NORM + GATE + ROPE,
-        "--use-parallel-residual --kv-channels 12",
+        pytest.param("--use-parallel-residual --kv-channels 12", marks=pytest.mark.slow),
     ],
 )
 def test_flops_are_those_that_torch_counts(flags: str) -> None:

@@ -54,6 +54,7 @@ def trained(flags: str, recorder: PythonRecorder | None) -> dict[str, Any]:
     return found | {"weights": trainer.engine.optimizer.master.clone(), **trainer.experts.tensors()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -170,6 +170,7 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
     assert early.completed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [

@@ -20,7 +20,7 @@ RATIOS = [0.0, 0.3, 0.731, 1.0]
     ("ratio", "clip", "dtype", "rtol"),
     [
         *((ratio, 0.3, torch.float64, 1e-12) for ratio in RATIOS),
-        *((ratio, 0.0, torch.float32, 2e-5) for ratio in (0.0, 0.731)),
+        *((ratio, 0.0, torch.float32, 2e-5) for ratio in (0.731,)),
     ],
 )
 def test_every_ratio_is_torchs_adamw(ratio: float, clip: float, dtype: torch.dtype, rtol: float, closing: Any) -> None:

@@ -20,6 +20,7 @@ def wanted() -> list[Tensors]:
     return plain_loop(LION_WORDS, lion())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

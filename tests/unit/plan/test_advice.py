@@ -32,6 +32,7 @@ def test_the_last_resort_recomputes_too(offload: str) -> None:
 ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100 --recompute-granularity full"
 
 
+@pytest.mark.slow
 def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """bf16 and the batch are chosen, the file says what the plan says, and the same plan follows from it."""
     file = tmp_path / "chosen.toml"

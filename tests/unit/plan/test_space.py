@@ -31,6 +31,7 @@ def typed(words: list[str]) -> Flags:
     return parsed.flags
 
 
+@pytest.mark.slow
 def test_flags_say_what_is_applied() -> None:
     """With every pair of values: what one says does not depend on a third."""
     plain = typed(WORDS)

@@ -203,6 +203,7 @@ def steps(folder: Path, name: str) -> list[int]:
     return sorted(step for step, _ in read_tensorboard(folder)[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [129, 200])
 def test_events_are_cut_on_both_axes_and_the_run_goes_on_behind(tmp_path: Path, last: int) -> None:
     written(tmp_path, range(1, 151))

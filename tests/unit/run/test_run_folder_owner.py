@@ -98,6 +98,7 @@ def test_another_machine_is_judged_by_its_signs_of_life(
     assert "was left by a run that has ended (host elsewhere" in said[-1]
 
 
+@pytest.mark.slow
 def test_of_many_that_start_together_one_owns_the_folder(tmp_path: Path) -> None:
     os.waitpid(leave_dead(tmp_path), 0)
     start, alive, (tried, done) = os.pipe(), os.pipe(), os.pipe()

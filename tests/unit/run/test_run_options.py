@@ -50,6 +50,7 @@ def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.Monke
     assert iterations(tmp_path / "run") == [3, 8]
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every step of it takes deterministic kernels alone, and adds the parts of bf16 sums in fp32 if asked to."""
     update, found, products = Trainer.update, [], torch.backends.cuda.matmul

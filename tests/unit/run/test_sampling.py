@@ -71,6 +71,7 @@ def made(stage: Stage, prompts: list[list[int]], **options: object) -> list[list
 PROMPTS = [[1, 2, 3], list(range(14)), list(range(30))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0.0}, pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.7}, marks=pytest.mark.slow)],

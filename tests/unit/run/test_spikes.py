@@ -95,6 +95,7 @@ def test_an_outlier_is_told_logged_and_kept(skipping: Ran, capsys: pytest.Captur
     assert len(json.loads(capsys.readouterr().out)) == len(folders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -74,6 +74,7 @@ def test_python_too_old_is_one_sentence(checkout, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_venv_of_the_users_own_is_never_deleted(checkout):
     mine = checkout.root / ".venv" / "mine.txt"
     mine.parent.mkdir()

@@ -57,6 +57,6 @@ MATRICES = [
         "gptpar/optim/torch_kernels.py",
         "        vector[end:start] = 0\n",
         "        pass\n",
-        ("tests/unit/optim/test_cpu_muon.py",),
+        ("tests/unit/optim/test_muon.py",),
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +13,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.sections import parallel
 from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
-from gptpar.context_parallel import ContextSplit, attend_by_gathering, copies_of_groups
+from gptpar.context_parallel import ContextSplit, attend_by_gathering
 from gptpar.data.loader import MicroBatch
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
@@ -23,7 +22,6 @@ from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
 from gptpar.tensor_parallel.cost import Cost
-from gptpar.topology.mesh import Mesh
 from tests.one_by_one import OneByOne
 from tests.pairs import every_pair
 
@@ -82,10 +80,6 @@ def test_auto_takes_what_is_possible_and_sends_less(flags: str, way: str, reason
     config, derived = resolve(parse_flags([*TINY.split(), *flags.split()]), 4)
     assert config.parallel.cp_comm_type == way
     assert reason in next(one.reason for one in derived if one.name == "cp comm type")
-
-
-def test_groups_are_copied_as_often_as_ranks_need() -> None:
-    assert [copies_of_groups(groups, 4) for groups in (1, 2, 3, 4, 6, 8)] == [4, 2, 4, 1, 2, 1]
 
 
 def _kernel(
@@ -235,10 +229,3 @@ def test_what_attention_has_of_others_tokens_is_in_the_plan() -> None:
     assert of_all.attention == cost.attention and longer > time
     assert of_all.masked + of_all.attention == 4 * (cost.masked + cost.attention)
     assert kept_of_all - kept == 1024 * 2 * 8 * 8 * 2 * 3
-
-
-def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"sequence_parallel_size": 2}')
-    words = TINY.replace("--context-parallel-size 4", f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'}")
-    config, _ = resolve(parse_flags([*words.split(), "--num-attention-heads", "4", "--seq-length", "8"]), 4)
-    assert config.parallel.mesh(4) == Mesh(2, context=2)

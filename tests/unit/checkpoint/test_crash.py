@@ -46,16 +46,6 @@ def test_too_little_space_is_refused_before_a_byte_is_written(tmp_path: Path, mo
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_a_file_system_that_does_not_count_its_blocks_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0))
-    assert verify_checkpoint(save_checkpoint(tmp_path, 20, old_tensors(20), {})) == []
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=10_000))
-    with pytest.raises(CheckpointError, match=r"has 0\.0 MiB free"):
-        save_checkpoint(tmp_path, 30, old_tensors(20), {})
-
-
 @pytest.mark.parametrize(("number", "saves"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
 def test_directories_that_cannot_be_synced_are_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, saves: bool
@@ -81,16 +71,6 @@ def test_a_failing_manifest_write_publishes_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "rename", broken)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        save_checkpoint(tmp_path, 10, old_tensors(), {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupt_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "pwrite", interrupt)
-    with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 10, old_tensors(), {})
     assert list(tmp_path.iterdir()) == []
 

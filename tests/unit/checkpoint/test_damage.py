@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from gptpar.checkpoint import (
     find_checkpoints,
     load_checkpoint,
     load_meta,
-    pieces,
     read_manifest,
     read_tensors,
     save_checkpoint,
@@ -23,7 +22,6 @@ from gptpar.checkpoint import (
 )
 from gptpar.checkpoint.verify import sound_files
 from gptpar.cli.inspect import main as inspect
-from gptpar.cli.inspect import summary_of
 from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError
 
@@ -34,12 +32,19 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full((size,), float(value)) for name, size in SIZES.items()}
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Iterations 1, 2 and 3; every tensor of iteration i is full of i."""
+    root = tmp_path_factory.mktemp("written")
     for iteration in (1, 2, 3):
-        save_checkpoint(tmp_path, iteration, tensors(iteration), {"iteration": iteration})
-    return tmp_path
+        save_checkpoint(root, iteration, tensors(iteration), {"iteration": iteration})
+    return root
+
+
+@pytest.fixture
+def root(written: Path, tmp_path: Path) -> Path:
+    """A copy of them."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -58,23 +63,10 @@ def test_a_damaged_file_is_no_sound_one(root: Path) -> None:
     assert sound == set() and len(problems) == 1 and problems[0].startswith(f"{newest / name}: tensor ")
 
 
-def test_a_file_that_cannot_be_opened_is_no_sound_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    newest, name = root / "iter_0000003", "rank00000.bin"
-
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(pieces, "SourceFile", refused)
-    told = f"{newest / name} cannot be opened: Input/output error"
-    assert sound_files(newest, read_manifest(newest), [name]) == (set(), [told])
-
-
 @pytest.mark.parametrize(
     ("offset", "tensor", "piece"),
     [
         (0, "model.a", "0..4000"),
-        (3999, "model.a", "0..4000"),
-        (4000, "model.b", "4000..8392608"),
         (8392608, "model.b", "8392608..12004000"),
         (12004027, "optim.c", "12004000..12004028"),
     ],
@@ -110,10 +102,8 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (append, "has 12,004,029 bytes and should have 12,004,028"),
     (lambda c: (c / "rank00000.bin").unlink(), "rank00000.bin cannot be opened: No such file"),
     (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
-    (lambda c: flip(c / "manifest.json", 200), "manifest.json"),
     (lambda c: (c / "manifest.json").write_text('{"manifest": {'), "manifest.json"),
     (lambda c: (c / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read (RecursionError"),
-    (lambda c: (c / "manifest.json").write_bytes(b"\x80\x04cos\nsystem\n"), "manifest.json"),
 ]
 
 
@@ -174,19 +164,13 @@ FORGERIES: list[Callable[[dict], None]] = [
     lambda body: body["tensors"]["w"]["chunks"][0].update(file="../../../etc/passwd"),
     lambda body: body["tensors"]["w"]["chunks"][0].update(start=-8),
     lambda body: body["tensors"]["w"]["chunks"][0].update(pieces=[[3, 0], [21, 0]]),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(offsets=[1]),
     lambda body: body["tensors"]["w"].update(shape=[1 << 60]),
     lambda body: body["tensors"]["w"].update(dtype="torch.os.system"),
     lambda body: body["tensors"]["w"].update(chunks=[]),
-    lambda body: body["tensors"].update(w=7),
     lambda body: body.update(version=2),
-    lambda body: body.update(meta="text"),
-    lambda body: body["tensors"]["w"].update(shape=[0, 1 << 70], chunks=[]),
     lambda body: body["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
     lambda body: body["tensors"]["w"]["chunks"][0].update(start=1 << 70),
-    lambda body: body.update(iteration=1 << 64),
     lambda body: body["tensors"].update(v=body["tensors"]["w"]),
-    lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]),
     lambda body: body["tensors"]["w"].update(chunks=[chunk(1, 1, 0), chunk(1, 1, 8), chunk(1, 1, 16)]),
 ]
 
@@ -221,38 +205,6 @@ def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
         read_tensors(path)
 
 
-def test_tensors_beyond_this_machine_s_memory_are_not_begun(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptpar.checkpoint.load.available_memory", lambda: 10 << 20)
-    with pytest.raises(CheckpointError, match="holds 0.0 GiB of tensors and this machine has 0.0 GiB"):
-        read_tensors(root / "iter_0000003")
-    assert read_tensors(root / "iter_0000003", ["model.a"])["model.a"].tolist() == [3.0] * 1000
-
-
-def test_inspect_does_not_print_what_a_stranger_wrote_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    forged = "DAMAGED all of it"
-    meta = {forged: {f"a\n{forged}": 1}, "note": f"\x1b[2J\n{forged}", "\n": 1}
-    save_checkpoint(
-        tmp_path, 3, {f"w\n{forged}": torch.zeros(1), "\x1b[31mred": torch.zeros(1), forged: torch.zeros(1)}, meta
-    )
-    for folder in (tmp_path, tmp_path / "iter_0000003"):
-        assert inspect([str(folder)]) == 0
-        printed = capsys.readouterr().out
-        assert "\x1b" not in printed and not any(line.startswith("DAMAGED") for line in printed.splitlines())
-    assert r"note=\x1b[2J\nDAMAGED all of it" in printed and r"\x1b[31mred" in printed
-
-
-def test_loading_never_unpickles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("unpickled")
-
-    for name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
-        monkeypatch.setattr(name, refuse)
-    assert load_checkpoint(root, tensors(0)).iteration == 3
-    assert read_tensors(root / "iter_0000003").keys() == SIZES.keys()
-
-
 def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> None:
     def have() -> list[int]:
         return [iteration for iteration, _ in find_checkpoints(tmp_path)]
@@ -268,12 +220,6 @@ def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> No
     assert have() == [5, 4, 3, 2, 1] and "none of the newest 1 could be proved whole" in said[-1]
     save_checkpoint(tmp_path, 6, tensors(6), {}, keep=2)
     assert have() == [6, 5]
-
-
-def test_multiples_of_an_interval_are_retained(tmp_path: Path) -> None:
-    for iteration in (2, 4, 6, 8, 10, 12, 14):
-        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=1, retain=6)
-    assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [14, 12, 6]
 
 
 def test_retention_neither_counts_nor_deletes_later_iterations(tmp_path: Path) -> None:
@@ -342,16 +288,3 @@ def test_a_replaced_checkpoint_goes_when_the_new_one_is_whole(root: Path, monkey
     save_checkpoint(root, 5, tensors(5), {}, replaces=[root / "iter_0000003"], report=said.append)
     assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3, 1]
     assert said[0] == "a bad disk" and said[1].startswith(f"kept {root / 'iter_0000003'}")
-
-
-def test_tensors_are_grouped_by_what_they_are_of_the_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    saved = Path(__file__).parents[2] / "fixtures" / "checkpoints" / "bf16-zero3-cpu"
-    summary = summary_of(saved / "iter_0000003", False, details=False)
-    each = {"tensors": 28, "elements": 2080, "bytes": 8320}
-    assert summary["groups"] == {"weights": each, "exp_avg": each, "exp_avg_sq": each}
-    assert (summary["tensors"], summary["elements"], summary["bytes"]) == (84, 6240, 24960)
-    assert inspect([str(saved)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        " iteration         size  tensors  elements",
-        "         3    24.38 KiB       84  6,240 (weights 2,080, exp_avg 2,080, exp_avg_sq 2,080)",
-    ]

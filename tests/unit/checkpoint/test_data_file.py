@@ -9,9 +9,7 @@ from random import Random
 
 import pytest
 
-from gptpar.checkpoint import data_file
 from gptpar.checkpoint.data_file import MAX_COLLECTED_BYTES, MIN_DIRECT_BYTES, AlignedBuffers, DataFile
-from gptpar.errors import CheckpointError
 from gptpar.system.regions import PIECE_BYTES
 
 
@@ -55,15 +53,3 @@ def test_every_byte_is_in_its_place(
     expected = write_parts(tmp_path / "file", sizes)
 
     assert (tmp_path / "file").read_bytes() == expected
-
-
-def test_a_disk_that_refuses_what_was_collected_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, data: memoryview, place: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    file = DataFile(tmp_path / "file")
-    file.write(0, memoryview(b"abc"))
-    monkeypatch.setattr(data_file, "_write_all", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot write .*file: No space left on device"):
-        file.sync()
-    file.close()

@@ -14,18 +14,14 @@ from gptpar.topology.tensor_parts import box_view
 
 VIEWS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
     "whole": ((7, 5), lambda ours: ours),
-    "a vector": ((11,), lambda ours: ours),
     "one row": ((1, 6), lambda ours: ours),
     "one column": ((6, 1), lambda ours: ours.t()),
-    "rows": ((7, 5), lambda ours: ours[:4]),
     "transposed": ((7, 5), lambda ours: ours.t()),
     "the second half": ((2, 4, 3), lambda ours: ours[1]),
     "queries of groups": ((30, 4), lambda ours: ours.view(3, -1, 2, 4)[:, 0:3]),
     "keys of groups": ((30, 4), lambda ours: ours.view(3, -1, 2, 4)[:, 3:4]),
-    "values of one group": ((10, 4), lambda ours: ours.view(1, -1, 2, 4)[:, 4:5]),
     "a bias of values": ((30,), lambda ours: ours.view(3, -1, 2)[:, 4:5]),
     "all queries, keys, values": ((18, 5), lambda ours: ours.view(3, 3, 2, 5).transpose(0, 1).movedim(-1, 0)),
-    "a bias of all": ((18,), lambda ours: ours.view(3, 3, 2).transpose(0, 1)),
 }
 
 

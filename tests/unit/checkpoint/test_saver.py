@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.save_request import Save
@@ -80,43 +79,3 @@ def test_after_an_interrupted_wait_the_next_save_is_an_ordinary_one(monkeypatch:
     saver.begin(save_of(2, written), behind=True)
     saver.finish()
     assert saver.newest(Path("run")) == 2 and not said
-
-
-def test_it_shows_that_it_lives_while_it_waits() -> None:
-    gate, looks = threading.Event(), list[int]()
-
-    def alive() -> None:
-        looks.append(1)
-        if len(looks) == 3:
-            gate.set()
-
-    def slow(**_: Any) -> Path:
-        gate.wait(60)
-        return Path("run/written")
-
-    saver = Saver(Topology(Mesh(), 0, HERE), StateGuard(), print, alive=alive)
-    saver.begin(save_of(1, slow), behind=True)
-    saver.finish()
-    assert len(looks) >= 3
-
-
-@pytest.mark.parametrize(("backends", "place"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "meta")])
-def test_votes_are_summed_where_the_callers_group_can(
-    backends: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    topology = Topology(Mesh(data=2), 0, torch.device("meta"))
-    assert topology.votes_device == torch.device(place)
-    assert Topology(Mesh(), 0, torch.device("meta")).votes_device == HERE
-
-
-def test_a_system_that_starts_no_threads_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    saver, guard, said = make()
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    saver.begin(save_of(1, written), behind=True)
-    assert saver.under_way is not None and saver.under_way.over
-    saver.finish()
-    assert guard.snapshot is None and not any("WARNING" in line for line in said)

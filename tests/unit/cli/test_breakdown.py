@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gptpar.cli.benchmark.breakdown import break_down, table
-from gptpar.reporting.trace import COMMUNICATION, OTHER, TRANSFERS, kind_of
-
-
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", COMMUNICATION),
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
-        ("triton_poi_fused_gelu_2", "compiled pointwise"),
-        ("triton_red_fused__to_copy_floor_divide_index_select_mul_sum_0", "permutation of rows"),
-        (
-            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::"
-            "GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int>>>>>",
-            "products of experts",
-        ),
-        ("Memcpy HtoD (Pinned -> Device)", TRANSFERS),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::reduce_kernel<128, 4>", OTHER),
-    ],
-)
-def test_kinds_are_told_by_the_kernels_name(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind
+from gptpar.reporting.trace import COMMUNICATION
 
 
 def test_two_steps_are_broken_down() -> None:

@@ -32,9 +32,7 @@ def forged(values: Any, behind_key: str) -> Any:
     ("words", "behind_key"),
     [
         ("inspect RUN", FORGED),
-        ("inspect RUN/iter_0000020 --verify", ""),
         ("runs RUN --verify", FORGED),
-        ("runs RUN --json", ""),
         ("generate --load RUN --prompt a --num-tokens 2 --device cpu", ""),
         (
             "pretrain --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "

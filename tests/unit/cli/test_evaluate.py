@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli import evaluate, main
+from gptpar.cli import main
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.run.generation import newest_model
 from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
 
 MODEL = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --fp64"
@@ -36,43 +35,10 @@ def same(found: dict, said: dict[str, dict]) -> None:
         assert {name: said[task][name] for name in names} == pytest.approx({n: scores[n] for n in names}, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_run(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFixture[str]) -> None:
     folder, files, said = saved
     assert main(["evaluate", "--load", str(folder), "--dtype", "fp64", "--eval-tasks", *files]) == 0
     out, err = capsys.readouterr()
     same(json.loads(out), said)
     assert " questions at iteration 4 | acc: " in err and "items in " in err
-
-
-def test_a_sample(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFixture[str]) -> None:
-    folder, files, _ = saved
-    assert main(["evaluate", "--load", str(folder), "--eval-limit", "2", "--eval-tasks", files[0]]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["eval_limit"] == 2 and found["tasks"]["questions"]["num_items"] == 2
-
-
-def test_all_problems_are_told_before_a_worker_starts(
-    saved: tuple[Path, list[str], dict],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def started(*_: object) -> int:
-        raise AssertionError("workers were started")
-
-    monkeypatch.setattr(evaluate, "start_workers", started)
-    folder, files, _ = saved
-    heads = newest_model(folder).model.num_attention_heads
-    bad = write_lines(tmp_path / "bad.jsonl", [{"query": "a"}])
-    three = ["--tensor-model-parallel-size", "3", "--nproc-per-node", "3"]
-    assert main(["evaluate", "--load", str(folder), "--eval-tasks", files[0], *three]) == 1
-    told = f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size 3; sizes that fit: 1, 2"
-    assert told in capsys.readouterr().err
-    deep = ["--pipeline-model-parallel-size", "40", "--nproc-per-node", "40"]
-    assert main(["evaluate", "--load", str(folder), "--eval-tasks", bad, *deep]) == 1
-    err = capsys.readouterr().err
-    assert f"the configuration has 2 problems:\n  1. --eval-tasks {bad}" in err
-    assert "--pipeline-model-parallel-size 40 x 1 virtual stage(s) = 40 parts, but there are only" in err
-    assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", bad, *three]) == 1
-    err = capsys.readouterr().err
-    assert f"1. --eval-tasks {bad}" in err and f"2. there is no checkpoint in {tmp_path}" in err

@@ -1,18 +1,20 @@
-"""Flags for a machine, the minutes left for training, and the number of steps from the time that real ones take."""
+"""Flags for a machine, the minutes left for training, the number of steps, and the run folder that remembers them."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import time
+from pathlib import Path
 
 import pytest
+import torch
 
+from gptpar.checkpoint import save_checkpoint
+from gptpar.cli.fit import main
 from gptpar.cli.fit.choose import LESSONS, Choice, Course, choose, for_command, teachable, training_minutes
 from gptpar.cli.fit.machine import Machine, Pace
-from gptpar.config import BatchConfig
-from gptpar.run.batch_plan import BatchPlan
+from gptpar.errors import GptparError
 from gptpar.run.fitted_length import FittedLength
-from gptpar.run.progress import Progress
-from tests.helpers import tiny_config
 
 GIB = 1 << 30
 TWO_CORES = Machine(0, "fp32", 20 * GIB, 0.0, "test")
@@ -38,13 +40,6 @@ def test_a_slow_cpu_gets_the_largest_model_that_it_can_teach(seconds: float, pre
     course = taught(seconds)
     assert (course.preset.value, course.lesson.preset) == (preset, preset)
     assert course.steps >= course.lesson.steps
-
-
-def test_a_machine_that_can_teach_none_gets_the_smallest_and_a_short_warm_up() -> None:
-    course = taught(2000.0)
-    assert (course.preset.value, course.steps) == ("31M", 14)
-    flags = {choice.flag: choice.value for choice in choose(TWO_CORES, course, 512)}
-    assert (flags["lr-warmup-iters"], flags["train-iters-needed"], flags["lr"]) == ("10", "100", "1e-3")
 
 
 def test_choice_for_two_cpu_cores() -> None:
@@ -90,13 +85,6 @@ def after_ten_steps(seconds_a_step: float, **settings: float) -> tuple[int, str]
     return length.decide(10, *length.measured())
 
 
-@pytest.mark.parametrize("seconds", [0.9, 2.0, 3.7])
-def test_the_steps_fill_the_minutes(seconds: float) -> None:
-    steps, sentence = after_ten_steps(seconds, needed=100)
-    assert 480 - seconds < 5 + (steps - 1) * seconds <= 480
-    assert sentence == f"a step takes {seconds:.2f} s: {steps} steps fit into 8.0 minutes of training"
-
-
 def test_an_evaluation_between_two_steps_is_no_step() -> None:
     """It takes 60 s after the fifth: they are gone, but a step takes 2 s all the same."""
     clock = iter([0.0, *(5 + 2.0 * i + 60.0 * (i > 4) for i in range(10))])
@@ -132,20 +120,64 @@ def test_the_length_is_decided_again_where_steps_become_slower() -> None:
     assert 470 < now <= 480 and steps == taken
 
 
-def test_a_resumed_run_has_the_same_plan() -> None:
-    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000)
-    at_ten = Progress(iteration=10, consumed_samples=20)
-    later = Progress(iteration=200, consumed_samples=400, fitted_iters=231)
-    plan = BatchPlan.of(batch, at_ten).ending_at(231, at_ten)
-    assert dataclasses.replace(plan, done=later) == BatchPlan.of(batch, later).ending_at(231, later)
-    assert (plan.train_samples, plan.num_iterations()) == (462, 231)
+# --- A run folder remembers its text, model and length, and refuses others ------------------------------------------
 
 
-def test_what_the_first_steps_would_depend_on_is_refused() -> None:
-    from gptpar.config.sections.batch import check_duration
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptpar.cli.fit.this_machine", lambda: Machine(0, "fp32", 20 << 30, 0.0, "test"))
+    monkeypatch.setattr("gptpar.cli.fit.measure_pace", lambda precision: Pace(1.0 / 303e6, 1.0))
 
-    config = tiny_config().update("batch", train_iters=None, train_samples=100, train_minutes=5.0)
-    config = config.update("optimizer", lr_warmup_fraction=0.1, weight_decay_incr_style="linear")
-    problems = list(check_duration(config))
-    assert len(problems) == 3 and all(problem.startswith("--train-minutes 5 ") for problem in problems)
-    assert "--train-iters, which is missing" in problems[0] and "give --lr-warmup-iters" in problems[1]
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "my text.jsonl"
+    path.write_text('{"text": "one"}\n')
+    return path
+
+
+def refusal(*words: object) -> str:
+    with pytest.raises(GptparError) as error:
+        main([str(word) for word in words])
+    return str(error.value)
+
+
+def test_the_same_command_gets_the_same_flags(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--run", str(tmp_path / "run"), "--data", str(text), "--began"]
+    assert main([*words, str(time.time() - 60)]) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert first[:2] == ["--vocab-size", "1024"] and first[first.index("--train-minutes") + 1] == "8.9"
+    os.utime(text, (1, 1))  # touched, not changed
+    assert main([*words, str(time.time() - 3)]) == 0
+    assert capsys.readouterr().out.splitlines() == first
+
+
+def test_a_finished_run_gets_no_flags_and_is_told_how_to_train_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--run", str(tmp_path / "run")]
+    main(run)
+    for iteration, is_finished in ((20, False), (30, True)):
+        progress = {"iteration": iteration, "fitted_iters": 30}
+        save_checkpoint(tmp_path / "run", iteration, {"w": torch.ones(2)}, {"progress": progress})
+        capsys.readouterr()
+        assert main(run) == 0
+        said = capsys.readouterr()
+        assert (said.out == "") == is_finished
+    assert "is finished: it has taken its 30 steps" in said.err
+    assert "--train-iters 60 --override-opt-param-scheduler" in said.err
+    main([*run, "--", "--train-iters", "60"])
+    assert "--preset\n350M\n" in capsys.readouterr().out
+
+
+def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_text("two")
+    main(["--run", str(run), "--data", str(text)])
+    remedy = f": choose another folder with RUN=..., or remove {run} to begin anew."
+    said = refusal("--run", run, "--data", other)
+    assert said == f"{run} was made from DATA={text}, and this command names DATA={other}{remedy}"
+    assert "and this command names Python's standard library" in refusal("--run", run)
+    assert "no such file" in refusal("--run", run, "--data", tmp_path / "gone.jsonl")
+    text.write_text('{"text": "two"}\n')
+    assert f"whose content has changed since ({text})" in refusal("--run", run, "--data", text)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,97 +13,17 @@ from types import SimpleNamespace
 import pytest
 
 from gptpar.cli import launch
-from gptpar.cli.launch import relay, worker
+from gptpar.cli.launch import relay
 from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.program import Program
 from gptpar.errors import GptparError
-from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
-from gptpar.system.restart import note_stopped
+from gptpar.system.activity import START, Activity, last_activity
 from gptpar.topology.world import world_from_environment
 
-ROOT = Path(__file__).parents[3]
 OURS = Program("module", "gptpar", ("pretrain",))
-# The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
-LAUNCHER = """
-import sys
-from gptpar.cli.launch import LaunchJob, Program, relay, run_job, supervisor
-from gptpar.errors import GptparError
-
-class Store:
-    def __init__(self, address, port): pass
-    def environment(self): return {}
-
-supervisor.LocalStore = Store
-supervisor.END_SECONDS = 0.5
-relay.POLL_SECONDS = 0.05
-relay.SAME_REQUEST_SECONDS = 0.3
-relay.AT_ONCE_SECONDS = relay.GRACE_SECONDS = 0.5
-raise SystemExit(run_job(LaunchJob(Program("executable", sys.executable, ("-uc", sys.argv[1])), 1)))
-"""
-WORKER = """
-import os, signal, sys, time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from gptpar.system.activity import Activity
-activity = Activity(0, Path(os.environ["GPTPAR_ACTIVITY_FOLDER"]))
-ready = f"ready\\n{os.getpid()}"
-"""
-HANGS = (
-    WORKER
-    + """
-activity.note("iteration 12, backward")
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-print(ready, flush=True)
-time.sleep(600)
-"""
-)
-
-
-def started(worker: str, folder: Path, **environment: str) -> tuple[subprocess.Popen[str], int]:
-    """The launcher once its worker is ready, and the worker's process id."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, worker],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process, int(process.stdout.readline())
 
 
 SEVERAL = ["--nnodes", "2", "--node-rank", "1", "x.py"]
-
-
-def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seen = []
-
-    def run(words: object) -> None:
-        seen.append((words.signals_to_handle, Path(words.log_dir).parent, os.environ[worker.LAUNCHER_VARIABLE]))  # type: ignore[attr-defined]
-        assert list(tmp_path.iterdir()) == [Path(os.environ[FOLDER_VARIABLE])]
-
-    monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.main(SEVERAL) == 0
-    ((signals, folder, launcher),) = seen
-    assert signals == "SIGQUIT" and folder.name.startswith("gptpar-activity-") and launcher == str(os.getpid())
-    assert list(tmp_path.iterdir()) == [] and FOLDER_VARIABLE not in os.environ
-
-
-def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> None:
-    process, pid = started(HANGS, tmp_path, GPTPAR_STOP_SECONDS="0.5")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 143
-    place = "no sign of life for 0.5 s at iteration 12, backward"
-    lost = "and the workers were killed, with what they learnt since the last checkpoint"
-    assert process.communicate()[1] == f"error: stopped by SIGTERM, {lost}: {place}\n"
-    assert not Path(f"/proc/{pid}").exists() and list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -176,13 +92,3 @@ def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselv
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert world_from_environment() == (0, 0, 1)
-
-
-def test_a_run_that_another_machines_launcher_was_asked_to_stop_ends_with_143(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = relay.Relay(tmp_path, 1.0, relay.Children(), Program("module", "gptpar", ()))
-    assert told.exit_code(None) == 0
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    note_stopped()
-    assert told.exit_code(None) == 143

@@ -8,39 +8,14 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from gptpar.checkpoint import save_checkpoint
 from gptpar.cli.launch.memory import (
     OWNER,
     PREFIX,
     UNNAMED_SECONDS,
-    folder_in_memory,
-    keep_copies,
     remove_abandoned,
 )
 from gptpar.system.processes import Process
-from gptpar.system.restart import MEMORY_VARIABLE
-
-
-def test_it_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
-    with folder_in_memory(print, tmp_path) as one, folder_in_memory(print, tmp_path) as other:
-        assert one is not None and other is not None and one != other
-        assert one.stat().st_mode & 0o777 == 0o700
-        (one / "iter_0000010").mkdir()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("is_alone", "kept"), [(True, [20]), (False, [10, 20])])
-def test_the_newest_copies_of_a_failed_run_are_kept(tmp_path: Path, is_alone: bool, kept: list[int]) -> None:
-    with folder_in_memory(print, tmp_path) as folder:
-        assert folder is not None and keep_copies(folder, is_alone=is_alone) is None
-        for iteration in (5, 10, 20):
-            (folder / f"iter_{iteration:07d}").mkdir()
-        sentence = keep_copies(folder, is_alone=is_alone)
-    assert sentence is not None and "iteration 20 in memory" in sentence and f"--load {folder})" in sentence
-    assert f"{MEMORY_VARIABLE}={folder} before" in sentence and folder.stat().st_mode & 0o777 == 0o700
-    assert sorted(int(path.name[5:]) for path in folder.glob("iter_*")) == kept
 
 
 def test_a_copy_outlives_a_killed_launcher_until_the_disk_has_a_newer_state(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from gptpar.cli.plot import main, run_names
-from gptpar.reporting.curves import load_run, smooth
+from gptpar.cli.plot import main
+from gptpar.reporting.curves import load_run
 from gptpar.reporting.figures.runs import draw_runs
-from gptpar.system.command_line import run
 
 
 def write_run(folder: Path, iterations: int, **changes) -> Path:
@@ -29,25 +27,6 @@ def write_run(folder: Path, iterations: int, **changes) -> Path:
     return folder
 
 
-def test_load_run_separates_training_from_validation(tmp_path):
-    run = load_run(write_run(tmp_path / "a", 25, grad_norm=None), "a")
-    assert run.iteration.tolist() == list(range(1, 26))
-    assert run.tokens[-1] == 25 * 1024
-    assert run.validation_iteration.tolist() == [10, 20]
-    assert run.validation_loss.tolist() == [3.1, 3.1]
-    assert np.isnan(run.series["grad_norm"]).all()
-
-
-def test_smooth_follows_a_slope_and_ignores_spikes_and_nan():
-    x = np.arange(1000.0)
-    values = 2 * x
-    values[500], values[600] = 1e9, np.nan
-    centres, smoothed = smooth(x, values)
-    inside = centres < 900
-    assert len(centres) == 1000
-    assert np.abs(smoothed - 2 * centres)[inside].max() <= 2.0
-
-
 @pytest.mark.slow
 def test_picture_of_one_run_with_reference(tmp_path, capsys):
     folder = write_run(tmp_path / "a", 30)
@@ -63,25 +42,3 @@ def test_picture_of_one_run_with_reference(tmp_path, capsys):
         "Gradient norm",
         "Throughput",
     ]
-
-
-def test_runs_of_one_name_are_told_apart_by_path():
-    assert run_names([Path("x/a"), Path("x/b/metrics.jsonl")]) == ["a", "b"]
-    assert run_names([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "does not exist: name the folder of a run"),
-        ('{"iteration": 1, "validation_loss": 3}\n', "holds no training iteration (1 lines)"),
-        ('{"iteration": 1, "lm_loss": 3}\nnot json\n', "metrics.jsonl, line 2 is not JSON"),
-    ],
-)
-def test_what_cannot_be_drawn_is_said_clearly(tmp_path, capsys, content, message):
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    assert run(main, [str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert message in error and str(tmp_path) in error
-    assert not (tmp_path / "run.png").exists()

@@ -60,6 +60,7 @@ def test_the_others_end_at_once_and_all_are_started_again(tmp_path: Path, capsys
         assert not is_running(int((tmp_path / name).read_text()))
 
 
+@pytest.mark.slow
 def test_what_dead_workers_called_final_is_not_said_of_later_ones() -> None:
     program = (
         "from gptpar.system.restart import note_final;"
@@ -79,12 +80,6 @@ def test_restarts_are_used_up(capsys: pytest.CaptureFixture[str]) -> None:
         f"restart 2 of 2: {place}",
         f"error: {place}; all 2 restarts (--max-restarts) are used up",
     ]
-
-
-def test_an_exception_at_one_place_twice_is_no_accident(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_job(job("raise SystemExit(7)", 1, max_restarts=5)) == 7
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[-1].endswith("; it ended there before, so a restart would end there again")
 
 
 def test_fewer_go_on_where_no_more_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,11 +112,6 @@ def test_torchruns_flags_describe_a_job(
     assert (found.program.kind, found.count, found.max_restarts) == (kind, count, restarts)
     assert (found.address, found.hang_seconds) == (address, hang)
     assert found.port == (7 if kind == "executable" else 0)
-
-
-@pytest.mark.parametrize("words", ["--nnodes 2", "--redirects 3"])
-def test_what_only_torchrun_knows_stays_torchruns(words: str) -> None:
-    assert job_of(read_flags([*words.split(), "x.py"])) is None
 
 
 def test_the_store_is_on_this_machine_alone_and_a_taken_port_is_named() -> None:

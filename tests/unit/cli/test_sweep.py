@@ -1,4 +1,4 @@
-"""``gptpar benchmark --sweep`` without the benchmark: what is run, what is not and why, and what is said of it."""
+"""``gptpar benchmark --sweep``: what is run, what is not and why; a run's saved configuration at other verbs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from types import ModuleType
 
 import pytest
 
-from gptpar.cli import main as cli
-from gptpar.cli.benchmark.combinations import Combination, combinations
+from gptpar.cli import main
+from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
 from gptpar.cli.benchmark.runner import Completed
 from gptpar.cli.benchmark.sweep import shared_words, sweep, sweep_flags
 from gptpar.cli.benchmark.table import Measurement, table
+from gptpar.config import CheckpointConfig, Flags
+from gptpar.config.flags import parse_flags
+from gptpar.config.run_file import write_run_file
 from gptpar.config.validate import resolve
 
 ROOT = Path(__file__).parents[3]
@@ -73,38 +76,6 @@ def test_every_layout_and_one_batch_for_all() -> None:
     )
 
 
-def test_the_documents_command_has_its_combinations() -> None:
-    section = (ROOT / "docs/planning.md").read_text().split("## Measure configurations")[1]
-    words = section.split("```bash\npython -m gptpar benchmark ")[1].split("```")[0].replace("\\\n", " ").split()
-    every = combinations(parse(words, sweep_flags), 2)
-    assert len(every) == 12 and sum(not one.refusal for one in every) == 8
-    assert "8 of 12 combinations" in section and "not started: 4" in section
-
-
-def test_refused_ones_have_their_reason() -> None:
-    flags = "--micro-batch-size 1 --sweep-layouts dp4 tp4 tp3 dp2 tp8 --sweep-zero 0 3 --sweep-virtual-stages 1 2"
-    accepted, refused = found(flags)
-    assert [(one.cells["layout"], one.cells["ZeRO"]) for one in accepted] == [
-        ("dp4 x tp1 x pp1", "0"),
-        ("dp4 x tp1 x pp1", "3"),
-        ("dp1 x tp4 x pp1", "0"),
-    ]
-    reasons = {(one.cells["layout"], one.cells["ZeRO"], one.cells["virtual"]): one.refusal for one in refused}
-    assert len(reasons) == 5 * 4 - 3
-    assert reasons["dp4 x tp1 x pp1", "0", "2"].startswith("virtual stages interleave the work of a pipeline")
-    assert reasons["dp1 x tp4 x pp1", "3", "1"] == "where no weights have copies, ZeRO-3 is the same as ZeRO-0."
-    assert "4 processes cannot be cut into groups of 3 x 1 = 3" in reasons["dp1 x tp3 x pp1", "0", "1"]
-    assert reasons["dp2 x tp1 x pp1", "0", "1"] == "dp2 x tp1 x pp1 is 2 processes, and here are 4."
-    assert "--tensor-model-parallel-size 8" in reasons["dp1 x tp8 x pp1", "0", "1"]
-
-
-def test_a_sweeps_flags_need_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["benchmark", *TINY.replace("--sweep", "").split(), "--micro-batch-size", "1", "--sweep-zero", "0"]) == 1
-    assert "--sweep-zero needs --sweep." in capsys.readouterr().err
-    assert cli(["benchmark", *TINY.split(), "--sweep-layouts", "dq4"]) == 1
-    assert "dq4 is not a layout such as dp4" in capsys.readouterr().err
-
-
 # --- the sweep ------------------------------------------------------------------------------------------------------
 
 
@@ -148,14 +119,6 @@ def test_plan_chooses_the_most_promising() -> None:
     assert text.splitlines()[2].split()[-2:] == ["258.0", "38.26"]
 
 
-def test_what_does_not_fit_is_not_started() -> None:
-    words = "--preset 13B --bf16 --micro-batch-size 1"
-    parsed = parse(f"{words} --sweep --sweep-layouts dp1 --sweep-gpu rtx4090".split(), sweep_flags)
-    chosen = combinations(parsed, 1)
-    kept, left = most_promising(chosen, predict(parsed, chosen, 1), 3)
-    assert not kept and "a GPU has 23.50 GiB" in left[0].refusal
-
-
 # --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------
 
 
@@ -194,3 +157,45 @@ def test_all_commands_are_valid(
     commands = [line for line in lines if not line.startswith("without")]
     assert len(commands) == with_peers and "baseline_" in commands[1]
     assert any(line.startswith("without megatron-core: ") for line in lines) == (gpus == 4)
+
+
+# --- A run's saved configuration at verbs other than pretrain: each takes what concerns it --------------------------
+
+
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 4 "
+    "--vocab-size 60 --mock-data --lr 1e-2 --bf16 --save-interval 2 --wandb-project kept --mirror-interval 2"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> list[str]:
+    """The words that name the file of a run whose folder has a checkpoint."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "iter_0000004").mkdir()
+    (folder / "iter_0000004" / "rank00000.bin").touch()
+    words = [*RUN.split(), "--save", str(folder), "--load", str(folder)]
+    write_run_file(folder, parse_flags(words).typed, "")
+    return ["--config", str(folder / "config.toml")]
+
+
+def test_a_benchmark_leaves_out_the_runs_folders_and_records(config: list[str]) -> None:
+    parsed = parse(config)
+    assert parsed.problems == [] and parsed.flags.checkpoint == CheckpointConfig()
+    assert parsed.flags.logging.wandb_project is None and parsed.flags.recovery == Flags().recovery
+    assert (parsed.flags.model.hidden_size, parsed.flags.precision.bf16) == (32, True)
+
+
+def test_a_sweep_goes_over_what_the_file_says(config: list[str]) -> None:
+    parsed = parse([*config, "--sweep", "--sweep-micro-batches", "1", "4"], sweep_flags)
+    assert list(contradictions(parsed)) == []
+    assert [one.typed.batch.micro_batch_size for one in combinations(parsed, 1)] == [1, 4]
+    typed = parse([*config, "--micro-batch-size", "2", "--sweep", "--sweep-micro-batches", "1"], sweep_flags)
+    told = "--sweep-micro-batches chooses --micro-batch-size, which is given as well: keep one."
+    assert list(contradictions(typed)) == [told]
+
+
+def test_a_plan_is_made_of_it(config: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *config]) == 0
+    assert "fits: stage 0 needs the most" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's with the kinds of values that published files give them: what each comes to."""
+"""Keys of DeepSpeed's with the kinds of values that published files give them; formats, ZeRO and offload."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems
 
 OFF = [
     {"torch_autocast": {"enabled": False}},
-    {"dataloader_drop_last": False},
     {"zero_optimization.reduce_bucket_size": 64},
     {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}, "data_sampling": {"enabled": False}}},
     {"tensor_parallel": {"autotp_size": 1}},
-    {"fp16": {"enabled": False, "fp16": True}},
     {"timers": {"throughput": {"enabled": True}}},
-    {"zero_optimization": {"all_reduce_bucket_size": 5e8}},
-    {"activation_checkpointing": {"num_checkpoints": 4}},
     {"wandb": {"enabled": False, "project": "p"}},
     {"a_key_of_nobody": 3},
 ]
@@ -84,3 +80,37 @@ def test_every_key_has_one_rule_at_a_door() -> None:
     for door in Door:
         places = [(key.path, kind) for key in TABLE if key.rule(door) for kind in key.of or ("",)]
         assert len(places) == len(set(places))
+
+
+# --- Number formats, ZeRO and offload of DeepSpeed's JSON -----------------------------------------------------------
+
+
+def test_fp16_scales_as_in_deepspeed(folder: Path) -> None:
+    fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2}
+    p = resolved({**BATCH, **RATE, "fp16": fp16})[0].precision
+    assert p.dtype == "fp16" and p.loss_scale is None and p.initial_loss_scale == 65536
+    assert (p.loss_scale_window, p.hysteresis, p.min_loss_scale) == (500, 3, 2)
+    p = resolved({**BATCH, **RATE, "fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 8}})[0].precision
+    assert (p.loss_scale, p.initial_loss_scale) == (128, 256)
+
+
+def offload(**keys: object) -> dict[str, Any]:
+    return {**BATCH, **RATE, "zero_optimization": {"stage": 2, "offload_optimizer": keys}}
+
+
+def test_offload_of_the_optimizer(folder: Path) -> None:
+    assert resolved(offload(device="cpu"))[0].offload.ratio == 1.0
+    assert resolved(offload(device="cpu", ratio=0.25), "--cpu-optimizer-ratio 0.250")[0].offload.ratio == 0.25
+    config, _ = resolved(offload(device="none", ratio=0.25))
+    assert not config.offload.cpu_optimizer and config.parallel.zero_stage == 2
+    assert resolved(offload(ratio=0.25), "--cpu-optimizer")[0].offload.ratio == 0.25
+    legacy = {**BATCH, **RATE, "zero_optimization": {"cpu_offload": True}}
+    assert resolved(legacy)[0].offload.cpu_optimizer
+
+
+def test_optimizer_state_on_a_disk(folder: Path) -> None:
+    config, _ = resolved(offload(device="nvme", nvme_path=str(folder)))
+    assert config.offload.cpu_optimizer and config.offload.optimizer_nvme_path == str(folder)
+    assert resolved(offload(device="cpu", nvme_path="/nowhere"))[0].offload.optimizer_nvme_path is None
+    found = parsed_with(offload(device="cpu", nvme_path="/nowhere")).without_effect
+    assert "zero_optimization.offload_optimizer.nvme_path: it is for NVMe" in found

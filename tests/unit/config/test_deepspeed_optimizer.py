@@ -1,4 +1,4 @@
-"""Optimizer and schedule of DeepSpeed's JSON."""
+"""Optimizer and schedule of DeepSpeed's JSON, its Muon among them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gptpar.config import OptimizerConfig
 from gptpar.optim.schedule import make_schedule
 from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems, resolved
 
@@ -96,13 +97,6 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
             "gptpar takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0.",
         ),
         (
-            {**RATE, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
-            "",
-            'ds.json: scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest '
-            "can be made from a configuration; leave scheduler out and give --lr-decay-style, --lr-warmup-iters, "
-            "--lr-decay-iters and --min-lr.",
-        ),
-        (
             linear("WarmupDecayLR", total_num_steps=1000),
             "",
             "ds.json: scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
@@ -120,3 +114,40 @@ def test_what_gptpars_optimizer_and_schedule_cannot_be(
     folder: Path, file: dict[str, Any], flags: str, expected: str
 ) -> None:
     assert problems({**BATCH, **file}, flags) == [expected]
+
+
+# --- DeepSpeed's Muon in a configuration of ``gptpar pretrain`` -----------------------------------------------------
+
+
+def muon(params: dict[str, Any]) -> dict[str, Any]:
+    """A file with this Muon."""
+    return {**BATCH, "optimizer": {"type": "Muon", "params": params}}
+
+
+def read(params: dict[str, Any]) -> OptimizerConfig:
+    """The optimizer of a run with this Muon."""
+    return resolved(muon(params))[0].optimizer
+
+
+def test_it_has_deepspeeds_settings(folder: Path) -> None:
+    o = read({"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "ns_method": "gram"})
+    assert (o.optimizer, o.lr, o.muon_lr, o.weight_decay, o.muon_momentum) == ("muon", 0.02, 0.02, 0.1, 0.9)
+    assert (o.muon_coefficient_type, o.muon_num_ns_steps, o.muon_scale_mode) == ("simple", 5, "shape_scaling")
+    assert (o.muon_extra_scale_factor, o.muon_nesterov, o.muon_qkv) == (1.0, True, "split")
+    assert (o.adam_beta1, o.adam_beta2, o.adam_eps) == (0.9, 0.95, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("params", "adam", "muon"),
+    [
+        ({"lr": 1e-3}, 1e-3, 1e-3),
+        ({"lr": 1.0, "adam_lr": 3e-4, "muon_lr": 0.02}, 3e-4, 0.02),
+        ({"adam_lr": 3e-4, "muon_lr": 0.02, "per_head_muon": True}, 3e-4, 0.02),
+    ],
+)
+def test_rates_of_one_kind_overrule_the_rate_of_both(
+    folder: Path, params: dict[str, Any], adam: float, muon: float
+) -> None:
+    o = read(params)
+    assert (o.lr, o.muon_lr) == (adam, muon)
+    assert o.muon_qkv == ("heads" if "per_head_muon" in params else "split")

@@ -10,7 +10,6 @@ from gptpar.config import complete
 from gptpar.config.flags import parse_flags
 from gptpar.config.stored import stored_config
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 from gptpar.model.gpt import gpt_model
 from tests.helpers import every_field
 from tests.unit.config.flag_problems import GOOD, problems
@@ -67,14 +66,11 @@ def test_flags_keep_megatrons_spellings() -> None:
     ("flags", "expected"),
     [
         ("--num-layer 3", "unknown flag --num-layer; did you mean --num-layers?"),
-        ("--num-layers six", "--num-layers six: a whole number is needed"),
-        ("--seed", "--seed: expected one argument"),
         ("--hidden-size 770", "--hidden-size 770 is not divisible by --num-attention-heads 12: use 768 or 780"),
         ("--position-embedding-type rope --rotary-percent 0.02", "of a head of 64 is 1: choose an even number"),
         ("--global-batch-size 7", "not a multiple of --micro-batch-size 2 x 1 data-parallel process(es) = 2: the"),
         ("--rampup-batch-size 2 2 100", "--rampup-batch-size needs --train-samples or --train-tokens"),
         ("--min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.0003"),
-        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ("--cuda-graph on", "--cuda-graph on: dropout is seeded by the host"),
         ("--data-path a b", "data is given twice"),
         (
@@ -82,18 +78,11 @@ def test_flags_keep_megatrons_spellings() -> None:
             "1 processes cannot be cut into groups of 2 x 1 = 2 (tensor x pipeline): start a multiple of 2",
         ),
         ("--eod-mask-loss", "need to know the end-of-document id"),
-        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the decay's 10"),
     ],
 )
 def test_each_problem_is_a_sentence_with_numbers_and_a_remedy(flags: str, expected: str) -> None:
     found = problems(flags)
     assert any(expected in problem for problem in found), found
-
-
-def test_nothing_given_reports_everything_missing() -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(parse_flags([]), 1)
-    assert len(caught.value.problems) == 9
 
 
 def test_configuration_survives_json() -> None:

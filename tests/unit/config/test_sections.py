@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import typing
 
-import pytest
-
 from gptpar.config import Config, Flags, LoggingConfig, ParallelConfig, ParallelFlags, flag_fields
 from gptpar.config.fields import completed, is_open
 from gptpar.config.flags import parse_flags
@@ -40,9 +38,3 @@ def test_a_complete_section_has_defaults_for_open_fields_and_no_flag_that_stands
     assert type(config) is ParallelConfig and not hasattr(config, "no_pipeline_parallel")
     assert completed(ParallelConfig, ParallelFlags(zero_stage=3)).zero_stage == 3
     assert completed(LoggingConfig, Flags().logging).eval_interval == 1000
-
-
-@pytest.mark.parametrize("section", ["model", "batch"])
-def test_an_open_field_without_a_default_must_be_known(section: str) -> None:
-    with pytest.raises(TypeError, match="must be known"):
-        completed(COMPLETE[section], getattr(Flags(), section))

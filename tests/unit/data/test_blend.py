@@ -8,7 +8,6 @@ import pytest
 
 from gptpar.data import kernels
 from gptpar.data.blend import BLOCK, BlendedDataset, normalize, parse_data_path, sizes_per_dataset
-from gptpar.errors import DataError
 
 
 class Numbers:
@@ -95,12 +94,6 @@ def test_without_weights_each_set_is_read_once() -> None:
     assert sorted(expected) == [(j, i) for j, size in enumerate(sizes) for i in range(size)]
 
 
-def test_without_weights_a_size_is_a_limit() -> None:
-    sets = [Numbers(0, 30), Numbers(1, 10)]
-    assert located(BlendedDataset(sets, None, 12)) == reference([0.75, 0.25], 12)
-    assert len(BlendedDataset(sets, None, 100)) == 40
-
-
 def test_random_weights_native_and_plain_agree() -> None:
     random = np.random.RandomState(0)
     for num_sets in (2, 5, 40):
@@ -126,23 +119,3 @@ def test_random_weights_native_and_plain_agree() -> None:
 )
 def test_data_paths(entries: list[str], prefixes: list[str], weights: list[float] | None) -> None:
     assert parse_data_path(entries) == (prefixes, weights)
-
-
-@pytest.mark.parametrize("entries", [[], ["0", "a"], ["nan", "a", "1", "b"]])
-def test_bad_data_paths(entries: list[str]) -> None:
-    with pytest.raises(DataError):
-        parse_data_path(entries)
-
-
-def test_impossible_blends_are_refused_with_numbers() -> None:
-    sets = [Numbers(0, 100), Numbers(1, 3)]
-    with pytest.raises(DataError, match="a blend of 20 samples takes 10 from data set 1, which has 3"):
-        BlendedDataset(sets, [1, 1], 20)
-    with pytest.raises(DataError, match="needs a number of samples"):
-        BlendedDataset(sets, [1, 1])
-    with pytest.raises(DataError, match="2 data sets has 1 weights"):
-        BlendedDataset(sets, [1.0], 10)
-    with pytest.raises(DataError, match="none of the 1 data sets"):
-        BlendedDataset([Numbers(0, 0)])
-    with pytest.raises(DataError, match="1 to 32,767 data sets, not 0"):
-        BlendedDataset([])

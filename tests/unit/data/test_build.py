@@ -86,13 +86,6 @@ def test_one_corpus_with_a_weight_is_megatrons_blend_of_one(
     assert len(build_train_valid_test((n, 0, 0), SPEC, data_path=["1.0", prefix], split="1")[0]) == n
 
 
-def test_a_blend_without_weights_is_read_once(tmp_path: Path) -> None:
-    path = [corpus(tmp_path / "a", 100), corpus(tmp_path / "b", 200, 10)]
-    train, _, _ = build_train_valid_test((None, 0, 0), SPEC, data_path=path, split="1")
-    assert len(train) == 124 + 62
-    assert len(build_train_valid_test((500, 0, 0), SPEC, data_path=path, split="1")[0]) == 186
-
-
 def test_mock_samples_are_functions_of_seed_split_and_index() -> None:
     train, valid, test = build_train_valid_test((5, 3, 0), SPEC, mock_vocab_size=50)
     assert (len(train), len(valid), test) == (5, 3, None)
@@ -117,20 +110,3 @@ def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
         writer.add_empty_document()
     assert unigram_entropy(IndexedDataset(tmp_path / "c")) == 0
-
-
-def test_a_negative_token_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "a", "int32") as writer:
-        writer.add_document([*range(20), -1, *range(20)])
-    indexed = IndexedDataset(tmp_path / "a")
-    with pytest.raises(DataError, match=r"a\.bin: token 20 of 41 is -1, but token ids cannot be negative"):
-        unigram_entropy(indexed)
-    dataset = GPTDataset(indexed, (0, 1), None, 8, 1)
-    places = {0: None, 1: None, 2: 4, 3: None, 4: None}  # of the -1 in the samples of 8 + 1 tokens
-    for i in range(len(dataset)):
-        place = places[int(dataset._shuffle[i])]
-        if place is None:
-            assert dataset[i].min() >= 0
-        else:
-            with pytest.raises(DataError, match=rf"sample {i} of .*a \(train\): token {place} is -1, but"):
-                dataset[i]

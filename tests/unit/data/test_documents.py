@@ -22,12 +22,6 @@ def test_documents_of_samples() -> None:
     assert whole.lengths == (2, 2) and whole.room == 0
 
 
-def test_padding_of_a_pack_is_one_document_where_it_does_not_count() -> None:
-    samples = np.array([[1, 2, 9, 3, 9, 9, 9, 9, 9], [9, 9, 9, 4, 5, 9, 9, 9, 6]])
-    assert Documents.of(samples, EOD, 1, True).lengths == (3, 2, 3, 1, 2, 3, 2)
-    assert Documents.of(samples, EOD, 1, False).lengths == (3, 2, 1, 1, 1, 1, 1, 1, 3, 1, 1)
-
-
 @pytest.mark.parametrize(("size", "share"), [(1, 0.5), (4, 0.02), (4, 0.1)])
 def test_hardly_a_micro_batch_has_more_documents_than_there_is_room_for(size: int, share: float) -> None:
     random = np.random.default_rng(0)

@@ -9,7 +9,6 @@ import pytest
 
 from gptpar.cli.preprocess import main
 from gptpar.data import long_lines, readers
-from gptpar.errors import DataError
 from tests.pairs import every_pair
 from tests.unit.data.tokenizer.vocabularies import small_vocabulary, write_files
 
@@ -66,57 +65,3 @@ def test_long_lines(kind: str, workers: str, escaped: bool, tmp_path: Path, monk
     whole(monkeypatch)
     assert parts == files_of(tmp_path / "whole", *flags)
     assert len(parts) == 4
-
-
-@pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
-def test_long_text_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    contents = [TEXT, "\ufeff" + TEXT, "", "a", "x" * 1000, "x" * 97, TEXT + "\n" * 200]
-    for number, content in enumerate(contents):
-        (tmp_path / f"{number}.txt").write_text(content, encoding="utf-8")
-    flags = ["--input", str(tmp_path / "*.txt"), "--workers", "1", *arguments(tmp_path, kind)]
-    parts = files_of(tmp_path / "parts", *flags)
-    whole(monkeypatch)
-    assert parts == files_of(tmp_path / "whole", *flags)
-
-
-def line(inside: str) -> bytes:
-    return f'{{"text": "{inside}"}}'.encode()
-
-
-BAD = [
-    (line("a " * 500)[:-1], "not JSON: Expecting ',' delimiter"),
-    (line("a " * 500 + "\\x" + " b" * 500), "not JSON: Invalid .*escape.* in the string at byte "),
-    (line("a " * 500 + "\\ud800" + " b" * 500), 'the value of "text" holds half a character'),
-    (line("a " * 500).replace(b"a a", b"a\xffa", 1), r"byte 12 \(0xff\) is not UTF-8"),
-    (b'["text", ' + line("a " * 500) + b"]", "a JSON object is needed, this is list"),
-    (line("a " * 500).replace(b"text", b"body"), 'no key "text"; there are: body'),
-    (line("a " * 500)[:-1] + b', "text": "b"}', 'the key "text" of a line this long must not occur twice'),
-    (b"garbage " * 200, "not JSON: Expecting value"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bad", "problem", "workers"), [(*one, "12"[at % 2]) for at, one in enumerate(BAD)])
-def test_bad_long_lines(
-    bad: bytes,
-    problem: str,
-    workers: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    corpus, good = tmp_path / "c.jsonl", json.dumps({"text": TEXT}).encode()
-    corpus.write_bytes(b"\n".join([good, bad, good, b'{"text": "b"}']) + b"\n")
-    flags = ["--input", str(corpus), "--workers", workers, *arguments(tmp_path, "GPT2BPETokenizer")]
-    with pytest.raises(DataError, match=f"^{corpus}, line 2: {problem}"):
-        main([*flags, "--output-prefix", str(tmp_path / "none")])
-    assert not list(tmp_path.glob("none*"))
-    capsys.readouterr()
-    skipped = files_of(tmp_path / "skipped", *flags, "--skip-bad-lines")
-    said = capsys.readouterr().out.splitlines()
-    assert "skipped 1 bad lines:" in said[2:4] and said[-1].startswith(f"{corpus}, line 2: ")
-    num_tokens = len(skipped["out_text_document.bin"]) // 2  # of a forgotten document none is counted
-    assert said[0].startswith(f"3 documents, {num_tokens:,} tokens ")
-    corpus.write_bytes(b"\n".join([good, good, b'{"text": "b"}']))
-    whole(monkeypatch)
-    assert skipped == files_of(tmp_path / "whole", *flags)

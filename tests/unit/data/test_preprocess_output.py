@@ -1,18 +1,17 @@
-"""The files that preprocess and merge write, byte for byte, and what is left behind after an error."""
+"""What preprocess and merge read and write, byte for byte, and what is left behind after an error."""
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gptpar.cli.merge import main as merge_main
 from gptpar.cli.preprocess import main
+from gptpar.data.readers import parse_block, read_blocks, read_documents
 from gptpar.errors import DataError
 
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
@@ -81,24 +80,6 @@ def test_an_error_leaves_earlier_files_and_no_others(tmp_path: Path):
     assert names(tmp_path) == listing
 
 
-def test_files_of_a_killed_run_are_removed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    host = os.uname().nodename
-    gone = [f"c_text_document{end}.{host}.{ended.pid}.tmp" for end in (".bin", ".idx")]
-    kept = [
-        f"c_text_document.bin.{host}.{os.getppid()}.tmp",  # its process is running
-        f"c_text_document.bin.{host}x.{ended.pid}.tmp",  # of another host
-        f"d_text_document.bin.{host}.{ended.pid}.tmp",  # of another output
-    ]
-    for name in gone + kept:
-        (tmp_path / name).write_bytes(b"x")
-    main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
-    assert names(tmp_path) == sorted([*kept, "c.jsonl", "c_text_document.bin", "c_text_document.idx"])
-    assert f"removed 2 unfinished file(s) of a killed run: {', '.join(gone)}" in capsys.readouterr().out
-
-
 def test_merge(tmp_path: Path):
     shards = tmp_path / "shards"
     for name, texts in (("b", ["c", ""]), ("a", ["", "ab"])):
@@ -113,21 +94,64 @@ def test_merge(tmp_path: Path):
     assert (tmp_path / "all.idx").read_bytes() == expected_index(8, 2, [1, 2], [0, 1, 1, 1, 2])
 
 
-def test_merge_refuses_what_does_not_fit(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "1 2"})
-    for name, size in (("small", "10"), ("large", "70000")):
-        main(["--input", corpus, "--output-prefix", str(tmp_path / name), *NULL, "--vocab-size", size])
-    small, large = (str(tmp_path / f"{name}_text_document") for name in ("small", "large"))
-    listing = names(tmp_path)
-    with pytest.raises(DataError, match="(?s)different token types.*: uint16\n.*: int32"):
-        merge_main(["--input", small, large, "--output-prefix", str(tmp_path / "all")])
-    with pytest.raises(DataError, match="is one of the inputs"):
-        merge_main(["--input", small, "--output-prefix", small])
-    with pytest.raises(DataError, match="(?s)no.bin does not exist.*no.idx does not exist.*named twice"):
-        merge_main(["--input", str(tmp_path / "no"), small, small, "--output-prefix", str(tmp_path / "all")])
-    again = str(tmp_path / "." / "x" / ".." / "small_text_document")
-    (tmp_path / "x").mkdir()
-    with pytest.raises(DataError, match=rf"named twice \(also as {small}\), which would repeat its documents"):
-        merge_main(["--input", small, again, "--output-prefix", str(tmp_path / "all")])
-    (tmp_path / "x").rmdir()
-    assert names(tmp_path) == listing
+# --- Reading documents: every format gives the same text, and bad input names its file and line ---------------------
+
+
+TEXTS = ["one", "", "zwei é\n\t", "日本😀\u2028", "x" * 5000]
+LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
+
+
+def parse(path: Path, keys: tuple[str, ...] = ("text",), bad: list[str] | None = None) -> list[tuple[str, ...]]:
+    return [texts for block in read_blocks([str(path)], 64) for _, texts in parse_block(block, keys, bad)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst"])
+def test_every_compression_gives_the_same_documents(name: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_bytes(compress(name, LINES))
+    assert list(read_documents([str(path)])) == TEXTS
+    blocks = list(read_blocks([str(path)], 64))
+    assert b"".join(block.data for block in blocks) == LINES
+    assert [block.first_line for block in blocks] == [1, 4]
+    assert blocks[-1].consumed == path.stat().st_size
+
+
+def compress(name: str, data: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(data[:50]) + gzip.compress(data[50:])
+    if name.endswith(".zst"):
+        zstandard = pytest.importorskip("zstandard")
+        return zstandard.compress(data[:50]) + zstandard.compress(data[50:])
+    return data
+
+
+def test_a_text_file_is_one_document(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\n\ntwo\n")
+    (tmp_path / "b.txt").write_bytes(b"")
+    assert list(read_documents([str(tmp_path)])) == ["one\r\n\n\ntwo\n", ""]
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "a\u2028b\x85c"}\r\n\n  \n{"text": "last"}'.encode())
+    assert parse(path) == [("a\u2028b\x85c",), ("last",)]
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "not JSON"),
+    (b'"text"', "a JSON object is needed, this is str"),
+    (b'{"body": 1, "id": 2}', 'no key "text"; there are: body, id'),
+    (b'{"text": "\xff"}', r"byte 11 \(0xff\) is not UTF-8"),
+    (b'{"text": "\\ud800"}', ".* holds half a character"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), BAD_LINES)
+def test_a_bad_line_names_file_and_line(line: bytes, problem: str, tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' * 7 + line + b"\n" + b'{"text": "good"}\n')
+    with pytest.raises(DataError, match=f"^{path}, line 8: {problem}"):
+        parse(path)
+    bad: list[str] = []
+    assert parse(path, bad=bad) == [("good",)] * 8
+    assert len(bad) == 1 and bad[0].startswith(f"{path}, line 8: ")

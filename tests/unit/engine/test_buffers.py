@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -55,17 +54,6 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-class Forgetful(nn.Module):
-    """Has a buffer and no way to fill it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 def make_engine(pipeline: PipelineModule) -> Engine:
     table, axis = table_of(pipeline, Place(), 0.0), DataAxes()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
@@ -106,9 +94,3 @@ def test_buffers_of_a_tied_layer_are_shared_by_its_stages() -> None:
     for stage in stages:
         stage(torch.ones(4), {})
     assert {int(stage.layers[0].calls) for stage in stages} == {2}
-
-
-def test_a_module_that_cannot_fill_its_buffers_is_refused_at_construction() -> None:
-    layers = [LayerSpec(Scaled, 4, name="first"), LayerSpec(Forgetful, name="second")]
-    with pytest.raises(TypeError, match=r"layer 'second': Forgetful has buffers \['table'\].*reset_buffers"):
-        make_engine(PipelineModule(layers, num_stages=1, build=build_on_meta))

@@ -152,12 +152,3 @@ def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
 def test_where_there_is_no_sum_to_add_to_it_is_refused(flags: str, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(parse_flags(f"{TINY} {FUSED} {flags}".split()), world_size)
-
-
-def test_one_process_has_a_sum_at_every_zero_stage() -> None:
-    assert tiny_config(f"{FUSED} --global-batch-size 8 --zero-stage 3").precision.gradient_accumulation_fusion
-
-
-def test_a_growing_batch_has_sums_later() -> None:
-    words = f"{TINY} {FUSED} --rampup-batch-size 2 2 8 --global-batch-size 8 --train-samples 100"
-    resolve(parse_flags(words.replace("--train-iters 20", "").split()), 1)

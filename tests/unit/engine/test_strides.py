@@ -126,17 +126,6 @@ def test_a_split_of_a_convolution_knows_its_place() -> None:
     assert torch.equal(found[7:], share) and bool((found[:7] == 7.0).all())
 
 
-def test_memory_that_is_not_dense_is_refused() -> None:
-    dense = torch.zeros(4, 6)
-    for wrong in (dense[:, :3], dense[::2], dense[:1].expand(4, 6)):
-        with pytest.raises(ValueError, match="does not fill its memory"):
-            ParameterInfo(wrong.shape, Constant(0.0), strides=wrong.stride())
-    with pytest.raises(ValueError, match="does not fill its memory"):
-        ParameterInfo(dense.shape, Constant(0.0), strides=(1,))
-    for right in (dense, dense.t(), dense[:, :1].clone(), dense[:1, :1], dense[:0], dense[0, 0]):
-        ParameterInfo(right.shape, Constant(0.0), strides=right.stride())
-
-
 def make_optimizer() -> MasterOptimizer:
     table = table_of(Place(), 0.0)
     return MasterOptimizer([ADAMW] * 4, table, torch.zeros(table.length(Home.DEVICE)), 0.0)

@@ -67,13 +67,6 @@ def test_a_changed_file_is_told_and_used_where_a_flag_names_it(tmp_path: Path) -
     assert tokenizer_of_checkpoint(checkpoint, {"tokenizer_model": str(path)}) == checkpoint.tokenizer
 
 
-def test_a_pipe_ends_in_a_sentence(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    config = tokenizer_of_checkpoint(stored(tmp_path, str(tmp_path / "pipe"), {}), {})
-    with pytest.raises(TokenizerError, match="pipe is not there: give the path of a file"):
-        tokenizer_files(config, 16)
-
-
 def test_links_that_lead_out_of_a_folder_are_not_copied(tmp_path: Path) -> None:
     secret, run = tmp_path / "id_rsa", tmp_path / "a" / "b" / "run"
     secret.write_bytes(SECRET)

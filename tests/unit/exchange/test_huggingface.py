@@ -23,7 +23,7 @@ from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
 
-FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen3-MoE, some blocks and windows", "gpt-oss")
+FAST = ("GPT-2", "gpt-oss")
 CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -66,7 +66,7 @@ def test_shards_of_bf16_and_tokenizer_files_come_back_byte_for_byte(tmp_path: Pa
     assert contents(back) == contents(theirs)
 
 
-@pytest.mark.parametrize("second", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
 def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_path: Path) -> None:
     """Under the old names of GPT-2's own files; a second copy of the tied embedding and buffers do not come back."""
     from safetensors.torch import load_file, save_file
@@ -89,6 +89,7 @@ def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_p
         assert contents(back) == contents(theirs)
 
 
+@pytest.mark.slow
 def test_another_dtype_is_said_in_the_config(tmp_path: Path) -> None:
     theirs, run, out = tmp_path / "theirs", tmp_path / "run", tmp_path / "out"
     save_theirs(theirs, "Llama")
@@ -99,7 +100,14 @@ def test_another_dtype_is_said_in_the_config(tmp_path: Path) -> None:
     assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("form", ["one file", "shards", "torch's old format"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "one file",
+        pytest.param("shards", marks=pytest.mark.slow),
+        pytest.param("torch's old format", marks=pytest.mark.slow),
+    ],
+)
 def test_pickled_weights_are_read_and_written_as_safetensors(form: str, tmp_path: Path) -> None:
     theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
     reference = save_theirs(theirs, "GPT-2")

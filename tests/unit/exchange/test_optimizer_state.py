@@ -18,14 +18,12 @@ from gptpar.checkpoint import read_tensors
 from gptpar.cli.convert import main as convert
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.data.build import MockDataset
-from gptpar.errors import CheckpointError
 from gptpar.pipeline import Stage
 from tests.helpers import TINY
 from tests.unit.exchange.hf_models import contents
 from tests.unit.exchange.megatron_models import (
     GPT2,
     OLD,
-    Harm,
     Weights,
     arguments,
     block_name,
@@ -260,77 +258,3 @@ def test_partitioned_state_goes_on_as_plain_torch(pipeline: bool, fragment: type
     plain.train(range(BEFORE, BEFORE + AFTER))
     for name, value in plain.states()["fp32"].items():
         torch.testing.assert_close(ours[f"weights/{name}"], value, rtol=0, atol=1e-12)
-
-
-def test_partitioned_state_that_is_damaged_or_of_another_form(
-    fragment: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(1))
-    save_zero(tmp_path / "theirs", plain, fragment, pipeline=False)
-    file = tmp_path / f"theirs/global_step{BEFORE}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    content = torch.load(file, weights_only=False)
-    state = content["optimizer_state_dict"]
-    groups = state["base_optimizer_state"]["state"]
-    for change, told in (
-        ({"single_partition_of_fp32_groups": [torch.zeros(3), torch.zeros(3)]}, "weights of group 0 ends before"),
-        ({"param_slice_mappings": [{"x": 3}, {}]}, "is no pair of whole numbers"),
-        ({"param_slice_mappings": [{}, {}]}, "in the model, and the 2 ranks have"),
-        ({"base_optimizer_state": {"state": {}, "param_groups": [{"step": BEFORE}]}}, "not an optimizer's state"),
-        (
-            {"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}},
-            "of different steps",
-        ),
-    ):
-        save(file, {"optimizer_state_dict": {**state, **change}})
-        assert told in refused(tmp_path), told
-    save(file, {"optimizer_state_dict": {"fp32_flat_groups": []}})  # ZeRO-3
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    assert "it holds weights alone" in capsys.readouterr().out
-
-
-def refused(root: Path) -> str:
-    with pytest.raises(CheckpointError) as told:
-        convert([str(root / "theirs"), str(root / "run")])
-    assert {one.name for one in root.iterdir()} == {"theirs"}
-    return str(told.value)
-
-
-@pytest.mark.slow
-def test_what_is_wrong_in_a_universal_checkpoint_is_told(tmp_path: Path) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(1))
-    folder = save_universal(tmp_path / "theirs", plain)
-    norm, states = folder / "zero" / of_module("final_norm.weight"), folder / "mp_rank_00_model_states.pt"
-    needed = "args=argparse.Namespace(num_layers=..., hidden_size=..., num_attention_heads=..., ffn_hidden_size=..., "
-    for path, content, told in (
-        (norm / "exp_avg.pt", None, "exp_avg of 'final_norm.weight' is missing"),
-        (norm / "exp_avg.pt", {"param": torch.zeros(31)}, "exp_avg of 'final_norm.weight' is [32] in the model"),
-        (norm / "step.pt", BEFORE + 1, f"have seen {BEFORE}, {BEFORE + 1} updates"),
-        (norm / "fp32.pt", Harm(f"touch {tmp_path / 'harmed'}"), "fp32.pt is refused: reading it would call"),
-        (norm / "fp32.pt", {"tensor": torch.zeros(32)}, "fp32.pt holds no tensor named 'param'"),
-        (states, states_file({"iteration": None}), "does not say its iteration"),
-        (states, {}, f"{states} holds no 'args': the arguments of the run, an argparse.Namespace, describe the model."),
-        (states, {}, needed),
-    ):
-        whole = path.read_bytes()
-        path.unlink()
-        if content is not None:
-            save(path, content)
-        assert told in refused(tmp_path), told
-        path.write_bytes(whole)
-    (norm / "fp32.pt").write_bytes((norm / "fp32.pt").read_bytes()[:-200])
-    assert "fp32.pt is no file of torch.save, or damaged" in refused(tmp_path)
-
-
-def test_without_moments_the_weights_come_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(1))
-    folder = save_universal(tmp_path / "theirs", plain)
-    for kind in MOMENTS:
-        for path in folder.rglob(f"{kind}.pt"):
-            path.unlink()
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    assert "it holds weights alone" in capsys.readouterr().out
-    stored = read_tensors(tmp_path / "run/iter_0000000")
-    assert torch.equal(stored["weights/layers.3.mlp.up.weight"], plain.states()["fp32"]["layers.3.mlp.up.weight"])

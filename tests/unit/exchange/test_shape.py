@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli.benchmark import measure
-from gptpar.cli.check_layouts import main as check_layouts
 from gptpar.cli.plan import make_planner
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
@@ -65,13 +64,3 @@ def test_what_is_wrong_with_the_folder_is_told(folder: Path, verb, tmp_path: Pat
     assert (
         caught.value.problems[0] == f"--load-hf: {tmp_path}/none/config.json cannot be read: No such file or directory"
     )
-
-
-def test_check_layouts_says_why_not(folder: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_layouts(["--load-hf", str(folder), "--nproc", "1"])
-    assert caught.value.problems == [
-        f"--load-hf {folder}: check-layouts trains a small model of its own, in every layout, not a Hugging Face "
-        "model: leave it out; --model gpt or llama or olmo2 or mup or bloom or experts or gpt-oss or muon or documents "
-        "has such models' options."
-    ]

@@ -6,16 +6,13 @@ import dataclasses
 import hashlib
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
 
-from gptpar.cli.pretrain import start_checks
 from gptpar.config import TokenizerConfig
-from gptpar.config.flags import parse_flags
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.data.tokenizer.train import train
 from gptpar.errors import TokenizerError
@@ -119,6 +116,7 @@ def test_transformers_gives_the_same_ids(kind: str, settings: dict[str, Any], tm
         assert (reader.eos_token_id, reader.bos_token_id) == (2, 1 if name == "Llama2Tokenizer" else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "begin"), [(None, []), ({}, []), ({"add_bos_token": False}, []), ({"add_bos_token": True}, [1])]
 )
@@ -138,6 +136,7 @@ def test_a_folder_with_tokenizer_model_alone_keeps_its_beginning_of_texts(
     assert ("bos_token" in json.loads(files["tokenizer_config.json"])) is bool(begin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "begin"), [("Llama2Tokenizer", 1), ("SentencePieceTokenizer", 2)])
 def test_config_json_says_with_which_token_documents_begin(kind: str, begin: int, tmp_path: Path) -> None:
     tokenizer = dataclasses.asdict(config_of(tmp_path, trained("bpe", **LLAMA), kind))
@@ -153,22 +152,3 @@ def test_config_json_says_with_which_token_documents_begin(kind: str, begin: int
         for name in ("config.json", "generation_config.json"):
             fields = json.loads(export.texts[name])
             assert (fields["bos_token_id"], fields["eos_token_id"]) == (begin, 2)
-
-
-def test_a_package_that_exports_need_is_missed_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config_of(tmp_path, b"")
-    named = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path} --save {tmp_path / 'run'}"
-    flags = parse_flags(f"{named} --save-interval 2 --save-hf-interval 2".split()).flags
-    assert start_checks(flags) == []
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (problem,) = start_checks(flags)
-    assert problem.startswith(
-        "--save-hf-interval 2: the export of a SentencePieceTokenizer needs the tokenizers library"
-    )
-    assert start_checks(parse_flags(named.split()).flags) == []
-    assert start_checks(flags.update("tokenizer", tokenizer_type="NullTokenizer", vocab_size=7)) == []
-    (tmp_path / "run" / "huggingface").mkdir(parents=True)  # of an imported model, whose files are copied
-    (tmp_path / "run" / "huggingface" / "config.json").touch()
-    assert start_checks(flags) == []

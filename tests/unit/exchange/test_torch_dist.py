@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from gptpar.checkpoint import read_manifest, read_tensors
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from gptpar.exchange.files.distcp import DistcpFolder
 from tests.helpers import random_tokens
 from tests.unit.exchange.hf_models import contents, logits_of, our_logits
 from tests.unit.exchange.megatron_models import (
@@ -125,8 +124,8 @@ def common_of(flags: str, **more: Any) -> dict[str, Any]:
     ("flags", "stacked", "in_boxes"),
     [
         (GPT2, True, True),
-        (LLAMA, False, True),
-        (LLAMA, True, False),
+        pytest.param(LLAMA, False, True, marks=pytest.mark.slow),
+        pytest.param(LLAMA, True, False, marks=pytest.mark.slow),
         *(pytest.param(*form, marks=pytest.mark.slow) for form in ((GPT2, False, False), (LLAMA, True, True))),
     ],
 )
@@ -150,9 +149,13 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
     torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
-    [{"param_groups": [{"step": 28}]}, {"state": {"common_step": torch.tensor(28.0)}}],
+    [
+        {"param_groups": [{"step": 28}]},
+        pytest.param({"state": {"common_step": torch.tensor(28.0)}}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
     step: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -174,18 +177,6 @@ def test_the_optimizers_state_comes_along_where_it_is_in_the_weights_shapes(
             assert torch.equal(stored[f"{kind}/{name}"], value), (kind, name)
     assert len(stored) == 3 * len(weights) and meta["optimizer_steps"] == 28
     assert (meta["progress"]["consumed_samples"], meta["progress"]["scheduled_samples"]) == (120, 112)
-
-
-def test_layers_are_read_out_of_one_box_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptpar.exchange.files import distcp
-
-    values = torch.randn(6, 5, 3)
-    save_torch_dist(tmp_path / "it/iter_0000001", {"w": values, "s": torch.tensor(2.5)}, {}, in_boxes=False)
-    read, load = [], distcp.load_torch_part
-    monkeypatch.setattr(distcp, "load_torch_part", lambda *place: read.append(place) or load(*place))
-    folder = DistcpFolder(tmp_path / "it/iter_0000001")
-    assert all(torch.equal(folder.read("w", layer), values[layer]) for layer in range(6)) and len(read) == 1
-    assert torch.equal(folder.read("w"), values) and folder.read("s").item() == 2.5
 
 
 @pytest.fixture(scope="module")
@@ -223,41 +214,7 @@ def test_files_that_would_run_a_command_are_refused(tmp_path: Path, folder: Path
     assert "common.pt is refused" in refused(tmp_path)
 
 
-def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path, folder: Path) -> None:
-    file = next(folder.glob("*.distcp"))
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    index, place = next((i, p) for i, p in metadata.storage_data.items() if p.relative_path == file.name)
-    with open(folder / "__9_9.distcp", "wb") as evil:
-        torch.save(Harm(f"touch {tmp_path / 'harmed'}" + " " * 100_000), evil)  # as long as a part would be
-    place.relative_path, place.offset, place.length = "__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert re.search(r"__9_9.distcp is refused: reading it would call \w+\.system", refused(tmp_path))
-
-
-def test_truncated_files_are_told(tmp_path: Path, folder: Path) -> None:
-    metadata, data = folder / ".metadata", sorted(folder.glob("*.distcp"))
-    whole = {path: path.read_bytes() for path in (metadata, folder / "common.pt", *data)}
-    for path in data:
-        path.write_bytes(whole[path][:-1000])
-    told = refused(tmp_path)
-    assert all(
-        f"{path} has {len(whole[path]) - 1000:,} bytes, and .metadata places tensors up to" in told for path in data
-    )
-    data[0].unlink()
-    data[1].write_bytes(whole[data[1]])
-    assert f"{data[0]} cannot be read: No such file" in refused(tmp_path)
-    data[0].write_bytes(whole[data[0]])
-    for path in (metadata, folder / "common.pt"):
-        path.write_bytes(whole[path][: len(whole[path]) // 2])
-        assert re.search(rf"{path.name} is (no file of|refused: )", refused(tmp_path))
-        path.write_bytes(whole[path])
-    metadata.unlink()
-    assert ".metadata cannot be read: No such file" in refused(tmp_path)
-    data[0].write_bytes(bytes(len(whole[data[0]])))
-    metadata.write_bytes(whole[metadata])
-    assert f"{data[0]} is no file of torch.save, or damaged" in refused(tmp_path)
-
-
+@pytest.mark.slow
 def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
     whole, name = (folder / ".metadata").read_bytes(), "decoder.layers.mlp.linear_fc2.weight"
 
@@ -285,6 +242,7 @@ def test_metadata_that_cannot_be_is_told(tmp_path: Path, folder: Path) -> None:
         (folder / ".metadata").write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: Path) -> None:
     metadata = folder / ".metadata"
     text = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
@@ -292,14 +250,3 @@ def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: P
     assert text.count(ours) == 1
     metadata.write_bytes(text.replace(ours, b"megatron.core.dist_checkpointing.strategies.torch\n" + theirs))
     assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-
-
-def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
-    _, weights = our_model(GPT2)
-    state = theirs(weights, stacked=True)
-    state["decoder.layers.mlp.linear_fc2.bias"] = torch.zeros(3, 32)
-    save_torch_dist(tmp_path / "theirs/iter_0000030", state, common_of(GPT2), in_boxes=False)
-    assert "'layers.3.mlp.down.bias' is missing" in refused(tmp_path)
-    state = {**theirs(weights, stacked=True), "decoder.layers.mlp.router.weight": torch.zeros(4, 8, 32)}
-    save_torch_dist(tmp_path / "theirs/iter_0000031", state, common_of(GPT2), in_boxes=False)
-    assert "tensor 'decoder.layers.mlp.router.weight' has no place in a model as gptpar knows it" in refused(tmp_path)

@@ -52,37 +52,3 @@ def test_the_mixture_begins_with_the_dense_models_loss(blocks: str, tmp_path: Pa
     if blocks == "1":
         assert config_of(config.model, 61)["model_type"] == "mixtral"
     trainer.close()
-
-
-FLAG = "--moe-use-upcycling makes experts of the MLPs of --load-hf"
-
-
-@pytest.mark.parametrize(
-    ("family", "flags", "told"),
-    [
-        ("Llama", "", [f"{FLAG}: give their number, --num-experts, too."]),
-        ("OLMoE", "--num-experts 4", [f"{FLAG}, and that model has experts already: leave the flag out."]),
-        (
-            "GPT-2",
-            "--num-experts 4",
-            [f"{FLAG}, and these have biases, which are not copied yet: take a model without."],
-        ),
-        (
-            "Llama",
-            "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 8",
-            [
-                f"{FLAG}, which have a width of 48: leave out --moe-ffn-hidden-size 24.",
-                f"{FLAG}, and a shared expert would begin without weights: drop --moe-shared-expert-intermediate-size.",
-            ],
-        ),
-    ],
-)
-def test_what_cannot_be_made_is_told(family: str, flags: str, told: list[str], tmp_path: Path) -> None:
-    save_theirs(tmp_path, family)
-    assert parsed_flags(tmp_path, flags).problems == told
-
-
-def test_it_needs_a_folder() -> None:
-    parsed = parse_flags(["--moe-use-upcycling", "--num-experts", "4"])
-    take_model_of_hf(parsed)
-    assert parsed.problems == ["--moe-use-upcycling needs a dense model: give its folder, --load-hf, or drop it."]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.model.attention import head_slopes, with_distances
+from gptpar.model.attention import head_slopes
 from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
@@ -63,19 +63,6 @@ def test_logits_equal_blooms(heads: int) -> None:
         found = stage(tokens, {"seq_length": 16})
         wanted = theirs(tokens).logits.flatten(0, 1)[:, :60]
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # its slopes are fp32
-
-
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-5), (torch.float16, 2e-6)])
-def test_channels_add_the_distance(dtype: torch.dtype, error: float) -> None:
-    """Of positions up to 100,000, within a share of the distance: a slope is held in two numbers of 16 bits."""
-    slopes_H, scale = head_slopes(0, HEADS, HEADS, torch.device("cpu")), 80**-0.5
-    positions = torch.tensor([[0, 1, 255, 256, 2047, 65_535, 65_536, 99_999]])
-    nothing = torch.zeros(1, HEADS, 8, 0, dtype=dtype)
-    q, k, v = (t.double() for t in with_distances(nothing, nothing, nothing, positions, slopes_H, scale))
-    scores = scale * (q @ k.mT)
-    wanted = slopes_H[:, None, None] * positions[0].double()
-    torch.testing.assert_close(scores[0], wanted.expand(-1, 8, -1), rtol=error, atol=1e-12)
-    assert q.isfinite().all() and k.isfinite().all() and not v.any() and q.shape[-1] == 8
 
 
 def test_slopes_of_ranks_are_those_of_all_heads() -> None:

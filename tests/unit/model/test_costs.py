@@ -1,4 +1,4 @@
-"""What layers say they cost, against torch's count of FLOPs and against what autograd keeps."""
+"""What layers say they cost, against torch's count of FLOPs, against what autograd keeps, and as published."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptpar.config import complete
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
 from gptpar.model.block import Block
 from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
 from gptpar.model.gpt import gpt_model
+from gptpar.model.spec import ModelSpec
 from gptpar.pipeline.stage import Stage
+from gptpar.plan.hardware import peak_flops
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
 from gptpar.tensor_parallel.cross_entropy import CHUNK_BYTES
@@ -88,11 +93,11 @@ DOCUMENTS = (3, 1, 12, 16)
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
+        pytest.param("", marks=pytest.mark.slow),
         LLAMA,
         "--mlp-activation geglu --untie-embeddings-and-output-weights --num-query-groups 2",
         WIDTH_NORM + GATE + ROPE,
-        "--use-parallel-residual --kv-channels 12",
+        pytest.param("--use-parallel-residual --kv-channels 12", marks=pytest.mark.slow),
     ],
 )
 def test_flops_are_those_that_torch_counts(flags: str) -> None:
@@ -116,7 +121,11 @@ def test_flops_of_windows() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "size", "sequence_parallel"),
-    [("", 2, False), (LLAMA + GATE + "--num-query-groups 2", 2, True), ("", 4, True)],
+    [
+        pytest.param("", 2, False, marks=pytest.mark.slow),
+        (LLAMA + GATE + "--num-query-groups 2", 2, True),
+        pytest.param("", 4, True, marks=pytest.mark.slow),
+    ],
 )
 def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) -> None:
     with pretended_world(0, size):
@@ -129,7 +138,7 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
 
 @pytest.mark.parametrize(
     "modules",
-    [("mlp_act",), ("core_attn", "mlp", "layernorm")],
+    [pytest.param(("mlp_act",), marks=pytest.mark.slow), ("core_attn", "mlp", "layernorm")],
 )
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)
@@ -173,7 +182,7 @@ def test_what_the_exchange_of_tokens_costs(size: int, copies: float) -> None:
     assert more.workspace / one.workspace == (2 + 2 * copies) / 2
 
 
-@pytest.mark.parametrize("flags", ["", LLAMA])
+@pytest.mark.parametrize("flags", ["", pytest.param(LLAMA, marks=pytest.mark.slow)])
 def test_flops_of_tiles(flags: str) -> None:
     products, _, declared = counted(flags, mlp_tiles=3)
     assert products == declared > counted(flags)[0]
@@ -245,15 +254,6 @@ def test_a_block_keeps_what_it_says(flags: str, options: dict[str, Any]) -> None
     assert measured(flags, **options) == declared(flags, **options)
 
 
-@pytest.mark.parametrize(("flags", "documents"), [(NONE, False), (ALIBI, True)])
-def test_a_block_with_sinks_keeps_little_more_than_it_says(flags: str, documents: bool) -> None:
-    """A key more of each document, and a column of its mask."""
-    flags += "--softmax-type learnable"
-    found, wanted = measured(flags, documents=documents), declared(flags, documents=documents)
-    keys = 2 * HEADS * (16 + 8 * (ALIBI in flags)) * 4 * (len(DOCUMENTS) / TOKENS if documents else 1 / LENGTH)
-    assert found == pytest.approx(wanted + keys + 4 / (1 if documents else 2), rel=1e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "options"),
@@ -281,3 +281,33 @@ def test_a_block_keeps_what_the_paper_says(size: int, sequence_parallel: bool, p
     kept = block.cost(SHAPE._replace(dtype=torch.bfloat16)).kept
     statistics = 2 * 2 * 4 / axis.token_splits + 4 * HEADS / size
     assert kept - statistics == per_hidden * H
+
+
+# --- Counts of parameters and FLOPs that others have published, and the peaks of devices ----------------------------
+
+
+def described(preset: str, vocab_size: int, rows: int) -> ModelSpec:
+    words = f"--preset {preset} --vocab-size {vocab_size} --pad-vocab-size-to {rows} --micro-batch-size 1 --mock-data"
+    return gpt_model(
+        complete(resolve(parse_flags(f"{words} --train-iters 1 --lr 1 --eval-iters 0".split()), 1)[0]).model
+    )
+
+
+def test_llama3_8b_matches_both_published_conventions() -> None:
+    llama = described("8B", 128256, 128256)
+    assert 13_812 * llama.flops_per_token(causal=False) / 1e12 == pytest.approx(800, abs=1)
+    assert 14_451 * llama.flops_per_token(causal=True) / 1e12 == pytest.approx(744, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "tf32", 494.5),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+    ],
+)
+def test_peak_of_known_devices(name: str, precision: str, tflops: float) -> None:
+    assert peak_flops(name, precision) == tflops * 1e12

@@ -147,6 +147,7 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     assert calls[0][1] != calls[1][1]
 
 
+@pytest.mark.slow
 def test_joined_padding_changes_no_number_of_a_training() -> None:
     """Losses and weights, against a document for each token of padding."""
     rules = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}

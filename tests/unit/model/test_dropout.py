@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from gptpar.data.loader import MicroBatch
 from gptpar.model.block import Block
 from gptpar.model.core_attention import _one_call_a_group, _plain, document_mask
 from gptpar.model.dropout import (
-    ATTENTION_OUTPUT,
     EMBEDDINGS,
     KINDS,
     MLP_OUTPUT,
@@ -30,7 +28,7 @@ from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import initialise, seed_of
-from tests.helpers import inits_of_stage, make_trainer, random_tokens, tiny_config
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 CPU = torch.device("cpu")
 GROUPS, QUERIES, LENGTH, BATCH = 4, 2, 32, 3
@@ -101,16 +99,6 @@ def test_masks_are_stable() -> None:
     assert kept(words[0], rows, 100, 1e-12).all() and not kept(words[0], rows, 100, 1 - 1e-12).any()
     assert seeds_of().host[PROBABILITIES] == seed_of(1234, "dropout", 0, 0, "layers.0", "attention probabilities")
     assert seeds_of().words.flatten().view(torch.int64).tolist() == seeds_of().host.tolist()
-
-
-def test_hidden_states_keep_their_mean_and_lose_what_the_mask_says() -> None:
-    drop, x = HiddenDropout(0.25, MLP_OUTPUT), torch.ones(400, 100, dtype=torch.float64, requires_grad=True)
-    y = drop(x, seeds_of())
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    assert set(y.detach().unique().tolist()) == {0.0, 1 / 0.75} and torch.equal(grad, y.detach())
-    assert y.mean().item() == pytest.approx(1, abs=5 * (0.25 / 0.75 / y.numel()) ** 0.5)
-    assert not torch.equal(y, HiddenDropout(0.25, ATTENTION_OUTPUT)(x, seeds_of()))
-    assert drop.eval()(x, None) is x and HiddenDropout(0.0, MLP_OUTPUT)(x, None) is x
 
 
 def test_a_rank_with_some_tokens_has_their_rows_of_the_mask() -> None:
@@ -197,15 +185,6 @@ def stage_of(flags: str) -> Stage:
     initialise(weights, inits_of_stage(stage), seed=3)
     stage.place(weights)
     return stage.train()
-
-
-def test_without_dropout_no_layer_has_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptpar.run.trainer.seed_fields", None)
-    assert layers_with_dropout(gpt_model(tiny_config().model).specs) == []
-    tokens = random_tokens(2, 16, 60)
-    make_trainer(tiny_config()).forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
-    with_dropout = layers_with_dropout(gpt_model(tiny_config("--attention-dropout 0.1").model).specs)
-    assert with_dropout == ["positions", "layers.0", "layers.1"]
 
 
 def compiled_frames(num_layers: int, **options: bool) -> int:

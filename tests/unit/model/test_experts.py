@@ -15,11 +15,11 @@ from gptpar.errors import CheckpointError
 from gptpar.model.activations import activation, gated
 from gptpar.model.block import make_experts
 from gptpar.model.experts import products
-from gptpar.model.experts.balance import ExpertBalance, choice_field
+from gptpar.model.experts.balance import ExpertBalance
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import added, combined, places_of, scattered
-from gptpar.model.experts.routing import BALANCE_LOSS, NOT_CHOSEN, Z_LOSS, best_experts, choose_experts, no_choice
+from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
 from tests.helpers import tiny_config
@@ -108,17 +108,11 @@ def in_the_best_groups(judged: list[float], num_groups: int, num_used: int, topk
         "",
         "--num-experts 12 --moe-router-topk 4 --moe-router-score-function sigmoid " + GROUPS,
         "--num-experts 8 --moe-router-topk 2 --moe-router-pre-softmax --swiglu " + GROUPS,
-        "--swiglu --moe-ffn-hidden-size 12",
         "--num-experts 7 --moe-router-topk 3 --moe-router-pre-softmax --swiglu",
-        "--moe-router-topk 1 --moe-router-pre-softmax",
         "--moe-router-topk 1 --moe-router-score-function sigmoid",
-        "--num-experts 3 --moe-router-topk 3",
         "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --swiglu",
-        "--moe-shared-expert-intermediate-size 6 --swiglu",
         "--moe-shared-expert-intermediate-size 6 --moe-shared-expert-gate",
-        "--quick-geglu --moe-ffn-hidden-size 12",
         "--quick-geglu --activation-func-clamp-value 0.7 --glu-linear-offset 1 --moe-router-topk 3",
-        "--quick-geglu --glu-linear-offset -0.5 --moe-shared-expert-intermediate-size 6 --moe-router-pre-softmax",
     ],
 )
 @pytest.mark.parametrize("loads", ["as they come", "one empty, one full"])
@@ -249,15 +243,6 @@ def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
         assert torch.autograd.grad(found_ND.sum(), weights_NK)[0].tolist() == [[1.0, 0.0], [3.0, 2.0]]
 
 
-def test_a_kept_choice_stays_and_counts_once() -> None:
-    scores_NE, counts_E = torch.rand(6, 5), torch.zeros(5, dtype=torch.int64)
-    choice_NK = no_choice(6, 3, scores_NE.device)
-    assert (choice_NK == NOT_CHOSEN).all()
-    first_NK, counted = choose_experts(scores_NE, choice_NK, counts_E, []), counts_E.clone()
-    assert torch.equal(choose_experts(-scores_NE, choice_NK, counts_E, []), first_NK)
-    assert torch.equal(counts_E, counted) and counts_E.sum() == 18
-
-
 def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
     layer = made(SEQUENCE + "--swiglu")
     layer.router.counts_E = torch.zeros(5, dtype=torch.int64)
@@ -376,11 +361,3 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     with pytest.raises(CheckpointError, match="does not name its layers, because an older gptpar saved it: go on with"):
         other.load({"bias": [[0.0] * 5] * 2, "choices": [[0] * 5] * 2})
     assert balance_of("--num-experts 1").state() is None
-
-
-def test_only_what_is_asked_for_enters_the_choice_and_the_loss() -> None:
-    layer = made("--num-layers 2")
-    balance = balance_of("--num-layers 2")
-    balance.attach({"layers.0": layer})
-    assert layer.router.bias_E is None and layer.router.last_E is None and layer.router.counts_E is not None
-    assert list(balance.fields(4)) == [choice_field("layers.0")], "a process keeps the choices of its layers alone"

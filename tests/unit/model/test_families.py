@@ -250,7 +250,7 @@ SCALED = ("linear", "dynamic", "llama3", "yarn")
 
 
 @pytest.mark.parametrize("kind", SCALED)
-@pytest.mark.parametrize("length", [40, 200])
+@pytest.mark.parametrize("length", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str, length: int) -> None:
     rotary = {"linear": LINEAR, "dynamic": DYNAMIC, "llama3": SHORT_31, "yarn": YARN}[kind]
     fields = {**LLAMA, "model_type": "llama", "head_dim": 16, "rope_parameters": rotary}

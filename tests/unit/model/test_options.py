@@ -213,19 +213,3 @@ def test_mups_initial_values_and_multipliers_are_the_papers() -> None:
         assert ratio == pytest.approx(4.0 if of_router else 2.0 if in_block else 1.0), name
     attention = Attention(Linears(tiny_config(mup).model))
     assert attention.scale == 2 / 16  # sqrt(4) / 16
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--mup", "give --mup-base-hidden-size"),
-        ("--window-size 4 --window-pattern SLF", "--window-pattern SLF may hold the letters S"),
-        ("--swiglu --glu-activation reglu", "--swiglu and --glu-activation reglu are different gates: keep one"),
-        ("--activation-func-clamp-value 7", "--activation-func-clamp-value: an MLP without a gate has neither"),
-        ("--swiglu --glu-linear-offset 1 --mlp-chunks-for-training 2", "--mlp-chunks-for-training has no such gate"),
-        ("--softmax-type learnable --attention-dropout 0.1", "has no dropout of probabilities yet"),
-    ],
-)
-def test_options_that_contradict_each_other_are_told(flags: str, told: str) -> None:
-    with pytest.raises(Exception, match=told):
-        tiny_config(flags)

@@ -160,15 +160,6 @@ def test_the_z_loss_is_a_part_of_the_training_loss_alone(z_loss: str, weight: fl
         torch.testing.assert_close(got, plain_grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_model_counts_its_parameters(name: str) -> None:
-    model = gpt_model(tiny_config(OPTIONS[name]).model)
-    built = Stage(model.specs)
-    assert model.num_parameters == sum(p.numel() for p in built.global_parameters().values())
-    of_layers = {layer: sum(p.numel() for p in held.values()) for layer, held in built.parameters_by_layer().items()}
-    assert model.parameters == [of_layers.get(spec.name, 0) for spec in model.specs]
-
-
 @pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])
 def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     """With positions and attention reset, two documents in one sample give what each gives alone."""

@@ -54,12 +54,16 @@ def trained(flags: str, recorder: PythonRecorder | None) -> dict[str, Any]:
     return found | {"weights": trainer.engine.optimizer.master.clone(), **trainer.experts.tensors()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         "--moe-expert-capacity-factor 0.75 --recompute-granularity selective --recompute-modules mlp",
-        "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-pre-softmax --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+        pytest.param(
+            "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-pre-softmax --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["capacity", "groups"],
 )

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.model.attention import Attention
-from gptpar.model.block import Block
-from gptpar.model.gpt import gpt_model
 from gptpar.model.rotary import Rotary, rotate
-from gptpar.pipeline import Stage
-from tests.helpers import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -53,28 +48,3 @@ def test_narrow_formats_turn_by_fp32_angles(dtype: torch.dtype) -> None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     wanted = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     assert torch.equal(rotate([x], torch.tensor([[0, 5000, 100_000]]), llama(16, 500_000, 8))[0], wanted)
-
-
-def test_frequencies_without_a_stretch_are_the_plain_ones() -> None:
-    plain = Rotary(16, 10_000).frequencies(CPU, torch.float64)
-    same = (("linear", 1.0, 16), ("dynamic", 8.0, 64), ("llama3", 1.0, 64), ("yarn", 1.0, 64))
-    for kind, factor, context in same:
-        scaled = Rotary(16, 10_000, kind, factor, context, (1.0, 32.0), 64).frequencies(CPU, torch.float64)
-        torch.testing.assert_close(scaled, plain, rtol=1e-15, atol=0)
-    stretched = Rotary(16, 10_000, "dynamic", 8.0, 32, (1.0, 1.0), 64).frequencies(CPU, torch.float64)
-    wanted = (10_000 * 9 ** (16 / 14)) ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    torch.testing.assert_close(stretched, wanted, rtol=1e-14, atol=0)
-
-
-def test_layers_without_positions_turn_nothing() -> None:
-    flags = "--position-embedding-type rope --num-layers 4 --rope-pattern RNN"
-    layers = Stage(gpt_model(tiny_config(flags).model).specs).modules()
-    assert [one.rotary is not None for one in layers if isinstance(one, Attention)] == [True, False, False, True]
-    without = Block(tiny_config("--position-embedding-type rope").model, rotary=False).attention.double()
-    none = Block(tiny_config("--position-embedding-type none").model).attention.double()
-    for number, (mine, other) in enumerate(zip(without.parameters(), none.parameters(), strict=True)):
-        value = torch.randn(mine.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-        mine.data = other.data = value
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = without(x, None, None, 16)
-    assert found.isfinite().all() and torch.equal(found, none(x, None, None, 16))

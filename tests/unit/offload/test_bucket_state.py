@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from gptpar.offload.bucket_state import BucketState, ForbiddenEvent
-from gptpar.offload.buckets import Bucket, Buffers
+from gptpar.offload.bucket_state import BucketState
 from gptpar.offload.events import EventLog, What
-from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from tests.offload_log import starts_of
 from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, SlowNorm, make_host, wait_until
 
 S, W = BucketState, What
-
-
-def make_bucket(state: BucketState, **rest: Any) -> Bucket:
-    buffers = Buffers({name: torch.zeros(8) for name in ADAMW.vectors})
-    return Bucket("embedding", 8, 16, (), (), CpuAdam(1), buffers, torch.zeros(8), state=state, **rest)
-
-
-def test_the_loop_is_refused_what_a_bucket_does_not_allow() -> None:
-    transfers = SlowNorm()
-    host = make_host(CpuAdam(1), transfers=transfers)
-    host.submit_gradient("second", torch.ones(128))
-    with pytest.raises(
-        ForbiddenEvent, match="'step requested' cannot follow where elements 0 to 128 of first have 'no"
-    ):
-        host.step(torch.tensor(0.5), RATES, 1.0)
-    host.submit_gradient("first", torch.ones(128))
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    with pytest.raises(ForbiddenEvent, match="'gradient submitted' cannot follow .* of first have 'a step that is not"):
-        host.submit_gradient("first", torch.ones(128))
-    transfers.computed.set()
-    host.finish()
-    host.close()
 
 
 @pytest.mark.parametrize("speculated", [False, True])
@@ -104,26 +79,6 @@ def test_the_parameters_before_the_step_until_it_is_requested(kind: str) -> None
     host.finish()
     assert (host.num_redone, host.num_ahead, host.steps_taken) == (0, 128, 2)
     host.close()
-
-
-def test_a_gradient_that_replaces_a_replacing_one_releases_its_memory() -> None:
-    released: list[int] = []
-
-    class Kept:
-        def __init__(self, number: int):
-            self.number = number
-
-        def release(self) -> None:
-            released.append(self.number)
-
-    bucket = make_bucket(S.IDLE)
-    for number in range(4):
-        bucket.take(cast(Any, Kept(number)))
-    assert released == [1, 2]
-    bucket.use_newer()
-    assert released == [1, 2, 0] and bucket.grad is not None and cast(Any, bucket.grad).number == 3
-    bucket.forget_gradient()
-    assert released == [1, 2, 0, 3]
 
 
 def test_a_step_after_a_clipped_one_does_not_speculate() -> None:

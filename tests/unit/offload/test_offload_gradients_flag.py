@@ -11,14 +11,11 @@ from gptpar.config.derive import derive
 from gptpar.config.flags import parse_flags
 from gptpar.config.sections.precision import graph_obstacles
 from gptpar.config.validate import find_problems, resolve
-from gptpar.errors import ConfigError, GptparError
+from gptpar.errors import ConfigError
 from gptpar.offload import build, machine
-from gptpar.offload.buckets import StateSize
-from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer
-from gptpar.optim.adamw import ADAMW
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.job import Job
 from gptpar.plan.memory import activations_on_host
@@ -38,7 +35,6 @@ from tests.unit.offload.tiny_runs import ALL
             2,
             "--offload-gradients on: --log-num-zeros-in-grad counts zeros of sums on the GPU",
         ),
-        (f"{ALL} --offload-gradients on --log-num-zeros-in-grad --global-batch-size 4", 1, "counts zeros of sums"),
         (f"{ALL} --offload-gradients on --cuda-graph on", 1, "--cuda-graph on: --offload-gradients on gives back"),
     ],
 )
@@ -77,19 +73,6 @@ def test_auto_keeps_step_graphs_and_on_switches_them_off() -> None:
     for word, obstacles in (("auto", 0), ("off", 0), ("on", 1)):
         flags, _ = derive(parse_flags(f"{TINY} {ALL} --offload-gradients {word}".split()).flags, 1)
         assert len(list(graph_obstacles(flags, 1))) == obstacles and not find_problems(flags, 1)
-
-
-def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 bytes an element of state, 2 of gradients; what is left is for speculation."""
-    elements = 10**8
-    transfers = copying_bytes(elements, 2)
-    monkeypatch.setattr(machine, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
-    config = tiny_config(f"--bf16 {ALL} --offload-gradients on")
-    room = build._speculated_elements(config, StateSize(elements, ADAMW.state_bytes(4)), 0, transfers)
-    assert room == pytest.approx(elements / 2, rel=1e-6)
-    monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
-    with pytest.raises(GptparError, match="0.28 GiB for transfers"):
-        build._speculated_elements(config, StateSize(elements, ADAMW.state_bytes(4)), 0, transfers)
 
 
 def test_the_room_for_speculation_counts_activations_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("clip", "count", "bucket_elements", "pieces"),
     [
-        (SOMETIMES, 2, 1 << 24, False),
+        pytest.param(SOMETIMES, 2, 1 << 24, False, marks=pytest.mark.slow),
         (SOMETIMES, 2, 333, True),
         pytest.param(SOMETIMES, 1, 333, False, marks=pytest.mark.slow),
         pytest.param(NEVER, 4, 333, True, marks=pytest.mark.slow),
@@ -133,15 +133,6 @@ def test_no_bit_is_changed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "count"), [("--fp16 --initial-loss-scale 1024", 1), ("", 2), ("--fp64", 1)])
-def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: str, count: int) -> None:
-    words = f"{dtype} {NEVER} {OFFLOAD} 1 --offload-speculation"
-    plain, early = run(f"{words} off", False, count), run(f"{words} on", True, count)
-    assert_same(early, plain)
-    assert early.completed and early.redone == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "count"), [(0.97, 1), (0.985, 2)])
 def test_an_embedding_that_is_partly_on_the_device(
     run: Callable[..., Seen], ratio: float, count: int, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +150,7 @@ def test_an_embedding_that_is_partly_on_the_device(
     assert early.completed
 
 
+@pytest.mark.slow
 def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is given from the last layer on: here it ends within the embedding; the rest is as it was."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
@@ -178,11 +170,12 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
     assert early.completed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [
-        (lambda step: torch.full((4, 17), step % 60), 1),
-        (lambda step: F.pad(torch.arange(ROWS).reshape(4, 16), (0, 1)), ROWS),
+        pytest.param(lambda step: torch.full((4, 17), step % 60), 1, marks=pytest.mark.slow),
+        pytest.param(lambda step: F.pad(torch.arange(ROWS).reshape(4, 16), (0, 1)), ROWS, marks=pytest.mark.slow),
         (lambda step: (torch.arange(68) % 7 + 8 * step).reshape(4, 17) % 60, 7),
     ],
 )
@@ -196,6 +189,7 @@ def test_only_rows_that_are_looked_up_are_done_again(
     assert sum(early.elements) + sum(early.completed) == sum(plain.elements)  # nothing is done twice
 
 
+@pytest.mark.slow
 def test_what_earlier_micro_batches_looked_up_is_in_the_sum_already(run: Callable[..., Seen]) -> None:
     """Three micro-batches look up other tokens than the last."""
 
@@ -208,6 +202,7 @@ def test_what_earlier_micro_batches_looked_up_is_in_the_sum_already(run: Callabl
     assert early.completed == [5 * WIDTH] * STEPS
 
 
+@pytest.mark.slow
 def test_steps_that_are_skipped(run: Callable[..., Seen]) -> None:
     words = f"--fp16 --initial-loss-scale 1e7 --hysteresis 1 {OFFLOAD} 1 --offload-speculation"
     plain, early = run(f"{words} off", False), run(f"{words} on", True)
@@ -255,8 +250,3 @@ def test_it_is_as_it_was_where_it_would_not_be_right() -> None:
         trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 0.3"))
     assert trainer.engine.table.on_device["embedding"] == ROWS * WIDTH and not log.of(What.PREPARED)
     trainer.close()
-
-
-def test_parameters_at_home_on_the_host(run: Callable[..., Seen]) -> None:
-    words = f"--bf16 {SOMETIMES} {OFFLOAD} 1 --cpu-parameters --offload-speculation"
-    assert_same(run(f"{words} on", True), run(f"{words} off", False))

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from gptpar import TwinFlowAdamW
-from gptpar.errors import GptparError
-from gptpar.offload import machine
 from tests.pairs import every_pair
 from tests.unit.offload.two_groups import Model, equal, inputs, scheduler, train, two_groups
 
@@ -22,7 +20,7 @@ RATIOS = [0.0, 0.3, 0.731, 1.0]
     ("ratio", "clip", "dtype", "rtol"),
     [
         *((ratio, 0.3, torch.float64, 1e-12) for ratio in RATIOS),
-        *((ratio, 0.0, torch.float32, 2e-5) for ratio in (0.0, 0.731)),
+        *((ratio, 0.0, torch.float32, 2e-5) for ratio in (0.731,)),
     ],
 )
 def test_every_ratio_is_torchs_adamw(ratio: float, clip: float, dtype: torch.dtype, rtol: float, closing: Any) -> None:
@@ -57,7 +55,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
     return int((ordered[0] - ordered[1]).abs().max())
 
 
-@pytest.mark.parametrize("ratio", [0.731, 1.0])
+@pytest.mark.parametrize("ratio", [pytest.param(0.731, marks=pytest.mark.slow), 1.0])
 def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: Any) -> None:
     """50 steps with the same gradients as fp32 master weights of torch's AdamW; clipped ones, some overflow."""
     ours, masters = Model(torch.bfloat16), Model(torch.bfloat16).float()
@@ -184,36 +182,6 @@ def test_masters_follow_parameters_changed_from_outside(closing: Any) -> None:
     equal(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_a_schedule_may_move_the_betas_too(closing: Any) -> None:
-    found = []
-    for make in (torch.optim.AdamW, lambda p: closing(TwinFlowAdamW(p, offload_ratio=0.6))):
-        model = Model()
-        optimizer = make(model.parameters())
-        train(model, optimizer, range(8), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10))
-        found.append(model)
-    equal(found[1], found[0], rtol=1e-12, atol=1e-12)
-
-
-def test_memory_that_does_not_suffice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: machine.RING_BYTES)
-    with pytest.raises(GptparError, match=r"TwinFlowAdamW needs .* of host memory.*lower offload_ratio"):
-        TwinFlowAdamW(Model().parameters())
-
-
-def test_a_closure_is_called_and_its_loss_returned(closing: Any) -> None:
-    model = Model()
-    optimizer = closing(TwinFlowAdamW(model.parameters()))
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(inputs(0))
-        loss.backward()
-        return loss.item()
-
-    first = optimizer.step(closure)
-    assert optimizer.step(closure) < first
-
-
 def test_every_problem_is_told_at_once() -> None:
     leaf = torch.zeros(3, requires_grad=True)
     wrong = [
@@ -240,24 +208,3 @@ def test_every_problem_is_told_at_once() -> None:
         TwinFlowAdamW([])
     with pytest.raises(ValueError, match="fp64 parameters cannot share"):
         TwinFlowAdamW([leaf, torch.zeros(2, dtype=torch.float64, requires_grad=True)])
-
-
-def test_what_cannot_be_done_is_refused_with_a_sentence(closing: Any) -> None:
-    model = Model()
-    with TwinFlowAdamW(model.parameters()) as optimizer:
-        with pytest.raises(RuntimeError, match="takes no further group"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        with pytest.raises(RuntimeError, match="needs attach"), optimizer.last_backward():
-            pass
-        with pytest.raises(ValueError, match="amsgrad is not supported"):
-            optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), amsgrad=True).state_dict())
-        model.to(torch.float32)
-        with pytest.raises(RuntimeError, match="lie in other memory"):
-            optimizer.step()
-    with pytest.raises(RuntimeError, match="is closed"):
-        optimizer.step()
-    sparse = nn.Embedding(5, 3, sparse=True)
-    optimizer = closing(TwinFlowAdamW(sparse.parameters()))
-    sparse(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse gradient"):
-        optimizer.step()

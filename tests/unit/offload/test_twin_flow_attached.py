@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from gptpar import TwinFlowAdamW
-from gptpar.offload import machine, updating_thread
+from gptpar.offload import machine
 from gptpar.offload.events import What
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.cpu_adam import CpuAdam
@@ -164,19 +163,6 @@ def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
         other.backward()
 
 
-def test_the_forward_inside_last_backward_overlaps_too(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    adam = Watched()
-    monkeypatch.setattr(machine, "make_host_kernel", lambda *_: adam)
-    model = nn.Linear(WIDTH, WIDTH)
-    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
-    optimizer.attach(model)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    with optimizer.last_backward():  # comes here although nothing is updated yet
-        adam.leave.release(2)
-        model(torch.ones(2, WIDTH)).sum().backward()
-
-
 def test_gradients_changed_after_they_were_sent_are_sent_again(closing: Any) -> None:
     ours, plain = Model(), Model()
     optimizer = closing(TwinFlowAdamW(ours.parameters(), lr=1e-2, speculation="on"))
@@ -262,36 +248,3 @@ def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() ->
     assert threading.active_count() == before
     equal(model, untouched, rtol=0, atol=0)
     model(inputs(2)).backward()
-
-
-def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the end of a process that was interrupted inside last_backward(), behind a collective that hangs."""
-    answers = threading.Event()
-
-    class Stuck:
-        def __init__(self, number: torch.Tensor):
-            self._number = number
-
-        def known(self) -> bool:
-            return answers.is_set()
-
-        def value(self) -> float:
-            assert answers.wait(300)
-            return self._number.item()
-
-    monkeypatch.setattr(updating_thread, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(SameMemory, "read_scalar", lambda self, number: Stuck(number))
-    before, model = threading.active_count(), Model()
-    optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
-    optimizer.attach(model)
-    with optimizer.last_backward():
-        model(inputs(1)).backward()
-    started = time.monotonic()
-    del optimizer
-    gc.collect()
-    assert time.monotonic() - started < 60 and threading.active_count() == before + 1
-    answers.set()
-    for thread in threading.enumerate():
-        if thread.name == "gptpar-cpu-adam":
-            thread.join(10)
-    assert threading.active_count() == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import subprocess
@@ -10,14 +9,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.system import native
 from tests.unit.optim.cpu_adam_runs import HOW, make, run, same
 
 
@@ -92,14 +89,3 @@ def test_calls_and_wakes_of_several_threads_do_not_mix(library):
     stop.set()
     waking.join()
     assert results == [True] * 20
-
-
-@pytest.mark.slow
-def test_the_benchmarks_bound_compiles_and_runs() -> None:
-    """It shares the kernel's headers."""
-    library = native.load("bandwidth", Path(__file__).parents[3] / "benchmarks")
-    state = [torch.full((100_000,), float(n)) for n in (1, 2, 3)]
-    grad, low = torch.zeros(100_000, dtype=torch.bfloat16), torch.zeros(100_000, dtype=torch.bfloat16)
-    addresses = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in (*state, *state, grad, low)))
-    library.bandwidth_pass(addresses, ctypes.c_int64(100_000), 2, 0)
-    assert low.count_nonzero() > 0

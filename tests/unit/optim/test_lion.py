@@ -9,17 +9,10 @@ import torch
 
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Tensors
-from gptpar.config.flags import parse_flags
-from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
-from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
-from gptpar.run import resume
-from tests.helpers import make_trainer, tiny_config
 from tests.unit.optim.plain_runs import LION_WORDS, STEPS, TOLERANCE, alone, lion, plain_loop
-from tests.unit.run import saved_runs
-from tests.unit.run.saved_runs import DONE, inputs_of
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +20,13 @@ def wanted() -> list[Tensors]:
     return plain_loop(LION_WORDS, lion())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         "",
         pytest.param("--cpu-optimizer --cpu-optimizer-ratio 0.3", marks=pytest.mark.slow),
-        "--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on",
+        pytest.param("--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on", marks=pytest.mark.slow),
         pytest.param("--cpu-optimizer --cpu-parameters", marks=pytest.mark.slow),
     ],
 )
@@ -72,24 +66,3 @@ def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> 
     assert kernel.order(vectors[:2], vectors[2], ranges, into=new, low=other)().finite
     assert all(torch.equal(a, b) for a, b in zip([*ours[:2], narrow], [*new, other], strict=True))
     assert steps.item() == 5 and not torch.equal(new[0], vectors[0])
-
-
-def test_every_choice_has_a_description() -> None:
-    with pytest.raises(ConfigError) as error:
-        raise ConfigError(parse_flags(["--optimizer", "sgd"]).problems)
-    assert all(name in str(error.value) for name in OPTIMIZERS)
-    for name, optimizer in OPTIMIZERS.items():
-        flags = tiny_config(f"--optimizer {name}").optimizer
-        assert optimizer.configured(flags, 0.1, 0.2)._replace(weight_decay=0.0).lr == 0.1
-        group = optimizer.group_of(optimizer.configured(flags, 0.1, 0.2))
-        assert optimizer.of_group(group) == optimizer.configured(flags, 0.1, 0.2)
-
-
-def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    config = tiny_config(f"--save {tmp_path} --load {tmp_path}")
-    saved_runs.save(make_trainer(config), DONE, inputs_of(config), keep=None)
-    other = tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion")
-    with pytest.raises(CheckpointError, match=r"state is that of --optimizer adam.*--no-load-optim"):
-        resume.progress_to_resume(other, inputs_of(other))
-    weights_only = make_trainer(tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion --no-load-optim"))
-    resume.load(weights_only, inputs_of(other), lambda _: None)

@@ -106,12 +106,6 @@ def test_a_pattern_without_a_parameter_is_told() -> None:
         groups_of("--lr-override block*=2")
 
 
-@pytest.mark.parametrize("word", ["embedding", "embedding=x", "=1", "embedding=-1", "embedding=inf"])
-def test_a_word_that_cannot_be_read_is_told(word: str) -> None:
-    with pytest.raises(ConfigError, match="--weight-decay-override .*PATTERN=FACTOR is needed"):
-        tiny_config(f"--weight-decay-override {word}")
-
-
 @pytest.mark.parametrize("offload", ["", "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 0.6"])
 @pytest.mark.parametrize(
     "more",

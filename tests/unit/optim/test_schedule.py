@@ -8,7 +8,6 @@ import pytest
 
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
 from tests.helpers import TINY, tiny_config
 
@@ -76,16 +75,3 @@ def test_the_ends_have_a_rate_of_their_own_on_the_same_schedule() -> None:
     assert schedule.learning_rate(550) == pytest.approx(5.5e-3, rel=1e-12)
     assert make_schedule(tiny_config("--min-lr 1e-3 --decoupled-lr 5e-2"), 40).decoupled_min == 1e-3
     assert make_schedule(tiny_config(""), 40).decoupled_rate(3) == make_schedule(tiny_config(""), 40).learning_rate(3)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--decoupled-min-lr 1e-3", "--decoupled-min-lr is the lowest rate of --decoupled-lr: give that flag, too"),
-        ("--min-lr 1e-3 --decoupled-lr 1e-4", "--min-lr 0.001 is more than --decoupled-lr 0.0001"),
-        ("--decoupled-min-lr 1e-3 --decoupled-lr 1e-4", "--decoupled-min-lr 0.001 is more than --decoupled-lr 0.0001"),
-    ],
-)
-def test_rates_of_the_ends_that_make_no_sense(flags: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        tiny_config(flags)

@@ -10,7 +10,7 @@ import statistics
 import pytest
 import torch
 
-from gptpar.optim.skip_step import OUTLIER, SkipStep, is_window, make_skip_step
+from gptpar.optim.skip_step import OUTLIER, SkipStep, is_window
 
 CPU = torch.device("cpu")
 
@@ -89,32 +89,3 @@ def test_a_resumed_window_decides_as_the_uninterrupted_one(cut: int) -> None:
     second.load(state)
     assert judged(whole, steps)[cut:] == judged(second, steps[cut:])
     assert whole.window() == second.window() and second.num_outliers == whole.num_outliers > 0
-
-
-def test_a_shorter_window_takes_the_newest() -> None:
-    long, short = SkipStep(6.0, 8, CPU), SkipStep(6.0, 3, CPU)
-    judged(long, [(float(n), 2.0 * n) for n in range(6)])
-    short.load(long.state())
-    assert short.window() == {"losses": [3.0, 4.0, 5.0], "norms": [6.0, 8.0, 10.0]}
-    short.load(None)
-    assert short.window()["losses"] == [3.0, 4.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        3,
-        {},
-        {"losses": [1.0], "norms": [], "num_outliers": 0},
-        {"losses": ["x"], "norms": [1.0], "num_outliers": 0},
-        {"losses": [math.nan], "norms": [1.0], "num_outliers": 0},
-        {"losses": [], "norms": [], "num_outliers": -1},
-        {"losses": [], "norms": [], "num_outliers": True},
-    ],
-)
-def test_a_strange_state_is_none(state: object) -> None:
-    assert not is_window(state)
-
-
-def test_without_a_sigma_nothing_is_judged() -> None:
-    assert make_skip_step(None, 128, CPU) is None

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gptpar.adapter.pipeline_module import PipelineModule
-from gptpar.errors import GptparError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
 
@@ -58,18 +57,3 @@ def test_a_stage_may_free_an_output_that_carries_losses() -> None:
         torch.ones(2, 3), {}
     )
     assert output._base is None and output.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda y: y, r"Returns returned Tensor, but its LayerSpec names the auxiliary losses \['size'\]: return"),
-        (lambda y: (y, {"other": y.sum()}), r"Returns returned losses \['other'\], but"),
-        (lambda y: (y, {"size": y.square()}), r"auxiliary loss 'size' of Returns is a torch.float32 tensor \[2, 3\]: "),
-        (lambda y: (y, {"size": y.sum().bfloat16()}), r"is a torch.bfloat16 tensor \[\]: return a scalar in fp32"),
-    ],
-)
-def test_what_is_no_loss_is_refused(make: Any, sentence: str) -> None:
-    stage = Stage([LayerSpec(Returns, make, auxiliary_losses=NAMES, name="a")], build=LayerSpec.build)
-    with pytest.raises(GptparError, match=sentence):
-        stage(torch.ones(2, 3), {})

@@ -200,12 +200,6 @@ def test_wrong_programs_are_found() -> None:
         replay([[Forward(0, 1)]], 2)
 
 
-def test_a_stage_that_is_not_there_has_no_schedule() -> None:
-    for wrong in ((2, 2, 1, 1), (0, 2, 0, 1), (0, 2, 1, 0)):
-        with pytest.raises(ValueError, match="no schedule for stage"):
-            list(interleaved(*wrong))
-
-
 def test_chart_of_four_stages() -> None:
     drawing = chart(simulate(4, 4, 1))
     assert drawing.splitlines() == [

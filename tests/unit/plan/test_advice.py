@@ -18,20 +18,7 @@ from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
 TEN_B_KEPT = TEN_B.replace("--recompute-granularity full", "")
 
 
-@pytest.mark.parametrize(("memory", "ratio"), [(36.5, 0), (36, 0.3), (20, 1)])
-def test_auto_leaves_all_on_the_gpu_where_masters_are_the_parameters(memory: float, ratio: float) -> None:
-    """In fp32 the need is 36.1 GiB with nothing on the host, 40.2 with 5 % of it, and falls from there on."""
-    flags = (
-        f"--preset 1.3B --seq-length 1024 --micro-batch-size 4 --global-batch-size 4 --gpu-memory {memory} {OFFLOAD}"
-    )
-    planned = plan(f"{flags} auto")
-    assert planned.job.ratio == ratio
-    if 0 < ratio < 1:
-        less = plan(f"{flags} {ratio - 0.05:.2f} --offload-gradients off")
-        assert planned.fits and not less.fits and less.need / GIB < plan(f"{flags} 0.05").need / GIB
-
-
-@pytest.mark.parametrize("offload", ["", f"{OFFLOAD} 1 --cpu-parameters"])
+@pytest.mark.parametrize("offload", ["", pytest.param(f"{OFFLOAD} 1 --cpu-parameters", marks=pytest.mark.slow)])
 def test_the_last_resort_recomputes_too(offload: str) -> None:
     planner, _ = make_planner(f"{TEN_B_KEPT} {offload} --gpu-memory 26".split())
     planned = planner.plan()
@@ -45,6 +32,7 @@ def test_the_last_resort_recomputes_too(offload: str) -> None:
 ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100 --recompute-granularity full"
 
 
+@pytest.mark.slow
 def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """bf16 and the batch are chosen, the file says what the plan says, and the same plan follows from it."""
     file = tmp_path / "chosen.toml"

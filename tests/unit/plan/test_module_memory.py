@@ -1,15 +1,21 @@
-"""Memory of any module: by hand, DeepSpeed's print, and the command line."""
+"""Memory of any module: by hand, DeepSpeed's print, the command line, and a sentence where it is full."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import gptpar
 from gptpar.cli import main
+from gptpar.errors import GptparError
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.run.assemble import memory_explained
+from tests.helpers import TINY, tiny_config
 
 FILE = Path(__file__).parents[2] / "fixtures/user_modules.py"
 CONFIG = {
@@ -32,20 +38,6 @@ def test_everything_in_host_memory_by_hand():
     assert (found.host_parameters, found.host_optimizer, found.double_buffers) == (2 * shard, 12 * shard, 12 * shard)
     assert found.host == found.host_parameters + found.host_optimizer + found.host_transfers
     assert found.passing > 3 * 2 * 64 * 64
-
-
-def test_speculation_that_is_asked_for_counts():
-    config = {**CONFIG, "gptpar": {"speculation": "on"}}
-    found, auto = gptpar.estimate_memory(blocks(), config, 4), gptpar.estimate_memory(blocks(), CONFIG, 4)
-    assert found.host == auto.host + found.double_buffers
-
-
-def test_state_on_a_disk_takes_no_memory(tmp_path):
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": offload}}
-    found = gptpar.estimate_memory(blocks(), config, 4)
-    assert (found.host_optimizer, found.double_buffers, found.on_disk) == (0, 0, 12 * 64 * 64)
-    assert f"and {48:.2f} KiB of disk" in str(found)
 
 
 def test_zero3_prints_what_deepspeed_prints(capsys):
@@ -79,6 +71,7 @@ def test_plan_of_a_module(tmp_path, capsys):
     assert found["num_parameters"] == 87 and found["parameters"] == 0 and found["host"] > 12 * 87 / 4
 
 
+@pytest.mark.slow
 def test_benchmark_of_a_module(tmp_path, capsys):
     config = {**CONFIG, "train_batch_size": 4, "bf16": {"enabled": False}}
     words = ["benchmark", "--module", f"{FILE}:mlp", "--config", write(tmp_path, config)]
@@ -87,3 +80,41 @@ def test_benchmark_of_a_module(tmp_path, capsys):
     assert (found["params"], found["steps"], found["global_batch_size"], found["zero_stage"]) == (87, 3, 4, 3)
     assert found["samples_per_s"] == pytest.approx(4e3 / found["ms_per_step"], rel=0.01)
     assert found["ms_min"] <= found["ms_per_step"] <= found["ms_max"] and found["cpu_optimizer_ratio"] == 1
+
+
+# --- Memory that is full, wherever it shows, is one sentence that says what to change -------------------------------
+
+
+FULL = "this machine's memory is full (a very long run's order of samples needs some): "
+LOWER = (
+    "lower --micro-batch-size 2, add --recompute-granularity full, shorten --seq-length 16, or choose a smaller model."
+)
+LESS_OFFLOAD = "set --offload-speculation off or a lower --cpu-optimizer-ratio, or "
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("", ""),
+        ("--cpu-optimizer", "set --offload-gradients on, or "),
+        ("--cpu-optimizer --global-batch-size 4 --log-num-zeros-in-grad", ""),
+        ("--cpu-optimizer --cpu-optimizer-ratio auto", "set --offload-gradients on, or "),
+    ],
+)
+def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
+    with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
+
+
+def test_a_failing_updating_thread_ends_the_run_with_the_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("the CPU optimizer could not allocate its sums")
+
+    monkeypatch.setattr(CpuAdam, "order", full)
+    assert main(["pretrain", *TINY.split(), "--cpu-optimizer"]) == 1
+    error = capsys.readouterr().err
+    what = " What failed: the CPU optimizer could not allocate its sums\n"
+    assert error == "error: " + FULL + LESS_OFFLOAD + LOWER + what

@@ -34,14 +34,12 @@ EAGER = " --cuda-graph off --host-memory 128 "
 # gpu, flags, milliseconds a step, GiB allocated at most; one GPU and 16 cores, medians of gptpar benchmark
 MEASURED = [
     ("h100", "--preset 124M --micro-batch-size 32 ", 60.4, 12.87),
-    ("h100", M350, 81.3, 19.14),
     ("h100", "--preset 350M --micro-batch-size 16 ", 170.2, 31.48),
     ("h100", ONE_B3, 257.3, 45.67),
     ("h100", TWO_B7, 267.5, 60.80),
     ("h100", M350 + OFFLOAD + "0.3", 83.9, 17.97),
     ("h100", M350 + OFFLOAD + "1" + CLIPPED, 132.2, 15.17),
     ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 408.5, 30.94),
-    ("h100", M350 + OFFLOAD + "1", 89.8, 15.17),
     ("h100", ONE_B3 + OFFLOAD + "1", 292.1, 30.94),
 ]
 # Measured when the device kept every gradient in fp32, also one that is no sum, and without those kernels.
@@ -246,7 +244,16 @@ def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, lea
     assert f"{planned.gradients.needed / GIB:.2f} GiB are expected" in text
 
 
-@pytest.mark.parametrize(("memory", "share"), [(80, 0.0), (74, 0.25), (68, 0.5), (62, 0.75), (54, 1.0)])
+@pytest.mark.parametrize(
+    ("memory", "share"),
+    [
+        (80, 0.0),
+        pytest.param(74, 0.25, marks=pytest.mark.slow),
+        (68, 0.5),
+        pytest.param(62, 0.75, marks=pytest.mark.slow),
+        (54, 1.0),
+    ],
+)
 def test_auto_takes_the_smallest_share_of_sums_that_fits_and_names_it(memory: int, share: float) -> None:
     """The flags that a plan prints are the run's choice: with them, the plan is the same."""
     batch = "--seq-length 1024 --micro-batch-size 8 --global-batch-size 256"
@@ -254,15 +261,6 @@ def test_auto_takes_the_smallest_share_of_sums_that_fits_and_names_it(memory: in
     planned = plan(flags)
     assert planned.job.config.offload.summed_ratio == share
     assert planned.need <= memory * GIB and plan(f"{flags} {planned.flags()}").need == planned.need
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--cuda-graph on", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
-)
-def test_auto_leaves_alone_what_cannot_or_must_not_move(flags: str) -> None:
-    planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 20 {flags}")
-    assert planned.gradients is None and not planned.job.gradients_leave_at_once
 
 
 def test_the_ratio_that_is_to_be_found_comes_first() -> None:

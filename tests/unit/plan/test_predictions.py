@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -26,9 +23,6 @@ from gptpar.topology.groups import make_topology
 from gptpar.topology.mesh import Mesh
 from tests.helpers import tiny_config
 from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
-
-ROOT = Path(__file__).parents[3]
-
 
 # --- measurements ---------------------------------------------------------------------------------------------------
 
@@ -220,23 +214,6 @@ def test_idle_rounds_and_transfers_are_those_of_the_simulation(stages: int, coun
         assert (length(small) - length(0)) / small == pytest.approx(rounds_transferring(stages, count, chunks))
 
 
-def test_time_grows_as_it_should() -> None:
-    flags = SMALL + "--hidden-size 2048 --seq-length 1024 --micro-batch-size 4 "
-    base = plan(flags).time
-    assert base.fill == base.transfers == base.data == base.idle == 0
-    again = plan(flags + "--recompute-granularity full").time
-    assert again.total - base.total == pytest.approx(4 * _block_forward(flags))
-    slow = plan(flags + "--global-batch-size 32 --world-size 8 --gpus-per-node 4 --network-bandwidth 1").time
-    fast = plan(flags + "--global-batch-size 32 --world-size 8 --gpus-per-node 8").time
-    assert slow.data > 10 * fast.data and slow.compute == fast.compute
-
-
-def _block_forward(flags: str) -> float:
-    """A block's forward, as what one more block adds."""
-    four, five = plan(flags).time.stages[0], plan(flags.replace("--num-layers 4", "--num-layers 5")).time.stages[0]
-    return five.forward - four.forward
-
-
 # --- verdicts and the search ----------------------------------------------------------------------------------------
 
 
@@ -266,42 +243,3 @@ def test_search_takes_the_fastest_that_fits() -> None:
     assert count > 0 and "a GPU has 40.00 GiB" in example
     again = plan(f"{CALM} --preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 {best.flags()}")
     assert again.time.total == best.time.total and again.need == best.need
-
-
-# --- what is printed ------------------------------------------------------------------------------------------------
-
-PIPED = SMALL + (
-    "--micro-batch-size 2 --global-batch-size 16 --world-size 2 --pipeline-model-parallel-size 2 "
-    "--num-virtual-stages-per-pipeline-rank 2"
-)
-
-
-def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["plan", *PIPED.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["layout"] == "dp1 x tp1 x pp2" and found["fits"] is True
-    assert len(found["stages"]) == 2 and sum(len(s["layers"]) for s in found["stages"]) == 4 + 4
-    assert found["ms_per_step"] == pytest.approx(sum(found["ms"].values()), abs=0.01)
-    assert cli(["plan", *(SMALL + "--global-batch-size 8 --world-size 2 --search --json").split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"]["fits"] and found["tried"] == found["accepted"] + sum(r["count"] for r in found["refused"])
-
-
-# --- DeepSpeed's estimators -----------------------------------------------------------------------------------------
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("estimate_memory", ROOT / "tools/estimate_memory.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_deepspeeds_estimates() -> None:
-    """Its documented example: 2,851 M parameters, the largest layer 32 M, one machine of 8 GPUs."""
-    rows = [(e.host / GIB, e.gpu / GIB) for e in load_tool().zero3(2_851_000_000, 32_000_000, 1, 8)]
-    expected = [(71.69, 0.12), (127.45, 0.12), (63.72, 0.78), (127.45, 0.78), (1.43, 6.09), (127.45, 6.09)]
-    assert [(round(a, 2), round(b, 2)) for a, b in rows] == [pytest.approx(e, abs=0.011) for e in expected]
-    (offloaded, resident) = load_tool().zero2(1_000_000, 2, 8)
-    assert (offloaded.host, offloaded.gpu) == (96e6, 2e6) and (resident.host, resident.gpu) == (48e6, 3.125e6)

@@ -11,10 +11,9 @@ from gptpar.config import Flags
 from gptpar.config.flags import parse_flags
 from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
-from gptpar.plan.space.candidate import Candidate, Option, flags_of, product
+from gptpar.plan.space.candidate import Candidate
 from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import (
-    CHOSEN,
     SweepValues,
     to_measure,
     to_predict,
@@ -32,6 +31,7 @@ def typed(words: list[str]) -> Flags:
     return parsed.flags
 
 
+@pytest.mark.slow
 def test_flags_say_what_is_applied() -> None:
     """With every pair of values: what one says does not depend on a third."""
     plain = typed(WORDS)
@@ -64,6 +64,7 @@ def test_few_combinations_have_every_pair(num_processes: int, count: int) -> Non
     assert pairs(few) == pairs(every)
 
 
+@pytest.mark.slow
 def test_what_the_model_does_not_allow_is_left_out_with_the_reason() -> None:
     """Four heads for eight tensor ranks, or for more ranks that exchange them; ten layers for sixteen stages."""
     chosen = _chosen(WORDS, 8, Namespace(only="every 2", pairwise=False))
@@ -142,26 +143,6 @@ def test_one_gpu_may_recompute_parts_and_leave_the_rest_to_the_host() -> None:
     assert len(list(to_predict(typed(["--num-layers", "1"]), {d.MICRO_BATCH}, 1, 8))) == 6
     given = {d.MICRO_BATCH, "recompute.recompute_granularity"}
     assert len(list(to_predict(typed(["--recompute-granularity", "full"]), given, 1, 8))) == 1
-
-
-def test_sweep_values_are_multiplied_and_impossible_ones_are_kept() -> None:
-    values = SweepValues(
-        layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2]
-    )
-    found = list(to_measure(typed(["--seq-length", "16"]), set(), 4, values))
-    assert [one.mesh for one in found[::4]] == [Mesh(4, 1, 1), Mesh(1, 3, 1), Mesh(2, 1, 1)]
-    assert {one.changes[d.GLOBAL_BATCH] for one in found} == {24}  # of dp4 alone: the others are no 4 processes
-    assert set(CHOSEN) == set(vars(values))
-
-
-def test_what_is_off_has_no_word_and_the_last_dimension_varies_fastest() -> None:
-    assert flags_of({d.SEQUENCE_PARALLEL: False, d.RECOMPUTE: None, "recompute.recompute_modules": ("mlp", "moe")}) == [
-        *("--recompute-modules", "mlp", "moe")
-    ]
-    dimensions = [d.sizes, d.fixed(Option(name="a"), Option(name="b")), d.listed(d.MICRO_BATCH, [1, 2])]
-    found = list(product([Mesh()], dimensions))
-    assert [one.name for one in found] == [f"dp1 x tp1 x pp1, {letter}" for letter in "aabb"]
-    assert [one.changes[d.MICRO_BATCH] for one in found] == [1, 2, 1, 2]
 
 
 def test_a_module_is_proved_with_every_stage_and_offload() -> None:

@@ -26,7 +26,6 @@ FLAGS = CALM + (
     f"--num-layers 6 --hidden-size {H} --num-attention-heads 4 --seq-length 256 --vocab-size 128 --micro-batch-size 2 "
 )
 PIPED = "--world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 --pipeline-partition-method "
-FULL = "--recompute-granularity full "
 
 
 def described(config: ModelConfig, axis: TensorAxis = ALONE, **options: Any) -> ModelSpec:

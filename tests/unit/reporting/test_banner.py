@@ -1,6 +1,4 @@
-import pytest
-
-from gptpar.reporting.banner import WIDTH, Row, Section, banner, format_bytes, format_count
+from gptpar.reporting.banner import WIDTH, Row, Section, banner
 
 
 def test_rows_are_aligned_over_all_sections():
@@ -25,19 +23,3 @@ def test_long_text_goes_on_under_its_value():
     assert max(map(len, lines)) <= WIDTH
     assert all(line.startswith(" " * 9) for line in lines[2:])
     assert "".join(lines).count("part") == 40
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(1023, "1023 B"), (1536, "1.50 KiB"), (2**52, "4096.00 TiB")],
-)
-def test_bytes(count, text):
-    assert format_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(999, "999"), (1500, "1.50 K"), (1.31e9, "1.31 B")],
-)
-def test_counts(count, text):
-    assert format_count(count) == text

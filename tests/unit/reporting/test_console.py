@@ -2,9 +2,7 @@ import re
 from dataclasses import replace
 from datetime import datetime
 
-import pytest
-
-from gptpar.reporting.console import format_duration, iteration_line, short_line, timing_line, validation_lines
+from gptpar.reporting.console import iteration_line, short_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, ValidationRecord
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, 89)
@@ -88,19 +86,6 @@ def test_validation_lines():
     assert validation_lines(ValidationRecord(1000, 256000, 1, 3.0)) == f"{rule}\n{line}\n{rule}"
     test = validation_lines(ValidationRecord(1000, 256000, 1, 3.0, split="test"))
     assert " validation loss at iteration 1000 on test set | lm loss value: 3.000000E+00 |" in test
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-3, "0:00:00"),
-        (754, "0:12:34"),
-        (2 * 86400 + 3 * 3600 + 4 * 60 + 5, "2d 03:04:05"),
-        (float("nan"), "unknown"),
-    ],
-)
-def test_durations(seconds, text):
-    assert format_duration(seconds) == text
 
 
 def test_times_of_an_iteration():

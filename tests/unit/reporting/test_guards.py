@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import resource
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from gptpar.reporting.guards import GuardedSink, guarded_console
+from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.record_file import RecordFile
 from gptpar.reporting.records import ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
+from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, make_sinks
 from tests.unit.reporting.records import read_tensorboard, record
 
 
@@ -51,23 +46,6 @@ def test_a_full_disk_cuts_no_record_and_leaves_no_hole(tmp_path: Path) -> None:
     file.append(b"z")
     file.close()
     assert path.read_bytes() == b"head.0123456789abcdefghijxyz"
-
-
-def test_a_removed_file_is_told_and_then_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "file"
-    file = RecordFile(path, header=b"head.")
-    file.append(b"1")
-    shutil.rmtree(path.parent)
-    with pytest.raises(OSError, match="it was removed, with what it held"):
-        file.append(b"2")
-    path.parent.write_text("no folder")
-    for _ in range(2):
-        with pytest.raises(FileExistsError):
-            file.flush()
-    path.parent.unlink()
-    file.append(b"3")
-    file.close()
-    assert path.read_bytes() == b"head.23"
 
 
 def test_metrics_are_told_of_once_and_complete_after_the_next_checkpoint(tmp_path: Path) -> None:
@@ -140,61 +118,3 @@ def test_a_full_disk_at_the_start_ends_no_run(tmp_path: Path) -> None:
         ),
         *(f"{name} is written again; nothing is missing since then" for name in names),
     ]
-
-
-def test_a_dead_wandb_is_told_of_once_until_it_takes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second record is logged; a checkpoint, or a record that is not logged, tells nothing of the service."""
-    said: list[str] = []
-    logged: list[int] = []
-    is_dead = True
-
-    def log(values: dict[str, float], step: int) -> None:
-        if is_dead:
-            raise ConnectionError("the service is down")
-        logged.append(step)
-
-    wandb = SimpleNamespace(init=lambda **settings: SimpleNamespace(log=log, finish=lambda: None))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
-    sink = GuardedSink(WandbSink(tmp_path, ScalarOptions(interval=2), 1, {"project": "gpt"}, {}), said.append)
-    for iteration in range(1, 8):
-        sink.iteration(record(iteration))
-        sink.flush()
-    assert len(said) == 1 and said[0].startswith("Weights & Biases cannot be written at iteration 2 (the service is")
-    is_dead = False
-    for iteration in range(8, 11):
-        sink.iteration(record(iteration))
-        sink.flush()
-    sink.close()
-    assert logged == [8, 10] and said[1:] == ["Weights & Biases is written again; 3 records are missing since then"]
-
-
-def test_a_full_disk_under_stdout_is_told_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with guarded_console():
-            for _ in range(3):
-                print("iteration 1", flush=True)
-        print("at exit", flush=True)  # its end is /dev/null by now
-        assert sys.stdout is full
-    message = os.strerror(errno.ENOSPC)
-    assert capsys.readouterr().err == (
-        f"warning: stdout cannot be written ({message}); the run goes on without it\n"
-        "warning: stdout lacks lines of this run: it could not always be written\n"
-    )
-
-
-def test_a_reader_that_leaves_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stderr", pipe)
-        with guarded_console():
-            print("one", file=sys.stderr, flush=True)
-            print("two", file=sys.stderr, flush=True)
-    assert capsys.readouterr().out.splitlines()[0] == (
-        "warning: stderr cannot be written (Broken pipe); the run goes on without it"
-    )

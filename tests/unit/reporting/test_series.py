@@ -8,24 +8,6 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli import main
-from gptpar.errors import GptparError
-from gptpar.reporting.series import series
-
-FILE = Path("run/metrics.jsonl")
-
-
-def test_what_is_not_finite_or_absent_is_none() -> None:
-    lines = [{"iteration": 1, "a": value} for value in (1, 2.5, None, float("nan"), float("inf"))]
-    assert series(FILE, [*lines, {"iteration": 6}], "a") == [1.0, 2.5, None, None, None, None]
-
-
-@pytest.mark.parametrize("value", ["1.5", True, 10**400])
-def test_what_is_no_number_is_told(value: object) -> None:
-    with pytest.raises(GptparError) as caught:
-        series(FILE, [{"iteration": 1, "lm_loss": 2.0}, {"iteration": 7, "lm_loss": value}], "lm_loss")
-    assert str(caught.value) == (
-        f"run/metrics.jsonl: lm_loss of iteration 7 is {repr(value)[:60]}, not a number: repair or delete the line"
-    )
 
 
 @pytest.mark.parametrize(("verb", "text"), [("summary", '"high"'), ("plot", "1" + "0" * 400)])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import types
+from pathlib import Path
 
 import pytest
 
-from gptpar.errors import ConfigError, GptparError
+from gptpar.errors import GptparError
+from gptpar.reporting.event_files import cut_after, event_files
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
+from gptpar.reporting.sinks import CsvSink, JsonlSink, TensorBoardSink
 from tests.unit.reporting.records import read_tensorboard, record
 
 
@@ -54,18 +54,6 @@ def test_jsonl_object_of_an_iteration_and_of_an_evaluation(tmp_path):
     sink.close()
 
 
-def test_jsonl_writes_null_for_what_is_not_a_number(tmp_path):
-    sink = JsonlSink(tmp_path)
-    sink.iteration(record(1, lm_loss=float("nan"), grad_norm=float("inf"), mfu=None))
-    sink.close()
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not strict JSON")
-
-    values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert (values["lm_loss"], values["grad_norm"], values["mfu"]) == (None, None, None)
-
-
 def test_resume_never_holds_an_iteration_twice(tmp_path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(5, 9), resume_iteration=4)
@@ -82,13 +70,6 @@ def test_resume_keeps_the_evaluation_at_the_checkpoint_and_drops_a_torn_line(tmp
     objects = read_metrics(path)
     assert [o["iteration"] for o in objects] == [1, 2, 2, 3]
     assert objects[2]["validation_loss"] == 4.0
-
-
-def test_fresh_start_moves_the_older_file_aside(tmp_path):
-    for length in (2, 3, 4):
-        write(tmp_path, range(length))
-    lengths = {p.name: len(read_metrics(p)) for p in tmp_path.iterdir()}
-    assert lengths == {"metrics.1.jsonl": 2, "metrics.2.jsonl": 3, "metrics.jsonl": 4}
 
 
 @pytest.mark.parametrize("damage", ["oops", '{"lm_loss": 1.0}'])
@@ -118,15 +99,6 @@ def test_a_flipped_digit_is_found(tmp_path):
     said = []
     prepare(path, 3, said.append)
     assert path.read_text() == lines[0] + lines[2] and "line 2 is not as it was written" in said[0]
-
-
-def test_a_repeated_history_is_kept_once(tmp_path):
-    write(tmp_path, [1, 2, 3])
-    path, said = tmp_path / "metrics.jsonl", []
-    text = path.read_text()
-    path.write_text(text + text)
-    prepare(path, 3, said.append)
-    assert path.read_text() == text and "line 4 goes back to iteration 1 after 3 and 2 more" in said[0]
 
 
 def test_the_last_iteration_is_read_from_the_end(tmp_path):
@@ -183,45 +155,64 @@ def test_tensorboard_flags_add_and_drop_scalars(tmp_path):
     assert scalars["lm loss validation ppl"] == [(1, pytest.approx(20.0855, rel=1e-5))]
 
 
-class FakeRun:
-    def __init__(self):
-        self.logged, self.finished = [], False
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-    def finish(self):
-        self.finished = True
+# --- DeepSpeed's CSV files: names, headers, rows, and what a run that goes on leaves of them ------------------------
 
 
-def test_wandb_gets_the_same_names_once(tmp_path, monkeypatch):
-    run, started = FakeRun(), {}
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **settings: started.update(settings) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = WandbSink(tmp_path, ScalarOptions(), 1, {"project": "gpt", "name": "350m", "entity": "us"}, {"lr": 3e-4})
-    sink.iteration(record(1))
-    sink.validation(ValidationRecord(1, 8, 1024, 4.5))
-    sink.close()
-    place = {"project": "gpt", "name": "350m", "entity": "us"}
-    assert started == {**place, "dir": str(tmp_path), "config": {"lr": 3e-4}}
-    step, values = run.logged[0]
-    assert step == 1
-    assert set(values) == {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "grad-norm",
-        "samples vs steps",
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_each_curve_is_a_file_of_samples_and_values(tmp_path: Path) -> None:
+    sink = CsvSink(tmp_path / "out" / "job", with_loss_scale=True)
+    sink.iteration(record(1, loss_scale=65536.0, lm_loss=float("nan")))
+    sink.iteration(record(2, loss_scale=32768.0, learning_rate=2.5e-5))
+    assert contents(tmp_path / "out" / "job") == {  # on the disk before it is closed
+        "Train_Samples_loss_scale.csv": b"step,loss_scale\r\n8,65536.0\r\n16,32768.0\r\n",
+        "Train_Samples_lr.csv": b"step,lr\r\n8,0.0001\r\n16,2.5e-05\r\n",
+        "Train_Samples_train_loss.csv": b"step,train_loss\r\n8,nan\r\n16,4.8\r\n",
     }
-    assert run.logged[1] == (1, {"lm loss validation": 4.5})
-    assert run.finished
+    sink.close()
 
 
-def test_missing_wandb_names_the_extra_and_touches_no_file(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises ImportError
-    write(tmp_path, [1, 2])
-    with pytest.raises(ConfigError, match=r"--wandb-project needs .*pip install 'gptpar\[wandb\]'"):
-        make_sinks(run_folder=tmp_path, wandb={"project": "gpt"})
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+def test_a_run_that_goes_on_drops_the_rows_that_it_writes_again(tmp_path: Path) -> None:
+    path = tmp_path / "Train_Samples_lr.csv"
+    path.write_bytes(b"step,lr\r\n8,0.1\r\n16,0.2\r\n24,0.3\r\n32,0.")
+    sink = CsvSink(tmp_path, resume_samples=16)
+    sink.iteration(record(3))
+    sink.close()
+    assert path.read_bytes() == b"step,lr\r\n8,0.1\r\n16,0.2\r\n24,0.0001\r\n"
+    sink = CsvSink(tmp_path)  # a new run: as with DeepSpeed, its rows follow
+    sink.iteration(record(1))
+    sink.close()
+    assert path.read_bytes().endswith(b"\r\n24,0.0001\r\n8,0.0001\r\n")
+
+
+# ---  ---------------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, iterations: range) -> None:
+    sink = TensorBoardSink(folder, ScalarOptions())
+    for iteration in iterations:
+        sink.iteration(record(iteration))
+        sink.validation(ValidationRecord(iteration, 8 * iteration, 1024 * iteration, 4.0))
+    sink.close()
+
+
+def steps(folder: Path, name: str) -> list[int]:
+    """In order: files written within one second are read in the order of their writers' numbers as texts."""
+    return sorted(step for step, _ in read_tensorboard(folder)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [129, 200])
+def test_events_are_cut_on_both_axes_and_the_run_goes_on_behind(tmp_path: Path, last: int) -> None:
+    written(tmp_path, range(1, 151))
+    written(tmp_path, range(151, 301))
+    cut_after(tmp_path, last, 8 * last)
+    assert len(event_files(tmp_path)) == (1 if last <= 150 else 2)
+    for name in ("lm loss", "grad-norm", "lm loss validation"):
+        assert steps(tmp_path, name) == list(range(1, last + 1))
+        assert steps(tmp_path, f"{name} vs samples") == list(range(8, 8 * last + 1, 8))
+    written(tmp_path, range(last + 1, last + 11))
+    assert steps(tmp_path, "lm loss") == list(range(1, last + 11))
+    assert steps(tmp_path, "lm loss vs samples") == list(range(8, 8 * last + 81, 8))

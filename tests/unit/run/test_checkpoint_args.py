@@ -57,19 +57,6 @@ def test_conflicts_are_told_all_at_once(tmp_path: Path) -> None:
     assert told == [f"--tokenizer-type NullTokenizer, {place} none: drop it, or drop --use-checkpoint-args."]
 
 
-def test_without_a_checkpoint_it_is_told(tmp_path: Path) -> None:
-    assert "there is no checkpoint in --load" in filled(tmp_path).problems[0]
-    with pytest.raises(ConfigError) as caught:  # nor is the model asked for
-        resolve(with_checkpoint_args(parse_flags([*RUN.split(), "--use-checkpoint-args", "--load", str(tmp_path)])), 1)
-    assert caught.value.problems == [
-        f"--use-checkpoint-args: there is no checkpoint in --load {tmp_path} yet: drop it at the start."
-    ]
-    (problem,) = with_checkpoint_args(parse_flags([*RUN.split(), "--use-checkpoint-args"])).problems
-    assert problem == "--use-checkpoint-args needs --load, a folder with checkpoints."
-    with pytest.raises(CheckpointError):
-        filled(tmp_path, "--ckpt-step 9")
-
-
 def keeping(folder: Path, words: str) -> ModelConfig:
     sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60"
     line = f"{RUN} {sizes} --make-vocab-size-divisible-by 64 --load {folder} {words}"
@@ -89,7 +76,9 @@ def test_older_runs_keep_padding_in_the_softmax(tmp_path: Path) -> None:
         progress_to_resume(config, inputs_of(config))
 
 
-@pytest.mark.parametrize("words", ["--disable-bias-linear", "--no-bias-gelu-fusion"])
+@pytest.mark.parametrize(
+    "words", ["--disable-bias-linear", pytest.param("--no-bias-gelu-fusion", marks=pytest.mark.slow)]
+)
 def test_without_a_fused_bias_gelu_is_exact_but_in_runs_that_began_with_tanh(tmp_path: Path, words: str) -> None:
     assert tiny_config(words).model.mlp_activation == "gelu" and tiny_config().model.mlp_activation == "gelu_tanh"
     for own, wanted in (

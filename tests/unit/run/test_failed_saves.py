@@ -66,12 +66,6 @@ def test_a_run_whose_saves_keep_failing_ends_at_the_third(
     assert len(told) == 2 and "ends if that fails, too (2 have in a row)" in told[1]
 
 
-def test_a_failed_save_of_the_last_step_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = fail(monkeypatch, [8])
-    run(tmp_path, "--save-interval 4")
-    assert not left and iterations(tmp_path) == [4, 8]
-
-
 def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, [8, 8])
     with pytest.raises(NotSavedError, match="iteration 8, is not on the disk: nothing that this run has learnt is"):
@@ -79,6 +73,7 @@ def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypat
     assert iterations(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_not_forgiven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[None] = []
 

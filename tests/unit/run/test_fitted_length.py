@@ -59,6 +59,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.C
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> None:
     train(tmp_path, "--exit-interval 5")
     progress = load_meta(tmp_path)["progress"]
@@ -66,6 +67,7 @@ def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> No
     assert len(train(tmp_path)) == 5 + FITS  # ten more steps are timed, and 14 fit after them
 
 
+@pytest.mark.slow
 def test_before_the_decision_no_more_time_is_left_than_the_minutes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

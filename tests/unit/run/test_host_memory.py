@@ -31,7 +31,6 @@ def config_of(flags: str) -> Config:
             53.79,
             "lower --micro-batch-size 2, add --recompute-granularity full, or put the optimizer's state",
         ),
-        ("cpu", OFFLOADED, 63.98, "--optimizer-nvme-path FOLDER"),
         ("cuda", f"{OFFLOADED} --offload-speculation off", 1060.4, "a lower --cpu-optimizer-ratio"),
     ],
 )

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gptpar.checkpoint import checkpoints_in, find_checkpoints, save_checkpoint
-from gptpar.checkpoint.copies import Copies
-from gptpar.checkpoint.ring import Ring
+from gptpar.checkpoint import checkpoints_in, save_checkpoint
 from gptpar.cli.pretrain import remaining
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError, GptparError
-from gptpar.run import mirror, recovery, resume, saved_state
+from gptpar.run import recovery, resume, saved_state
 from gptpar.run.accept import Inputs
-from gptpar.run.mirror import COPIES, Mirror, open_copies
 from gptpar.run.progress import Progress
-from gptpar.run.saving import Saving
 from gptpar.run.trainer import Trainer
 from gptpar.system import restart
 from gptpar.system.activity import FOLDER_VARIABLE
@@ -82,61 +76,6 @@ def test_fewer_processes_keep_the_global_batch(launched: Path, trainer: Trainer)
         assert config.batch.global_batch_size == trainer.config.batch.global_batch_size == 2
     with pytest.raises(ConfigError, match="global-batch-size 2"):
         resolve(recovery.continued(flags("")), 2)
-
-
-def mirror_in(folder: Path, interval: int) -> Mirror:
-    """Of one machine."""
-    return Mirror(Copies(folder, Ring.of(["here"]), print), interval)
-
-
-def test_two_copies_are_kept_and_one_while_another_is_written(tmp_path: Path, trainer: Trainer) -> None:
-    saving = Saving(trainer, INPUTS, print)
-    for iteration, kept in ((2, [2]), (4, [4, 2]), (6, [6, 4])):
-        mirror_in(tmp_path, 2).save(saving, Progress(iteration=iteration))
-        saving.finish()
-        assert [number for number, _ in find_checkpoints(tmp_path)] == kept
-    mirror_in(tmp_path, 2).prepare(trainer, 4)  # a restart from iteration 4: what came later is made again
-    assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
-
-
-@pytest.mark.parametrize("tight", ["disk", "machine"])
-def test_room_is_looked_for_and_the_copies_that_are_there_count(
-    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tight: str
-) -> None:
-    needed = mirror_in(tmp_path, 5).prepare(trainer, 0)
-    assert needed == 3 * 4 * sum(p.numel() for p in trainer.pipeline.parameters())
-    free = {"disk": 2**40, "machine": 2**40} | {tight: COPIES * needed - 1}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["disk"], f_frsize=1))
-    monkeypatch.setattr(mirror, "available_memory", lambda: free["machine"])
-    place = f"the file system of {tmp_path.parent}" if tight == "disk" else "this machine"
-    with pytest.raises(GptparError, match=f"keeps 2 copies of .* in memory, and {place} has room for"):
-        mirror_in(tmp_path, 5).prepare(trainer, 0)
-    (tmp_path / "held").write_bytes(b"x")
-    assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
-
-
-def test_a_folder_in_memory_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "named by a batch script"
-    monkeypatch.setenv(MEMORY_VARIABLE, str(folder))
-    mirrored = tiny_config(f"--mirror-interval 5 --save {tmp_path}/run --load {tmp_path}/run")
-    for _ in range(2):
-        copies = open_copies(mirrored, print)
-        assert copies is not None and copies.ring.is_alone and copies.folder == folder
-        assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o750)
-    with pytest.raises(GptparError, match="no folder of this user alone: remove it, or name another one"):
-        open_copies(mirrored, print)
-    folder.chmod(0o700)
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(GptparError, match="no folder of this user alone"):
-        open_copies(mirrored, print)
-
-
-@pytest.mark.parametrize("flag", ["--max-restarts", "--mirror-interval"])
-def test_a_restart_needs_moments(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} 2 with --no-save-optim: a restart would find no optimizer"):
-        resolve(flags(f"{flag} 2 --no-save-optim"), 1)
 
 
 @pytest.mark.parametrize(

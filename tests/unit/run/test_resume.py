@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,12 @@ from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.run import resume, same_run
+from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
-from gptpar.run.resume import checkpoint_to_resume, progress_to_resume
+from gptpar.run.resume import progress_to_resume
 from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.run.saved_runs import DONE, inputs_of, save, saved, with_fields
+from tests.unit.run.saved_runs import DONE, initial, inputs_of, save, saved, with_fields
 
 ROPE = "--position-embedding-type rope --disable-bias-linear"
 
@@ -74,7 +77,9 @@ RESETS = {
 }
 
 
-@pytest.mark.parametrize("flags", RESETS)
+@pytest.mark.parametrize(
+    "flags", [pytest.param(flags, marks=pytest.mark.slow if flags.count("--") < 2 else ()) for flags in RESETS]
+)
 def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: Path, flags: str) -> None:
     """Weights and moments are taken all the same, and what is left behind may be another one."""
     other = "--train-iters 20 --seed 5" if "reset" in flags else ""
@@ -92,13 +97,6 @@ def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: P
     for kind, views in before.engine.optimizer.state_tensors().items():
         for name, view in views.items():
             assert torch.equal(after.engine.optimizer.state_tensors()[kind][name].parts[0][1], view.parts[0][1])
-
-
-@pytest.mark.parametrize("flag", ["--finetune", "--ckpt-step 3", "--exit-on-missing-checkpoint"])
-def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str) -> None:
-    told = "there is no readable checkpoint.* in --load .*: it has none, so give the --save folder of a run that has"
-    with pytest.raises(CheckpointError, match=told):
-        checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
 
 
 def other(value: object) -> object:
@@ -222,16 +220,85 @@ def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_
         assert progress_to_resume(longer, inputs_of(longer)).iteration == 7
 
 
-def test_a_schedule_that_has_ended_trains_no_longer_run(tmp_path: Path) -> None:
-    """The former run's rate is 0 from sample 40 on: neither offered nor taken for 60; a floor above 0 may be kept."""
-    kept, rate = "--use-checkpoint-opt-param-scheduler", "its learning rate is 0 at the end of this one, 80:"
-    for floor, longer, told in (("0", kept, rate), ("0", "", "take this command line's."), ("1e-3", kept, None)):
-        folder = tmp_path / f"{floor}{longer}"
-        saved(folder, f"--min-lr {floor}")
-        config = tiny_config(f"--load {folder} --min-lr {floor} --train-iters 40 {longer}")
-        if told is None:
-            assert progress_to_resume(config, inputs_of(config)) == DONE
-            continue
-        with pytest.raises(CheckpointError) as caught:
-            progress_to_resume(config, inputs_of(config))
-        assert told in str(caught.value)
+# --- What a checkpoint's meta says of itself: edited by a stranger, or damaged --------------------------------------
+
+
+# What is done to the meta -> what is told.
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "progress is missing or null": lambda m: m.clear(),
+    "config is 3": lambda m: m.update(config=3),
+    "config.model.num_layers is 10000000, where at most": lambda m: m["config"]["model"].update(num_layers=10**7),
+    "config.model.normalization is 'New', where one of": lambda m: m["config"]["model"].update(normalization="New"),
+    "config.model holds 'qk_norm' = True": lambda m: m["config"]["model"].update(qk_norm=True),
+    "optimizer_steps is 'x', where a whole number": lambda m: m.update(optimizer_steps="x"),
+    "loss_scale is missing": lambda m: m.pop("loss_scale"),
+    "schedule.max_lr is nan, where a number": lambda m: m["schedule"].update(max_lr=float("nan")),
+    "corpora is {'data_path': [{}]}": lambda m: m.update(corpora={"data_path": [{}]}),
+}
+
+
+@pytest.mark.parametrize("told", EDITS)
+def test_a_meta_that_is_no_run_s_is_told_in_sentences(tmp_path: Path, told: str) -> None:
+    path = saved(tmp_path, change=EDITS[told])
+    config = tiny_config(f"--load {tmp_path}")
+    with pytest.raises(CheckpointError) as refused:
+        progress_to_resume(config, inputs_of(config))
+    message = str(refused.value)
+    assert f"the meta of {path}" in message and told in message and "--finetune" in message
+    if told == next(iter(EDITS)):
+        finetuned = tiny_config(f"--load {tmp_path} --finetune")
+        assert resume.load(make_trainer(finetuned), inputs_of(finetuned), lambda _: None) == Progress()
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"hidden_size": 2**16}, "says hidden_size 65,536, but it holds"),
+        ({"kv_channels": 4}, "in the model that its meta describes"),
+        ({"padded_vocab_size": None}, "padded_vocab_size is missing"),
+    ],
+)
+def test_generate_builds_no_model_but_the_checkpoint_s(tmp_path: Path, values: dict[str, Any], told: str) -> None:
+    path = saved(tmp_path, change=lambda meta: meta["config"]["model"].update(values))
+    with pytest.raises(CheckpointError) as refused:
+        load_model(tmp_path, torch.device("cpu"), torch.float32)
+    assert told in str(refused.value) and str(path) in str(refused.value)
+
+
+# --- Another model than the checkpoint's is refused, or fine-tuned if asked for, also with longer -------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "told"),
+    [
+        ("", "--num-attention-heads 8", "--num-attention-heads 4 there, 8 here; --num-query-groups 4 there, 8 here"),
+        (ROPE, "--rotary-base 500", "--rotary-base 10000 there, 500 here"),
+        (ROPE, "--normalization RMSNorm", "--normalization LayerNorm there, RMSNorm here"),
+    ],
+)
+def test_another_model_is_refused_unless_it_is_fine_tuned(tmp_path: Path, before: str, flags: str, told: str) -> None:
+    """Among them those that keep every tensor's shape, which nothing else would notice."""
+    saved(tmp_path, before)
+    config = tiny_config(f"--load {tmp_path} {before} {flags}")
+    with pytest.raises(CheckpointError) as refused:
+        progress_to_resume(config, inputs_of(config))
+    message = str(refused.value)
+    assert "iter_0000007 cannot be resumed" in message and "it is another model (" in message and told in message
+    assert "--finetune" in message and "other data" not in message
+    finetuned = tiny_config(f"--load {tmp_path} {before} {flags} --finetune")
+    assert progress_to_resume(finetuned, inputs_of(finetuned)) == Progress()
+
+
+def test_a_short_training_goes_on_with_longer_samples(tmp_path: Path) -> None:
+    """Rotary positions by a flag, which is told; the weights are those of the short training."""
+    saved(tmp_path, ROPE)
+    longer = "--seq-length 32 --rope-scaling-type yarn --rope-scaling-factor 2 --original-max-position-embeddings 16"
+    config, said = tiny_config(f"--load {tmp_path} {ROPE} --finetune --seed 5 {longer}"), list[str]()
+    trainer = make_trainer(config)
+    assert progress_to_resume(config, inputs_of(config)) == Progress()
+    assert resume.load(trainer, inputs_of(config), said.append) == Progress()
+    assert said[-1] == (
+        " > fine-tuning another model than the checkpoint's: --rope-scaling-type not given there, yarn here"
+    )
+    before = initial(ROPE).engine.parameters.views()
+    assert all(torch.equal(view, before[name]) for name, view in trainer.engine.parameters.views().items())

@@ -16,7 +16,6 @@ from gptpar.errors import CheckpointError
 from gptpar.run import resume, same_run
 from gptpar.run.progress import Progress
 from gptpar.run.resume import progress_to_resume
-from gptpar.run.same_run import Rule
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import DONE, inputs_of, with_fields
@@ -99,21 +98,3 @@ def test_a_longer_run_that_reads_a_corpus_again_is_told_of_the_new_order(tmp_pat
     said: list[str] = []
     resume.load(make_trainer(config), inputs_of(config), said.append)
     assert said[-1].startswith(" > the run has 400 samples in place of 40: epochs are shuffled together")
-
-
-def test_other_data_for_evaluation_are_told(tmp_path: Path) -> None:
-    a, b = str(corpus(tmp_path / "a", 40)), str(corpus(tmp_path / "b", 30))
-    parts = {"data.mock_data": False, "data.train_data_path": (a,), "data.valid_data_path": (b,)}
-    there = with_fields(tiny_config(), parts)
-
-    def told(there: Config, here: Config) -> list[str]:
-        corpora = (same_run.corpora_of(config.data) for config in (there, here))
-        return list(same_run.other_evaluation(there, next(corpora), here, next(corpora)))
-
-    assert told(there, there) == [] == told(data(a), with_fields(data(a), {"data.split": "96.9,3,.1"}))
-    assert told(there, with_fields(there, {"data.valid_data_path": (a,)})) == [
-        "--valid-data-path other corpora there than here"
-    ]
-    half = with_fields(data(a), {"data.split": "969,1,30"})
-    assert told(data(a), half) == ["--split 969, 30, 1 there, 969,1,30 here"]
-    assert same_run.differing(Rule.DATA, data(a), half, same_run.COMPARED) == []

@@ -38,7 +38,7 @@ def save(trainer: Trainer, steps: int) -> None:
     saved_runs.save(trainer, progress, inputs_of(trainer.config), keep=None)
 
 
-@pytest.mark.parametrize("ratio", ["0", "0.731"])
+@pytest.mark.parametrize("ratio", [pytest.param("0", marks=pytest.mark.slow), "0.731"])
 def test_adamw_s_moments_become_momenta(ratio: str, tmp_path: Path) -> None:
     adam = run_of(tmp_path, f"--bf16 {OFFLOAD} {ratio}")
     train(adam, 0, 3)
@@ -56,6 +56,7 @@ def test_adamw_s_moments_become_momenta(ratio: str, tmp_path: Path) -> None:
     muon.close()
 
 
+@pytest.mark.slow
 def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
     muon = run_of(tmp_path, MUON)
     train(muon, 0, 1)
@@ -72,7 +73,9 @@ def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "sentence"),
     [
-        (ROUNDED, "the values of exp_avg are fp32 again, exactly as they were in bf16"),
+        pytest.param(
+            ROUNDED, "the values of exp_avg are fp32 again, exactly as they were in bf16", marks=pytest.mark.slow
+        ),
         ("--bf16", "the values of exp_avg_sq are bf16: fp32 was rounded to nearest once"),
     ],
 )

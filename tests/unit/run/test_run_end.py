@@ -15,7 +15,6 @@ from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.run.trainer import Trainer
-from gptpar.system.stop import Stopped
 from tests.helpers import TINY
 
 EVALUATES = "--train-iters 4 --eval-iters 5 --eval-interval 2"
@@ -57,7 +56,7 @@ def test_a_save_comes_before_the_evaluation_of_the_same_iteration(
     assert load_meta(tmp_path)["progress"]["iteration"] == 2
 
 
-@pytest.mark.parametrize("interval", ["--save-interval 2", ""])
+@pytest.mark.parametrize("interval", ["--save-interval 2", pytest.param("", marks=pytest.mark.slow)])
 def test_an_evaluation_ends_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interval: str
 ) -> None:
@@ -69,12 +68,3 @@ def test_an_evaluation_ends_on_request(
     assert load_meta(tmp_path)["progress"]["iteration"] == 2
     text = (tmp_path / "metrics.jsonl").read_text()
     assert [json.loads(line)["iteration"] for line in text.splitlines()] == [1, 2] and "validation" not in text
-
-
-def test_a_stop_during_start_up_is_an_end_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-    monkeypatch.setattr(Trainer, "initialise", lambda self: ask_to_stop())
-    monkeypatch.setattr(Trainer, "close", lambda self: closed.append(True))
-    with pytest.raises(Stopped, match="stopped by SIGTERM"):
-        run(tmp_path, EVALUATES)
-    assert closed == [True] and not list(tmp_path.glob("iter_*"))

@@ -90,17 +90,6 @@ def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain:
     assert numbers(folder) == [2, 4, 6]
 
 
-def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: Run) -> None:
-    for number in (6, 8):
-        (folder / f"iter_{number:07d}" / "rank00000.bin").write_bytes(b"short")
-    said = pretrain(f"--train-iters 8 --load {folder} --save {folder} --save-interval 2 --keep-checkpoints 2")
-    assert "skipped a damaged checkpoint" in said and "goes on from iteration 4" in said
-    assert "1-from-0000004 (damaged: no run can go on from there)" in said
-    assert numbers(folder) == [6, 8] and steps(folder) == list(range(1, 9))
-    assert all(verify_checkpoint(path) == [] for _, path in find_checkpoints(folder))
-    assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
-
-
 @pytest.mark.slow
 def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(folder: Path, pretrain: Run) -> None:
     """Its batches had another size, so that the run would end and decay elsewhere."""
@@ -148,14 +137,6 @@ def test_a_start_that_is_refused_moves_nothing(folder: Path, pretrain: Run) -> N
     assert "already holds checkpoints" in said and snapshot(folder) == before
 
 
-def test_a_checkpoint_that_a_branch_holds_is_found_by_the_message(folder: Path, pretrain: Run) -> None:
-    same = f"--load {folder} --save {folder}"
-    pretrain(f"{BACK} {same} --ckpt-step 4 --exit-interval 5")
-    said = pretrain(f"{BACK} {same} --ckpt-step 8", expect=1)
-    branch = folder / "branches" / "1-from-0000004"
-    assert f"iteration 8 in --load {folder}; a run that went back left one in --load {branch}" in said
-
-
 def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder: Path, pretrain: Run) -> None:
     """As after a kill between the move and the first save of a fine-tuning."""
     leave_branch(folder, -1, 0, folder / "tensorboard", lambda _: None)
@@ -170,18 +151,6 @@ def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder
     assert f"all checkpoints of {folder} are in branches: fine-tuning begins with {branch}" in said
     assert f"loaded {branch}/iter_0000006 (iteration 6)" in said
     assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Run) -> None:
-    """The weights break at iteration 5; what was saved before is what its user needs."""
-    same = f"--load {tmp_path} --save {tmp_path} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"
-    pretrain(f"--train-iters 4 {same}")
-    said = pretrain(f"--train-iters 12 --lr 1e30 --clip-grad 0 --lr-decay-style constant {same}")
-    assert numbers(tmp_path) == [2, 4, 6, 8, 10, 12]
-    assert said.count("no older checkpoint is deleted while steps are skipped") == 1
-    pretrain(f"--train-iters 8 {same} --ckpt-step 4")
-    assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]
 
 
 CALLS = ("mkdir", "rename", "replace", "unlink")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
-from gptpar.errors import CheckpointError, FolderTakenError
+from gptpar.errors import CheckpointError
 from gptpar.run.run_folder import owner
 from gptpar.run.run_folder.owner import Owner, current_claim
 
@@ -99,18 +98,7 @@ def test_another_machine_is_judged_by_its_signs_of_life(
     assert "was left by a run that has ended (host elsewhere" in said[-1]
 
 
-def test_without_hard_links_there_is_one_owner_as_well(
-    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", no_links)
-    closing(Owner(tmp_path, silent)).require()
-    with pytest.raises(CheckpointError, match=f"process {os.getpid()}"):
-        Owner(tmp_path, silent)
-
-
+@pytest.mark.slow
 def test_of_many_that_start_together_one_owns_the_folder(tmp_path: Path) -> None:
     os.waitpid(leave_dead(tmp_path), 0)
     start, alive, (tried, done) = os.pipe(), os.pipe(), os.pipe()
@@ -193,15 +181,3 @@ def test_signs_of_life_are_given_and_only_to_its_own_file(tmp_path: Path, monkey
         edit(tmp_path, host="elsewhere", silent_seconds=1000)
         time.sleep(0.1)
         assert time.time() - (tmp_path / "owner-1.json").stat().st_mtime > 900
-
-
-def test_an_error_of_the_disk_is_not_told_as_another_run(owned: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner.os, "listdir", fails)
-        with pytest.raises(CheckpointError, match=r"the disk failed .*Input/output error\)") as error:
-            owned.require()
-    assert not isinstance(error.value, FolderTakenError)
-    owned.require()

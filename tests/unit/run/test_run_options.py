@@ -1,12 +1,14 @@
-"""Whole runs with options that Megatron's users know: a kill switch, retained checkpoints, deterministic kernels."""
+"""Whole runs with options that Megatron's users know, and a run repeated from its own file."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+import gptpar.cli
 from gptpar.checkpoint import find_checkpoints, read_tensors
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
@@ -27,6 +29,7 @@ def iterations(folder: Path) -> list[int]:
     return sorted(number for number, _ in find_checkpoints(folder))
 
 
+@pytest.mark.slow
 def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     switch, update = tmp_path / "stop", Trainer.update
 
@@ -47,6 +50,7 @@ def test_a_kill_switch_saves_and_stops(tmp_path: Path, monkeypatch: pytest.Monke
     assert iterations(tmp_path / "run") == [3, 8]
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every step of it takes deterministic kernels alone, and adds the parts of bf16 sums in fp32 if asked to."""
     update, found, products = Trainer.update, [], torch.backends.cuda.matmul
@@ -60,16 +64,36 @@ def test_a_deterministic_run_has_the_same_bits_each_time(tmp_path: Path, monkeyp
     monkeypatch.setattr(Trainer, "update", updated)
     flags = (
         "--bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --num-query-groups 2 "
-        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5 --disable-bf16-reduced-precision-matmul"
+        "--window-size 4 --cpu-optimizer --cpu-optimizer-ratio 0.5 --disable-bf16-reduced-precision-matmul "
+        "--train-iters 3"
     )
     for name in ("one", "other"):
         run(tmp_path / name, flags)
-    one, other = (read_tensors(tmp_path / name / "iter_0000008") for name in ("one", "other"))
+    one, other = (read_tensors(tmp_path / name / "iter_0000003") for name in ("one", "other"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert found == [(True, False)] * 16 and not torch.are_deterministic_algorithms_enabled()
+    assert found == [(True, False)] * 6 and not torch.are_deterministic_algorithms_enabled()
     assert products.allow_bf16_reduced_precision_reduction == adds_in_bf16
 
 
-def test_retained_checkpoints_stay(tmp_path: Path) -> None:
-    run(tmp_path, "--save-interval 1 --save-retain-interval 3 --keep-checkpoints 2")
-    assert iterations(tmp_path) == [3, 6, 7, 8]
+# --- A run folder's own ``config.toml``: the run again, in another folder; or further, in the same one --------------
+
+
+FLAGS = f"{TINY} --lr-decay-style constant --save-interval 2 --no-async-save --data-cache-path cache --log-interval 1"
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["lm_loss"] for line in lines if "lm_loss" in (record := json.loads(line))]
+
+
+@pytest.mark.slow
+def test_a_run_is_repeated_and_goes_on_from_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert gptpar.cli.main(["pretrain", *FLAGS.split(), "--train-iters", "3", "--save", "a"]) == 0
+    assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--save", "b"]) == 0
+    a, b = ((Path(one) / "config.toml").read_text().split("\n\n", 1)[1] for one in "ab")
+    assert b == a.replace('save = "a"', 'save = "b"')
+    assert len(losses(Path("a"))) == 3 and losses(Path("b")) == losses(Path("a"))
+    assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--load", "a", "--train-iters", "5"]) == 0
+    assert gptpar.cli.main(["pretrain", "--config", "a/config.toml", "--load", "c", "--save", "c"]) == 0
+    assert len(losses(Path("c"))) == 5 and losses(Path("c")) == losses(Path("a"))

@@ -15,14 +15,10 @@ from tests.helpers import inits_of_stage, tiny_config
 CONTEXT, VOCAB = 16, 60
 OPTIONS = {
     "gpt2": "",
-    "rotary in part, of groups": "--position-embedding-type rope --rotary-percent 0.5 --num-query-groups 2",
     "norms over the width": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
     "layers without positions": "--position-embedding-type rope --no-rope-freq 2 --window-size 5 --window-pattern FS",
     "dynamic positions": "--position-embedding-type rope --rope-scaling-type dynamic "
     "--original-max-position-embeddings 4",
-    "YaRN": "--position-embedding-type rope --rope-scaling-type yarn --original-max-position-embeddings 8 "
-    "--rope-scaling-factor 2 --yarn-beta-fast 2",
-    "distances": "--position-embedding-type alibi",
     "post-norm": "--norm-placement post --normalization RMSNorm --swiglu",
     "gate, parallel residual, softcap": "--attention-output-gate --use-parallel-residual --logit-softcap 2 "
     "--untie-embeddings-and-output-weights",
@@ -75,6 +71,7 @@ def made(stage: Stage, prompts: list[list[int]], **options: object) -> list[list
 PROMPTS = [[1, 2, 3], list(range(14)), list(range(30))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0.0}, pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.7}, marks=pytest.mark.slow)],

@@ -100,13 +100,13 @@ AT_EVERY_MOMENT = "half on the CPU, in place"
 
 
 def sharp(kinds: Iterable[str], moments: tuple[str, ...]) -> list[Any]:
-    """(words, moment): all moments of one kind, and two of each other one in turn, which are slow but for the first."""
+    """(words, moment): all moments of one kind, and two of each other one in turn, which are slow."""
     found = []
     for number, kind in enumerate(kinds):
         every = kind == AT_EVERY_MOMENT
         for place, moment in enumerate(moments):
             if every or (place + number) % 3 != 2:
-                marks = () if every or moment == moments[0] else pytest.mark.slow
+                marks = () if every else pytest.mark.slow
                 found.append(pytest.param(WORDS[kind], moment, id=f"{kind}-{moment}", marks=marks))
     return found
 
@@ -210,7 +210,10 @@ def test_a_save_begins_before_the_cpu_has_done_the_step(
     assert tensors_of(tmp_path) == saved
 
 
-@pytest.mark.parametrize("clip", [1000, 0.9], ids=["speculations committed", "speculations redone"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "clip", [pytest.param(1000, marks=pytest.mark.slow), 0.9], ids=["speculations committed", "speculations redone"]
+)
 def test_state_with_a_double_buffer_is_never_copied(
     clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +252,11 @@ class Announced(StateGuard):
         return any(first <= start and stop <= last for first, last in self.spans)
 
 
-@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=() if "--clip-grad" in words else pytest.mark.slow) for words in WORDS.values()],
+    ids=WORDS,
+)
 def test_everything_that_a_step_changes_is_announced(words: str, tmp_path: Path) -> None:
     """A new state of an optimizer that is written without a question would be saved as it is some steps later."""
     trainer, _, _ = make(tmp_path, words)

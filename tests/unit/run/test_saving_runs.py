@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +17,11 @@ from gptpar.checkpoint.data_file import DataFile
 from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
+from gptpar.exchange.exports import Exports
 from gptpar.run import saving
+from gptpar.run.saving import Target
 from tests.helpers import TINY
+from tests.unit.run.test_saving import done, make
 
 FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
 
@@ -40,21 +43,6 @@ def losses(folder: Path) -> dict[int, float]:
 def assert_same_tensors(one: Path, other: Path) -> None:
     ours, theirs = read_tensors(one), read_tensors(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now))
-    target = saving.Target(tmp_path, None, 2.0, None, _since=now)
-    now += 119
-    assert not target.minutes_are_over() and not target.is_due(1)
-    now += 2
-    assert target.minutes_are_over() and not target.is_due(1)  # until all processes have heard of it
-    target.is_late = True
-    assert target.is_due(1)
-    target.begin(1)
-    now += 119
-    assert not target.minutes_are_over() and not target.is_due(1)
 
 
 @pytest.mark.slow
@@ -82,6 +70,7 @@ def test_the_newest_of_two_folders_is_taken(tmp_path: Path, capsys: pytest.Captu
     assert all(torch.equal(whole[name], tensor) for name, tensor in read_tensors(shared / "iter_0000008").items())
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,3 +86,29 @@ def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_stat
     assert run(tmp_path, "--save-interval 2") == signal.SIGTERM
     saved = iterations(tmp_path)
     assert saved[0] == 2 and 2 <= saved[-1] < 8 and not list(tmp_path.glob("*.tmp-*"))
+
+
+# --- What a save that is written behind the training does to exports ------------------------------------------------
+
+
+def test_only_what_may_delete_a_checkpoint_waits_for_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wrote = threading.Event(), []
+
+    def export(self: Exports, checkpoint: Path, target: Path) -> None:
+        gate.wait(30)
+        wrote.append(checkpoint.name)
+
+    monkeypatch.setattr(Exports, "_run", export)
+    trainer, behind, _ = make(tmp_path / "run", "--save-interval 1 --save-hf-interval 1")
+    behind.begin(behind.targets[0], done(1), keep_all=True)
+    behind.finish()
+    behind.begin(Target(tmp_path / "memory", None, None, None, in_memory=True), done(2), keep_all=True)
+    assert not wrote
+    threading.Timer(0.2, gate.set).start()
+    behind.begin(behind.targets[0], done(3), keep_all=True)
+    assert wrote == ["iter_0000001"]
+    behind.close()
+    assert wrote == ["iter_0000001", "iter_0000003"]
+    trainer.close()

@@ -95,6 +95,7 @@ def test_an_outlier_is_told_logged_and_kept(skipping: Ran, capsys: pytest.Captur
     assert len(json.loads(capsys.readouterr().out)) == len(folders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -116,6 +117,7 @@ def test_decisions_are_those_of_the_rule(tmp_path: Path, run: Run, flags: str) -
     assert all(overflow or not less for overflow, less in zip(overflows, lowered, strict=False))
 
 
+@pytest.mark.slow
 def test_layers_are_logged_at_their_interval(plain: Ran) -> None:
     for record in steps(plain[0]):
         named = {name.partition("/")[0] for name in record if "/" in name}
@@ -124,6 +126,7 @@ def test_layers_are_logged_at_their_interval(plain: Ran) -> None:
         assert "outlier_iterations" not in record
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_number(plain: Ran, tmp_path: Path, run: Run) -> None:
     run(tmp_path, "--log-layer-norms-interval 1000 --skip-step-sigma 1e9 --check-replicas-interval 2")
     names = ("lm_loss", "grad_norm", "learning_rate")

@@ -12,20 +12,10 @@ from pathlib import Path
 import pytest
 
 from gptpar.system import activity
-from gptpar.system.activity import COUNTED_BYTES, SLOT_BYTES, START, Activity, LostRankError, SignsOfLife, last_activity
+from gptpar.system.activity import COUNTED_BYTES, Activity, LostRankError, SignsOfLife, last_activity
 
 GLOO = "[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29092: Connection reset by peer. This is typically"
 NCCL = "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28\nncclRemoteError"
-
-
-def test_the_last_note_is_read_and_older_ones_are_gone(tmp_path: Path) -> None:
-    assert last_activity(tmp_path, 3) == START
-    worker = Activity(3, tmp_path)
-    assert last_activity(tmp_path, 3) == START
-    for note in ("iteration 9, micro-batch 12, backward", "saving", "iteration 10, update", "x" * 300, ""):
-        worker.note(note)
-        assert last_activity(tmp_path, 3) == note[:SLOT_BYTES] and worker.doing == note
-    assert (tmp_path / "rank3").stat().st_size == 1 + 2 * SLOT_BYTES
 
 
 def test_a_killed_process_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,11 +64,3 @@ def test_a_request_to_stop_that_became_another_error_stays_one(
 
     assert command_line.run(importing, []) == 128 + number
     assert capsys.readouterr().err == f"error: {told}\n"
-
-
-def test_an_error_cannot_carry_escapes_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    def bad(argv: list[str]) -> int:
-        raise DataError("it holds \x1b[2J\x9b and\n  1. a list")
-
-    assert command_line.run(bad, []) == 1
-    assert capsys.readouterr().err == "error: it holds \\x1b[2J\\x9b and\n  1. a list\n"

@@ -44,14 +44,6 @@ def test_a_copy_has_the_bytes_and_their_number_and_touches_no_others(size: int) 
 
 
 @pytest.mark.usefixtures("_helper")
-def test_a_copy_is_row_major() -> None:
-    source = torch.randn(50, 33).t()[::2]
-    target = torch.empty(source.nbytes, dtype=torch.uint8)
-    assert copy_with_crc32(target, source) == zlib.crc32(source.contiguous().numpy().tobytes())
-    assert target.numpy().tobytes() == source.contiguous().numpy().tobytes()
-
-
-@pytest.mark.usefixtures("_helper")
 @pytest.mark.parametrize("part_bytes", [1, 1000])
 def test_what_is_read_is_the_files_and_has_zlibs_number(tmp_path: Path, part_bytes: int) -> None:
     path, text = tmp_path / "file", Random(part_bytes).randbytes(5000)

@@ -36,9 +36,3 @@ def test_the_users_settings_are_not_overruled(
     monkeypatch.setenv(name, value)
     with pytest.raises(GptparError, match=told), deterministic(True):
         pass
-
-
-def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
-    told = r"--deterministic-mode: put_ does not have a deterministic implementation in torch .*: leave the flag out"
-    with pytest.raises(GptparError, match=told), deterministic(True):
-        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))

@@ -12,20 +12,17 @@ import pytest
 
 from gptpar.checkpoint.data_file import SourceFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from gptpar.cli.convert import main as convert
 from gptpar.data.identity import corpus_identity
 from gptpar.data.index_cache import file_identity
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
-from gptpar.data.readers import find_inputs, read_blocks
 from gptpar.data.tokenizer.base import Tokenizer as TokenizerBase
 from gptpar.deepspeed.engines.tags import _latest_tag
-from gptpar.errors import CheckpointError, GptparError
-from gptpar.exchange.files.safe_pickle import load_torch_file, load_torch_part
+from gptpar.errors import GptparError
+from gptpar.exchange.files.safe_pickle import load_torch_file
 from gptpar.exchange.files.safetensors_file import open_safetensors
 from gptpar.exchange.hf_folder import read_json
 from gptpar.reporting.metrics_file import cut_after
-from gptpar.system.files import lies_in, read_regular
-from tools.trace_lanes import load_trace
+from gptpar.system.files import lies_in
 
 
 class Vocabulary(TokenizerBase):
@@ -58,18 +55,13 @@ READERS: dict[str, Callable[[Path], object]] = {
     "JSON": read_json,
     "safetensors": open_safetensors,
     "torch.save": load_torch_file,
-    "a part of it": lambda path: load_torch_part(path, 0, 100),
     "manifest": lambda path: read_manifest(Path(shutil.move(path, path.parent / MANIFEST_NAME)).parent),
     "a checkpoint's data": SourceFile,
     "corpus": lambda path: IndexedDataset(corpus_around(path, ".idx")),
     "its tokens": lambda path: IndexedDataset(corpus_around(path, ".bin")),
-    "its identity": lambda path: corpus_identity(corpus_around(path, ".idx")),
     "the identity of its tokens": lambda path: corpus_identity(corpus_around(path, ".bin")),
     "its index's identity": file_identity,
-    "text": lambda path: list(read_blocks([str(path)])),
-    "a name of text": lambda path: find_inputs([str(path)]),
     "history": lambda path: cut_after(path, 1),
-    "trace": load_trace,
     "tokenizer": lambda path: Vocabulary()._read("vocab", path),
 }
 
@@ -83,27 +75,10 @@ def test_neither_a_pipe_nor_a_device_is_waited_for(make: Callable[[Path], None],
     assert isinstance(raised.value, ValueError) or str(tmp_path) in str(raised.value)  # its callers name the file
 
 
-@pytest.mark.parametrize("make", [a_pipe, an_endless_link])
-def test_a_folder_names_the_pipe_that_should_be_its_configuration(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="config.json cannot be read: it is no regular file"):
-        convert([str(tmp_path), str(tmp_path.parent / "new")])
-
-
 @pytest.mark.parametrize("make", [a_pipe, an_endless_link, a_hole])
 def test_a_file_that_names_the_newest_tag_is_small(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "latest")
     assert _latest_tag(tmp_path) is None
-
-
-def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    a_hole(tmp_path / "config.json")
-    with pytest.raises(CheckpointError, match="cannot be read: it holds 1,099,511,627,776 bytes, and at most"):
-        read_json(tmp_path / "config.json")
-    (tmp_path / "f").write_bytes(b"12345")
-    assert read_regular(tmp_path / "f", 5) == b"12345"
-    with pytest.raises(OSError, match="it holds 5 bytes, and at most 4 are read"):
-        read_regular(tmp_path / "f", 4)
 
 
 COMMIT = "models--o--n/snapshots/" + "0a" * 20

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptpar.checkpoint.background import num_copiers
 from gptpar.config.sections.precision import graph_obstacles
 from gptpar.offload.buckets import buckets_of
 from gptpar.optim.cpu_adam import CpuAdam
@@ -15,7 +16,8 @@ from gptpar.optim.schedule import make_schedule
 from gptpar.plan.graph import wants_graph
 from gptpar.run.auto_offload import any_batches, bytes_saved_without_host, smallest_ratio
 from gptpar.run.trainer import Trainer
-from gptpar.system import host
+from gptpar.system import host, limits
+from gptpar.system.limits import core_quota, memory_limit, total_memory
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
@@ -148,3 +150,59 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     optimizer = trainer.engine.optimizer
     assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
+
+
+# --- Limits of control groups, in both versions ---------------------------------------------------------------------
+
+
+def files_of(root: Path, group: str, files: dict[str, str]) -> Path:
+    """A file system with these files, and a process in a control group."""
+    for name, text in {"proc/self/cgroup": group, "proc/meminfo": "MemTotal: 1000 kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
+    groups = {
+        "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
+        "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/a/memory.max": "5000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.high": "4000\n",
+    }
+    root = files_of(tmp_path, "0::/a/b\n", groups)
+    assert (core_quota(root), memory_limit(root), total_memory(root)) == (1.5, 4000, 1_024_000)
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    groups = {"sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/memory.max": str(2**63)}
+    root = files_of(tmp_path, "0::/\n", groups)
+    assert (core_quota(root), memory_limit(root)) == (None, None)
+    assert (core_quota(tmp_path / "no"), memory_limit(tmp_path / "no"), total_memory(tmp_path / "no")) == (
+        None,
+        None,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mine", "quota", "count", "copiers"),
+    [(40, None, 40, 8), (40, 10.0, 10, 5), (4, 2.5, 2, 2), (8, 0.5, 1, 2)],
+)
+def test_cores_are_those_that_the_process_may_use(
+    mine: int, quota: float | None, count: int, copiers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "cores", lambda: list(range(mine)))
+    monkeypatch.setattr(limits, "core_quota", lambda: quota)
+    assert (limits.usable_cores(), num_copiers()) == (count, copiers)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    groups = {
+        "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000",
+        "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
+    }
+    root = files_of(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n", groups)
+    assert (core_quota(root), memory_limit(root)) == (2.0, 7000)

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import gc
 import mmap
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from gptpar.system import pages
 from gptpar.system.host import peak_process_memory, process_memory
-from gptpar.system.pinned import PinnedMemory
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 4096, pages.HUGE_BYTES, 3 * pages.HUGE_BYTES + 12345])
-def test_zeros_of_exactly_the_size(num_bytes: int) -> None:
-    data = pages.zeros(num_bytes)
-    assert data.shape == (num_bytes,) and data.dtype == torch.uint8 and not data.any()
-    assert num_bytes == 0 or data.data_ptr() % pages.HUGE_BYTES == 0
 
 
 def test_what_is_not_filled_takes_no_huge_page_and_all_is_given_back() -> None:
@@ -33,21 +23,3 @@ def test_what_is_not_filled_takes_no_huge_page_and_all_is_given_back() -> None:
     gc.collect()
     assert process_memory() - before <= 1 << 20
     assert (peak_process_memory() or 0) >= before + taken - (1 << 20)
-
-
-def test_locked_memory_is_unlocked_when_nobody_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its addresses may be somebody else's afterwards, who could not lock them."""
-    locked: list[int] = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: locked.append(address) or 0,
-        cudaHostUnregister=locked.remove,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    kept, dropped, closed = (PinnedMemory(4096) for _ in range(3))
-    assert len(locked) == 3
-    del dropped
-    closed.close()
-    closed.close()
-    assert locked == [kept.data.data_ptr()]
-    kept.close()
-    assert PinnedMemory(0).close() is None and not locked

@@ -29,6 +29,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[int]:
         started.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_childs_name_hides_no_process(child: int) -> None:
     assert child in children(os.getpid()) and child in descendants(os.getpid())

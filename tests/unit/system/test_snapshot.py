@@ -116,15 +116,6 @@ def test_a_save_that_ends_before_its_snapshot_is_complete_holds_up_nobody() -> N
     snapshot.copy_ahead()
 
 
-def test_memory_that_is_not_of_the_snapshot_or_read_already_is_never_waited_for() -> None:
-    memory = torch.randn(300)
-    snapshot = Snapshot([memory[100:200]])
-    snapshot.before_write([memory[:100], memory[200:], torch.empty(0), torch.randn(3)])
-    assert read(snapshot, snapshot._tensors[0]) == bytes_of(memory[100:200])
-    snapshot.before_write([memory])
-    assert snapshot.waited_s == 0
-
-
 def test_without_room_overwriting_waits_for_the_reader_and_nothing_is_copied() -> None:
     tensor = torch.randn(3 * PIECE)
     before = bytes_of(tensor)
@@ -201,15 +192,6 @@ def test_a_block_that_was_exchanged_is_read_where_it_is(num_read: int) -> None:
     assert not snapshot.needs(block) and snapshot.exchange(block) is None
     assert found + [read(snapshot, tensor) for tensor in tensors[num_read:]] == before
     assert snapshot._room == room and spare.take(block.numel()).data_ptr() == block.data_ptr()
-
-
-def test_a_block_is_exchanged_only_where_memory_has_room() -> None:
-    block, tensors = parts_of_a_block()
-    before = [bytes_of(tensor) for tensor in tensors]
-    snapshot = Snapshot(tensors, room=block.numel() - 1, exchanged=[block])
-    assert snapshot.exchange(block) is None and snapshot.needs(block)
-    overwrite(snapshot, *tensors)
-    assert [read(snapshot, tensor) for tensor in tensors] == before and not snapshot.needs(block)
 
 
 def test_overwriting_that_waits_for_a_hung_disk_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

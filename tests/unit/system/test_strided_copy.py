@@ -59,11 +59,3 @@ def test_every_upper_half_rounds_as_torch_rounds(strided: bool) -> None:
     is_number = ~values.isnan()
     assert torch.equal(found[is_number].view(torch.int16), wanted[is_number].view(torch.int16))
     assert bool(found[~is_number].isnan().all())
-
-
-def test_no_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_elements([(torch.empty(0, 3), torch.empty(0, 3))])
-    copy_elements([(torch.empty(3, 0).t(), torch.empty(0, 3)), (torch.empty(2), torch.ones(2))])
-    target = torch.zeros(())
-    copy_elements([(target, torch.tensor(2.5))])
-    assert target.item() == 2.5

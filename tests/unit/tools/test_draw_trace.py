@@ -88,20 +88,3 @@ def test_a_step_is_divided_into_lanes(tool: ModuleType, tmp_path: Path) -> None:
     part = trace.load_trace(write(tmp_path / "trace.json", communicating)).cut(*span)
     assert part.busy(trace.NCCL) == 1 and part.busy(trace.GPU) == 8
     assert "GPU not computing              1.0 ms" in tool.table(part, span)
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("not JSON", "is not a trace .JSONDecodeError.*: give a file that gptpar benchmark --trace wrote"),
-        ('{"loss": 1}', "is not a trace .KeyError"),
-        ("[1, 2]", "is not a trace .TypeError"),
-        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "is not a trace .KeyError: 'ts'"),
-        ('{"traceEvents": []}', "holds 0 events but no GPU's kernels: give the trace of a run on a GPU"),
-    ],
-)
-def test_a_wrong_file_is_told(tmp_path: Path, content: str, sentence: str) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(content)
-    with pytest.raises(GptparError, match=sentence):
-        trace.load_trace(path)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import socket
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gptpar.config import BatchConfig
-from gptpar.errors import GptparError
-from gptpar.run.batch_plan import BatchPlan
-from gptpar.run.progress import Progress
-from gptpar.topology.groups import Topology, _new_group
+from gptpar.topology.groups import _new_group
 from gptpar.topology.mesh import (
     CONTEXT,
     COPIES,
@@ -30,7 +25,7 @@ from gptpar.topology.mesh import (
     copies_over,
     rows_of,
 )
-from gptpar.topology.world import environment_problems, open_world, world_from_environment
+from gptpar.topology.world import environment_problems
 
 LAYOUTS = [Mesh(), Mesh(3, 4, 1), Mesh(1, 2, 5), Mesh(6, 2, 2, expert=2), Mesh(4, 1, 2, expert=2, context=4)]
 
@@ -92,46 +87,6 @@ def test_the_expert_axis_is_folded_over_context_and_data() -> None:
         Mesh(data=3, expert=2)
 
 
-def test_axes_without_a_group_are_told() -> None:
-    topology = Topology(Mesh(data=2, tensor=2), 0, torch.device("cpu"), {rows_of((DATA,)): None})
-    assert topology.group(DATA) is topology.group(PIPELINE) is None
-    with pytest.raises(KeyError, match="no group was made of the axes .*data.*tensor"):
-        topology.group(DATA, TENSOR)
-
-
-def test_ramp_follows_megatrons_rule() -> None:
-    plan = BatchPlan.of(
-        BatchConfig(
-            micro_batch_size=1, global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125
-        )
-    )
-    span = 1953125 / 7
-    sizes = [plan.global_batch_size(n) for n in (0, int(span), int(span) + 1, 1953125, 1953126)]
-    assert sizes == [32, 32, 64, 256, 256]
-    steps, consumed = 0, 0
-    while consumed <= 1953125:
-        consumed += plan.global_batch_size(consumed)
-        steps += 1
-    assert plan.num_iterations() == steps + (439453125 - consumed) // 256
-
-
-def test_a_plan_without_ramp_counts_whole_batches() -> None:
-    plan = BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_samples=63))
-    assert plan.num_iterations() == 7
-    assert plan.finished(Progress(consumed_samples=56)) and not plan.finished(Progress(consumed_samples=48))
-    assert BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_iters=5)).train_samples == 40
-
-
-def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> None:
-    """Four steps of 2 samples, then a global batch of 4: four more steps, 8 + 16 samples."""
-    plan = BatchPlan.of(
-        BatchConfig(micro_batch_size=1, global_batch_size=4, train_iters=8), Progress(iteration=4, consumed_samples=8)
-    )
-    assert (plan.train_samples, plan.num_iterations()) == (24, 8)
-    assert not plan.finished(Progress(iteration=7, consumed_samples=20))
-    assert plan.finished(Progress(iteration=8, consumed_samples=24))
-
-
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -140,9 +95,7 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     [
         ({}, []),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **MEET}, []),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, []),
         ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_LOCALID": "1", "SLURM_PROCID": "1", **MEET}, []),
-        ({"LOCAL_RANK": "x"}, ["LOCAL_RANK=x is not a whole number"]),
         ({"WORLD_SIZE": "abc"}, ["WORLD_SIZE=abc is not a whole number", "of RANK and WORLD_SIZE only one is set"]),
         ({"RANK": "5", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ["RANK=5 is not below WORLD_SIZE=1"]),
         (
@@ -153,31 +106,10 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
                 "LOCAL_RANK is not set: which of 4 GPUs is this process's",
             ],
         ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"},
-            ["MASTER_PORT=http is not a whole number"],
-        ),
     ],
 )
 def test_what_is_wrong_with_the_environment(environment: dict[str, str], problems: list[str]) -> None:
     assert environment_problems(environment, 4) == problems
-
-
-def test_a_wrong_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(GptparError, match=r"no process of a run: RANK=5 is not below WORLD_SIZE=1\. Start .* torchrun"):
-        world_from_environment()
-
-
-def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MEET, "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
-        message = f"did not meet at 127.0.0.1:{port} .*choose another MASTER_PORT"
-        with pytest.raises(GptparError, match=message), open_world("gloo", 0.05):
-            pass
 
 
 def test_the_groups_of_axes_wait_as_long_as_the_world() -> None:

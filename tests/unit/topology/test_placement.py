@@ -12,14 +12,13 @@ from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import TensorAxis
-from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.initial_values import Constant
 from gptpar.topology.mesh import COPIES, REST_OF_CONTEXT, REST_OF_DATA
 from gptpar.topology.placement import REPLICATED, ParameterInfo, ParameterSpec, Placement, Split, declared_by
 from tests.helpers import tiny_config
 
 OVER_TENSOR = frozenset({"tensor"})
 COMPLETE = ParameterSpec(Constant(1.0), REPLICATED)
-SUMMED = Placement(gradient_sum=OVER_TENSOR)
 
 
 class Scale(nn.Module):
@@ -60,12 +59,6 @@ def test_all_that_is_missing_is_told_at_once() -> None:
         " Linear does not declare its parameter 'weight'",
         " Linear does not declare its parameter 'bias'",
     ]
-
-
-def test_a_complete_declaration_is_taken() -> None:
-    stage = Stage([LayerSpec(Scale, {"weight": ParameterSpec(Normal(0.1), SUMMED)}, name="a")])
-    info = stage.infos()["a.inner.weight"]
-    assert (info.shape, info.init, info.placement) == ((3,), Normal(0.1), SUMMED)
 
 
 @pytest.mark.parametrize(

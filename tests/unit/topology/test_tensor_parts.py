@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptpar.topology.initial_values import Constant, Normal, draw, initialise
-from gptpar.topology.tensor_parts import TensorParts, as_parts, whole
+from gptpar.topology.tensor_parts import as_parts, whole
 from tests.flat_parts import parts_of_flat
 
 
@@ -42,19 +42,6 @@ def test_fill_casts_and_leaves_no_gradient_behind() -> None:
     assert scalar.item() == 2.5
     held = whole(weight)
     assert as_parts(held) is held
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[2, 2\] at \[1, 2\] is not inside \[3, 3\]"):
-        TensorParts(torch.Size([3, 3]), (((1, 2), torch.zeros(2, 2)),), torch.float32)
-    with pytest.raises(ValueError, match=r"\[2\] at \[0\] is not inside \[3, 3\]"):
-        TensorParts(torch.Size([3, 3]), (((0,), torch.zeros(2)),), torch.float32)
-    with pytest.raises(ValueError, match=r"a part is torch.float64 and its tensor torch.float32"):
-        TensorParts(torch.Size([3]), (((0,), torch.zeros(2, dtype=torch.float64)),), torch.float32)
-    with pytest.raises(ValueError, match=r"\[3\] elements for 1\.\.3 of a box \[2, 2\]"):
-        parts_of_flat([4, 2], [2, 2], [0, 0], 1, 3, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"\[2\] elements for 3\.\.5 of a box \[2, 2\]"):
-        parts_of_flat([4, 2], [2, 2], [0, 0], 3, 5, torch.zeros(2))
 
 
 def test_parts_are_initialised_as_the_whole_would_be() -> None:

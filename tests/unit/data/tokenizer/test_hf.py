@@ -12,7 +12,6 @@ import pytest
 from gptpar.cli.preprocess import main as preprocess
 from gptpar.data.indexed import IndexedDataset
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
-from gptpar.errors import DataError, TokenizerError
 
 pytest.importorskip("tokenizers")
 
@@ -53,30 +52,6 @@ def test_no_text_ends_its_document(model: dict[str, Any], ids: list[int], specia
     assert tokenizer.encode("a</s>b") == ids
     assert not [text for text in ("</s>", "a </s> b", "b</s>", " </s>") if 2 in tokenizer.encode(text)]
     assert tokenizer.decode([2]) == "</s>"
-
-
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        (WORD_LEVEL, "WordLevel error: Missing .UNK. token from the vocabulary"),
-        (WORD_PIECE, "WordPiece error: Missing .UNK. token from the vocabulary"),
-        (BPE, "Unk token `<unk>` not found in the vocabulary"),
-        (UNIGRAM | {"unk_id": None}, "Encountered an unknown token but `unk_id` is missing"),
-    ],
-    ids=lambda value: value["type"] if isinstance(value, dict) else "",
-)
-def test_a_text_that_a_tokenizer_cannot_say_is_told(model: dict[str, Any], told: str, tmp_path: Path):
-    if isinstance(model["vocab"], dict):
-        model = model | {"vocab": {name: number for name, number in model["vocab"].items() if name != "<unk>"}}
-    tokenizer = tokenizer_of(tmp_path, model, ("<s>", "</s>"))
-    assert (tokenizer.encode("a"), tokenizer.unknown) == ([4], None)
-    with pytest.raises(TokenizerError, match=f"neither tokens for all characters nor one for unknown text: {told}"):
-        tokenizer.encode("\u00e9")
-    corpus = tmp_path / "c.jsonl"
-    corpus.write_text('{"text": "a"}\n{"text": "\u00e9"}\n', encoding="utf-8")
-    flags = f"--input {corpus} --tokenizer-type HFTokenizer --tokenizer-model {tmp_path} --workers 1".split()
-    with pytest.raises(DataError, match=f"{corpus}, line 2: .*{told}"):
-        preprocess([*flags, "--output-prefix", str(tmp_path / "c")])
 
 
 def processed(folder: Path, texts: list[str], flags: str) -> list[list[int]]:

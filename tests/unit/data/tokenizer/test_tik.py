@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import regex
 
-from gptpar.data.tokenizer import build_tokenizer, tokenizer_problems
-from gptpar.errors import TokenizerError
+from gptpar.data.tokenizer import build_tokenizer
 
 TEXT = "Hello, HELLO hELlo's 1234 wörld日本 <unk></s>  x\r\n\n\t/// a//\n 😀 "
 MERGES = [b"He", b"ll", b"Hell", b"Hello", b" x", b"12", b"23", b"\r\n", b"\n\n", b"//", b"EL", b"HE", b"LO", b"lo"]
@@ -74,17 +73,3 @@ def test_what_the_file_has_beyond_the_vocabulary_is_not_used(model: str) -> None
     assert whole.identity() != part.identity()
     other = build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=1270, tiktoken_pattern="v1")
     assert {key for key, value in other.identity().items() if value != whole.identity()[key]} == {"pattern"}
-
-
-def test_what_cannot_be_is_told_with_numbers(model: str, tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="has 270 tokens, and --vocab-size 131,072 with 1,000 special ones needs"):
-        build_tokenizer("TikTokenizer", tokenizer_model=model)
-    with pytest.raises(TokenizerError, match="--tiktoken-num-special-tokens 6 must be at least 7"):
-        build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=270, tiktoken_num_special_tokens=6)
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(TokenizerError, match="is no list of"):
-        build_tokenizer("TikTokenizer", tokenizer_model=str(tmp_path / "other.json"))
-    swapped = write(tmp_path / "swapped.json", [bytes([byte]) for byte in (1, 0, *range(2, 256))])
-    with pytest.raises(TokenizerError, match="the first 256 tokens the single bytes"):
-        build_tokenizer("TikTokenizer", tokenizer_model=swapped)
-    assert tokenizer_problems("TikTokenizer") == ["--tokenizer-type TikTokenizer needs --tokenizer-model"]

@@ -13,8 +13,6 @@ from gptpar.checkpoint import find_checkpoints, read_manifest, read_tensors
 from gptpar.cli.pretrain import pretrain, start_checks
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.errors import ConfigError
-from gptpar.run.evaluation.evaluator import Evaluator
 from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
 
 
@@ -63,27 +61,3 @@ def test_scores_are_written_at_their_interval_and_at_the_end(
     said = capsys.readouterr().out
     assert " questions at iteration 3 | acc: " in said and " texts at iteration 4 | bits_per_byte: " in said
     assert "3 items in " in said and " tokens/s)" in said
-
-
-def test_malformed_lines_are_told_before_training_begins(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "bad.jsonl", [QUESTIONS[0], "no"])
-    with pytest.raises(ConfigError, match=r"bad.jsonl, line 2: this is not JSON"):
-        run(tmp_path / "a", f"--eval-tasks {file}")
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_request_to_stop_leaves_the_tasks(
-    tmp_path: Path, files: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    add = Evaluator._add
-
-    def then(self: Evaluator, *args: object) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        add(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Evaluator, "_add", then)
-    assert run(tmp_path / "a", f"--eval-tasks {files} --eval-tasks-interval 2") == signal.SIGTERM
-    said = capsys.readouterr().out
-    assert said.count(" > left the evaluation on questions") == 1
-    assert not [line for line in lines_of(tmp_path / "a") if "task" in line]
-    assert [number for number, _ in find_checkpoints(tmp_path / "a")] == [2]

@@ -65,7 +65,6 @@ def test_texts(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("{", "this is not JSON"),
-        ({"query": "a", "choices": ["b", "c"]}, "'gold' is missing; the first line has query, choices, gold"),
         (PLAIN | {"gold": 2}, "the right choice is number 2, and there are 2 choices, counted from 0"),
         (PLAIN | {"choices": ["b", " "]}, "choice 1 (counted from 0) is empty"),
         (
@@ -80,20 +79,6 @@ def test_malformed_lines_are_told_with_file_and_line(line: dict | str, told: str
     assert problem.startswith(f"--eval-tasks {file}, line 2: {told}")
     with pytest.raises(ConfigError, match="line 2"):
         read_tasks([file], TOKENIZER, 8)
-
-
-def test_problems_of_all_files_are_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    many = write_lines(tmp_path / "many.jsonl", [PLAIN, *["x"] * 9])
-    unknown = write_lines(tmp_path / "unknown.jsonl", [{"a": 1}])
-    again = write_lines(tmp_path / "sub" / "unknown.jsonl", [PLAIN])
-    empty = write_lines(tmp_path / "empty.jsonl", [])
-    told = list(all_problems([many, unknown, again, empty, str(tmp_path / "absent.jsonl")]))
-    assert told[0].startswith("--eval-tasks names 2 files unknown:")
-    assert told[6] == f"{many} has 4 more malformed lines."
-    assert "line 1: the fields a are of no known form: activity_label," in told[7]
-    assert told[8] == f"--eval-tasks {empty} has no lines: give a file with an item on each line."
-    assert "absent.jsonl cannot be read" in told[9] and len(told) == 10
 
 
 def texts_of(rows: list[TokenRow]) -> list[tuple[str, str]]:

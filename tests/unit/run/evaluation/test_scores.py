@@ -10,7 +10,7 @@ import torch
 
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.run.evaluation.evaluator import Evaluator, plan_batches
-from gptpar.run.evaluation.items import Document, Question
+from gptpar.run.evaluation.items import Question
 from gptpar.run.evaluation.tasks import Task, read_tasks
 from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer
@@ -92,12 +92,9 @@ def test_the_three_accuracies_differ_as_defined() -> None:
     assert found["acc_stderr"] == pytest.approx(math.sqrt(0.25 / 1)) and found["acc_norm_stderr"] == 0.0
 
 
-def test_bits_per_byte_counts_bytes() -> None:
-    task = Task("t", [Document("\u00e9a", "here"), Document("b", "here")], [], [0, 0, 1])
-    assert task.scores([-1.0, -2.0, -3.0])["bits_per_byte"] == pytest.approx(6 / math.log(2) / 4)
-
-
-@pytest.mark.parametrize("tokens", [1, 32, 100, 10_000])
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(1, marks=pytest.mark.slow), 32, 100, pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_batch_size_and_padding_change_nothing(tokens: int, tmp_path: Path) -> None:
     trainer = make_trainer(byte_config("--fp64"))
     (questions, _) = tasks_in(tmp_path)

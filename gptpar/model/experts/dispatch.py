@@ -129,12 +129,16 @@ def _of_any_length(*tensors: torch.Tensor | None) -> None:
 
 @not_compiled
 def _arrive(
-    crossing: _Crossing, axis: ExpertAxis, num_experts: int, chosen: Sent, x: Sent, weights: Sent
+    crossing: _Crossing, axis: ExpertAxis, num_experts: int, *pairs: Sent
 ) -> tuple[torch.Tensor, torch.Tensor, Places]:
-    """Tokens and weights that arrive, and the places of the copies for this rank's experts; it sorts meanwhile."""
+    """Tokens and weights that arrive, and the places of the copies for this rank's experts; it sorts meanwhile.
+
+    Args:
+        *pairs: choices, tokens and weights.
+    """
     messages = crossing.messages
-    chosen_AK, x, weights = (sending(messages, *pair) for pair in (chosen, x, weights))
-    experts_AK = _experts_here(arrived(*chosen_AK), axis, num_experts, messages.num_filled)
+    chosen, x, weights = (sending(messages, *pair) for pair in pairs)
+    experts_AK = _experts_here(arrived(*chosen), axis, num_experts, messages.num_filled)
     own = num_experts // axis.size
     places = places_of(experts_AK, own, crossing.counts_e, has_none=True).first(crossing.num_rows)
     x_AD, weights_AK = arrived(*x), arrived(*weights)
@@ -151,16 +155,17 @@ def _arrive_from_all(
     weights_NK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, Places]:
     """As :func:`_arrive`, of all tokens of all ranks. The host waits for the number of rows while the device sorts."""
-    (messages, *x), own = tokens, num_experts // axis.size
-    chosen_AK, weights = (sending(messages, *_to_all(x, axis)) for x in (chosen_NK.to(torch.int32), weights_NK))
-    experts_AK = _experts_here(arrived(*chosen_AK), axis, num_experts, messages.num_filled)
+    messages, exchange, x_AD = tokens
+    own, both = num_experts // axis.size, (chosen_NK.to(torch.int32), weights_NK)
+    chosen, weights = (sending(messages, *_to_all(rows, axis)) for rows in both)
+    experts_AK = _experts_here(arrived(*chosen), axis, num_experts, messages.num_filled)
     numbers_e1 = torch.arange(own, dtype=experts_AK.dtype, device=experts_AK.device)[:, None]
     counts_e = (experts_AK.flatten() == numbers_e1).sum(1)  # few experts: no atomic additions
     read = _read_later(counts_e.sum())
     places = places_of(experts_AK, own, counts_e, has_none=True)
     places = places.first(_rounded_up(read(), chosen_NK.numel()))
-    # The first node of the backward pass sends the small one, and what it computes next hides the other.
-    x_AD, weights_AK = arrived(*x), arrived(*weights)
+    # The backward pass begins with the last of these: it sends the small one first, and then waits for that alone.
+    x_AD, weights_AK = arrived(exchange, x_AD), arrived(*weights)
     _of_any_length(places.tokens_M, places.choices_M)
     return x_AD, weights_AK, places
 
@@ -247,9 +252,14 @@ def on_their_ranks(
 
 def crossing_cost(size: int, topk: int, width: int, batch: BatchShape) -> Cost:
     """What a token costs on its way to experts on ``size`` ranks and back, with even loads."""
-    copies = 1 + (size - 1) * (1 - (1 - 1 / size) ** topk)
+    share = share_of_tokens(size, topk)
+    to_all = share >= SENT_TO_ALL
+    others = (size - 1) * (1 if to_all else share)  # copies that are sent
+    copies = 1 + others
     moved = (3 * copies + 1) * width  # copies are made, and added
-    # Of copies that are sent, their tokens, and where each rank's is; where each expert's is, and the weights, for all.
-    kept = 8 * copies + 9 * size + topk * (copies * (9 + batch.statistic_size) - 8 - batch.statistic_size)
-    workspace = (topk + 2 * copies) * width * batch.dtype.itemsize
-    return Cost(forward=moved, backward=moved, exchanged=2 * (copies - 1) * width, kept=kept, workspace=workspace)
+    # Where each expert's copies are, and the weights, for all; of copies to chosen ranks, their tokens and places.
+    kept = topk * (copies * (9 + batch.statistic_size) - 8 - batch.statistic_size)
+    kept += 0 if to_all else 8 * others + 9 * size
+    buffers = copies + (0 if to_all and size == 2 else others)
+    workspace = (topk + buffers) * width * batch.dtype.itemsize
+    return Cost(forward=moved, backward=moved, exchanged=2 * others * width, kept=kept, workspace=workspace)

@@ -20,7 +20,7 @@ class Messages(NamedTuple):
 
     Attributes:
         num_own: N.
-        num_sent, num_got: rows of the tensors that hold what is sent, and what comes; the last ones may be in no message.
+        num_sent, num_got: rows of the tensors of what is sent, and of what comes; the last ones may be in no message.
     """
 
     sent: list[int]

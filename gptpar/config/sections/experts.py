@@ -144,10 +144,10 @@ def check_experts(flags: Flags) -> Iterator[str]:
     yield from _groups(m)
     yield from _capacity(m)
     yield from _balance(m)
-    if m.mup and flags.optimizer.optimizer == "muon":
+    if m.mup and flags.optimizer.optimizer == "muon" and m.num_experts > (m.mup_base_hidden_size or m.num_experts):
         yield (
-            f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the "
-            "model: leave one out, or train a model with --num-experts 1."
+            f"--mup has a rule for Muon's update of a router with at most --mup-base-hidden-size "
+            f"{m.mup_base_hidden_size} experts, and --num-experts is {m.num_experts}: choose a wider base model."
         )
     yield from _not_together(flags)
     yield from _tensor(flags)

@@ -209,6 +209,27 @@ EXPERTS = [
         LAYOUT_TESTS,
     ),
     Mutation(
+        "own-tokens-are-sent-to-this-rank-too",
+        DISPATCH,
+        "    goes_NP[:, axis.rank] = False\n",
+        "",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "vectors-of-one-other-rank-alone-are-added",
+        DISPATCH,
+        "y_SD.view(-1, *y_ND.shape).to(wide).sum(0)",
+        "y_SD.view(-1, *y_ND.shape).to(wide)[0]",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "gradients-of-tokens-that-were-sent-are-lost",
+        "gptpar/model/experts/exchange.py",
+        "grad_AD[: ctx.exchange.num_own], ctx.exchange.came_back()",
+        "grad_AD[: ctx.exchange.num_own], ctx.exchange.came_back().zero_()",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
         "what-no-rank-sent-is-added",
         PRODUCTS,
         "            copies_ND = copies_ND.where(taken_NK[:, k, None], 0)\n",

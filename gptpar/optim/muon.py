@@ -147,7 +147,7 @@ class Muon(MatrixUpdate):
         return len(self.iterations) * (4.0 * short * short * long + 2.0 * short**3)
 
     def growth(self, fixed_outputs: bool) -> float:
-        # All singular values are alike: one output changes by scale * |input| / sqrt(outputs), and |input| ~ sqrt(width).
+        # Singular values are alike: an output changes by scale * |input| / sqrt(outputs), and |input| ~ sqrt(width).
         of_scale = {"spectral": 0.5, "unit_rms_norm": -0.5 if fixed_outputs else 0.0}.get(self.scale_mode, 0.0)
         return of_scale + (0.5 if fixed_outputs else 0.0)
 

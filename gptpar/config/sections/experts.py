@@ -17,6 +17,8 @@ MAX_LISTED = 100_000
 """Blocks that a list may have."""
 LOAD = "fullest expert"
 """A number of each step: tokens of the fullest expert over those of an expert on average, as a mean over layers."""
+SENT_TO_ALL = 0.75
+"""From this share of tokens on, all are sent to a process: before the router has chosen, and without a copy."""
 OF_SEQUENCE, OF_STEP, OF_MICRO_BATCH = "seq_aux_loss", "global_aux_loss", "aux_loss"
 
 
@@ -125,6 +127,11 @@ class ExpertOptions:
             if len(found) > MAX_LISTED:
                 raise ValueError(f"it lists more than {MAX_LISTED:,} blocks")
         return [*found, *[False] * (num_layers - len(found))] if len(found) < num_layers else found
+
+
+def share_of_tokens(size: int, topk: int) -> float:
+    """How many of a process's tokens choose an expert of another one, of ``size`` with experts, if loads are even."""
+    return 1 - (1 - 1 / size) ** topk
 
 
 NEED_EXPERTS = tuple(name for name in ExpertOptions.__dataclass_fields__ if name != "num_experts")

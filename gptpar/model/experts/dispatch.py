@@ -10,13 +10,15 @@ token, S copies of tokens that this rank sends, A tokens that arrive, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from gptpar.config.sections.experts import SENT_TO_ALL, share_of_tokens
 from gptpar.model.core_attention import not_compiled
 from gptpar.model.experts.exchange import Exchange, Messages, arrived, sending, sent_back
 from gptpar.model.experts.products import Places, added, places_of, scattered
@@ -26,10 +28,39 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import EXPERT
 from gptpar.topology.placement import REPLICATED, Placement, Split
 
-SENT_TO_ALL = 0.75
-"""From this share of tokens on, all are sent to a rank: before the router has chosen, and without a copy."""
 SIZES_BETWEEN = 32
 """Buffers grow in steps of the mean size through this number, so that the same few sizes of memory are reused."""
+
+
+LIMIT = 1.25
+"""The most rows that a rank's experts get in a recorded step, over their mean."""
+
+
+class RowLimit:
+    """Limits the rows of a rank's experts, so that a recorded step needs no number on the host.
+
+    Attributes:
+        applies: whether rows are limited now.
+        exceeded: bool scalar on the device: whether a layer of this rank had more rows.
+    """
+
+    def __init__(self, device: torch.device):
+        self.applies, self.exceeded = False, torch.zeros((), dtype=torch.bool, device=device)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which rows are limited: a step, which is to be done again if they were too many."""
+        self.applies = True
+        try:
+            yield
+        finally:
+            self.applies = False
+
+    def limited(self, counts_e: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Counts of experts whose sum is at most ``num_rows``: the last experts get fewer rows."""
+        ends_e = counts_e.cumsum(0)
+        self.exceeded |= ends_e[-1] > num_rows
+        return ends_e.clamp(max=num_rows).diff(prepend=ends_e.new_zeros(1))
 
 
 @dataclass(frozen=True)
@@ -40,16 +71,23 @@ class ExpertAxis:
         size: number of ranks that have different experts.
         rank: this process's position among them.
         group: of these ranks; ``None`` when alone.
+        limit: of rows in recorded steps; ``None``: the host reads their number.
     """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    limit: RowLimit | None = None
 
     @staticmethod
-    def of(topology: Topology) -> ExpertAxis:
-        """This process's place."""
-        return ExpertAxis(topology.mesh.expert, topology.position(EXPERT), topology.group(EXPERT))
+    def of(topology: Topology, *, limited: bool = False) -> ExpertAxis:
+        """This process's place.
+
+        Args:
+            limited: whether steps are recorded.
+        """
+        limit = RowLimit(topology.device) if limited and topology.mesh.expert > 1 else None
+        return ExpertAxis(topology.mesh.expert, topology.position(EXPERT), topology.group(EXPERT), limit)
 
     def split(self, num_experts: int) -> Placement:
         """Of a parameter whose first dimension counts experts."""
@@ -161,9 +199,14 @@ def _arrive_from_all(
     experts_AK = _experts_here(arrived(*chosen), axis, num_experts, messages.num_filled)
     numbers_e1 = torch.arange(own, dtype=experts_AK.dtype, device=experts_AK.device)[:, None]
     counts_e = (experts_AK.flatten() == numbers_e1).sum(1)  # few experts: no atomic additions
-    read = _read_later(counts_e.sum())
-    places = places_of(experts_AK, own, counts_e, has_none=True)
-    places = places.first(_rounded_up(read(), chosen_NK.numel()))
+    limit, mean = axis.limit, chosen_NK.numel()
+    if limit is not None and limit.applies:
+        num_rows = _rounded_up(int(LIMIT * mean), mean)
+        places = places_of(experts_AK, own, limit.limited(counts_e, num_rows), has_none=True).first(num_rows)
+    else:
+        read = _read_later(counts_e.sum())
+        places = places_of(experts_AK, own, counts_e, has_none=True)
+        places = places.first(_rounded_up(read(), mean))
     # The backward pass begins with the last of these: it sends the small one first, and then waits for that alone.
     x_AD, weights_AK = arrived(exchange, x_AD), arrived(*weights)
     _of_any_length(places.tokens_M, places.choices_M)
@@ -212,11 +255,6 @@ def _sent_to_all(x_ND: torch.Tensor, axis: ExpertAxis) -> Tokens:
     sizes = [0 if rank == axis.rank else num_tokens for rank in range(axis.size)]
     messages = Messages(sizes, sizes, num_tokens, others * num_tokens, others * num_tokens, axis.group)
     return messages, *sending(messages, *_to_all(x_ND, axis))
-
-
-def share_of_tokens(size: int, topk: int) -> float:
-    """How many of a rank's tokens choose an expert of another rank, with even loads."""
-    return 1 - (1 - 1 / size) ** topk
 
 
 def on_their_ranks(

@@ -122,6 +122,10 @@ class StepGraph(Generic[Given, Result]):
             return self._launch(kind, given)
         return self._replay(given)
 
+    def launch(self, given: Given) -> Result:
+        """Do the work without the recording, again or for other micro-batches."""
+        return self._launch(outline(given), given)
+
     def _launch(self, kind: Outline, given: Given) -> Result:
         self._let_go()
         result = self._work(given)

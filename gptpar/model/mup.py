@@ -11,7 +11,8 @@ change the base model (m = 1):
 | LM head | as without | 1 | its input: 1 / m |
 
 For Muon the blocks' matrices have the learning rate 1 / sqrt(m) where the update is scaled to AdamW's size, and 1 where
-it follows rows / columns: a layer's output then changes by as much at every width (Bernstein and Newhouse 2024).
+it follows rows / columns: a layer's output then changes by as much at every width (Bernstein and Newhouse 2024). For
+routers and the shared expert's gate it is 1 / m, 1 / sqrt(m) with ``shape_scaling``, and 1 with ``unit_rms_norm``.
 
 Attention divides scores by the heads' width K in place of its root: the scale is sqrt(base K) / K, which is 1 / sqrt(K)
 for the base model. The paper has three equivalent tables; table 8 is the one that allows a tied embedding. The MLP's
@@ -39,6 +40,11 @@ def router_std(config: ModelConfig) -> float:
     return config.init_method_std / width_ratio(config)
 
 
+def has_fixed_outputs(name: str) -> bool:
+    """Whether a matrix of the blocks, by its name, has as many outputs in every model: see :func:`router_std`."""
+    return name.endswith((".router.weight", ".mlp.gate"))
+
+
 def output_multiplier(config: ModelConfig) -> float:
     """The factor of the LM head's input."""
     return 1 / width_ratio(config)
@@ -56,6 +62,6 @@ def learning_rate_multiplier(config: ModelConfig, in_block: bool, is_matrix: boo
     Args:
         in_block: whether it is in one of the blocks.
         is_matrix: whether it is a matrix, not a bias or the weight of a norm.
-        growth: with this power of the width, an update's largest singular value grows; Adam's grows with the width.
+        growth: with this power of the width, an update changes the layer's outputs; for Adam it is 1.
     """
     return 1 / width_ratio(config) ** growth if in_block and is_matrix else 1.0

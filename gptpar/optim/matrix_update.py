@@ -70,10 +70,13 @@ class MatrixUpdate(Update, ABC):
         """A fused kernel of the elementwise parts for master weights like the given ones."""
         return None
 
-    @property
     @abstractmethod
-    def growth(self) -> float:
-        """The power of the model's width with which the largest singular value of :meth:`orthogonalize` grows (muP)."""
+    def growth(self, fixed_outputs: bool) -> float:
+        """The power of the model's width with which an update changes a layer's outputs, for muP.
+
+        Args:
+            fixed_outputs: whether the layer has as many at every width; else they grow with its inputs.
+        """
 
     def matrices(self, declared: Matrices) -> Matrices:
         """The matrices that this run's settings make of a parameter with such a declaration."""

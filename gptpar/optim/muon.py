@@ -146,9 +146,10 @@ class Muon(MatrixUpdate):
         short, long = sorted((rows, columns))
         return len(self.iterations) * (4.0 * short * short * long + 2.0 * short**3)
 
-    @property
-    def growth(self) -> float:
-        return 0.5 if self.scale_mode == "spectral" else 0.0
+    def growth(self, fixed_outputs: bool) -> float:
+        # Singular values are alike: an output changes by scale * |input| / sqrt(outputs), and |input| ~ sqrt(width).
+        of_scale = {"spectral": 0.5, "unit_rms_norm": -0.5 if fixed_outputs else 0.0}.get(self.scale_mode, 0.0)
+        return of_scale + (0.5 if fixed_outputs else 0.0)
 
     def matrices(self, declared: Matrices) -> Matrices:
         if not isinstance(declared, Interleaved) or self.qkv == "split":

@@ -120,7 +120,8 @@ class ParameterGroups:
         decay = _last_match(self._decay_overrides, name, 1.0 if decays else 0.0)
         is_decoupled = any(name.startswith(f"{layer}.") for layer in self._decoupled)
         by_matrix = self._of_matrices if in_block and decays else None
-        lr *= mup.learning_rate_multiplier(self._model, in_block, decays, by_matrix.growth if by_matrix else 1.0)
+        growth = by_matrix.growth(mup.has_fixed_outputs(name)) if by_matrix else 1.0
+        lr *= mup.learning_rate_multiplier(self._model, in_block, decays, growth)
         if by_matrix and self._optimizer.muon_lr is not None and self._optimizer.lr:
             lr *= self._optimizer.muon_lr / self._optimizer.lr
         return GroupFactors(lr, decay, is_decoupled, by_matrix is not None)

@@ -16,7 +16,7 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.errors import ConfigError
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.experts.balance import ExpertBalance
-from gptpar.model.experts.dispatch import ExpertAxis
+from gptpar.model.experts.dispatch import ExpertAxis, RowLimit
 from gptpar.model.experts.products import has_grouped_kernel
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
@@ -50,6 +50,7 @@ class GptEngine:
         host: the CPU optimizer; ``None`` where it has nothing to do.
         groups: the parameters' groups.
         experts: balances the model's experts.
+        limit: of rows of experts in recorded steps; ``None``: there is none.
         partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
@@ -59,6 +60,7 @@ class GptEngine:
     host: HostOptimizer | None
     groups: ParameterGroups
     experts: ExpertBalance
+    limit: RowLimit | None
     partial_gradient: PartialGradient | None
 
 
@@ -76,7 +78,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     tensor, data = tensor_axis(config, topology), DataAxes.of(topology, config.parallel.zero_stage)
     again = config.recompute
     modules, tiles = frozenset(again.recompute_modules), again.mlp_chunks_for_training
-    experts = ExpertAxis.of(topology)
+    experts = ExpertAxis.of(topology, limited=settings.records_steps)
     model = gpt_model(config.model, tensor, recompute_modules=modules, mlp_tiles=tiles, experts=experts)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     groups = ParameterGroups(config.optimizer, config.model, model)
@@ -123,7 +125,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     balance = ExpertBalance(config.model, model.specs, settings.wide, device)
     for stage in pipeline.stages_here:
         balance.attach(stage.layers_by_name())
-    return GptEngine(model, pipeline, engine, host, groups, balance, partial_gradient)
+    return GptEngine(model, pipeline, engine, host, groups, balance, experts.limit, partial_gradient)
 
 
 def _linears(stages: Iterable[Stage]) -> dict[str, SplitLinear]:

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from gptpar.config import Config
+from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
+from gptpar.model.experts.dispatch import LIMIT
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.skip_step import NOT_FINITE, OUTLIER
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
@@ -111,7 +113,7 @@ class Run:
             samples = self.plan.global_batch_size(self.progress.consumed_samples)
             batches = loader.fetch(self.progress.consumed_samples, samples)
             self.trainer.expect_step(self._position(0 if launched is None else launched.samples))
-            loss = self.trainer.forward_backward(batches, self.progress.iteration)
+            loss = self.forward_backward(batches)
             if launched is not None:
                 stop = self.finish(launched)
             launched = self.launch_update(loss, samples)
@@ -124,6 +126,17 @@ class Run:
                 stop |= self._is_multiple(self.config.batch.exit_interval)
         if launched is not None:
             self.finish(launched)
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """This process's mean loss of a step's micro-batches."""
+        before = self.trainer.steps_done_again
+        loss = self.trainer.forward_backward(batches, self.progress.iteration)
+        if (now := self.trainer.steps_done_again) > before:
+            self.say(
+                f" > iteration {self.progress.iteration + 1} was computed again without the graph: the experts of a "
+                f"process got more than {LIMIT:g} times their mean of tokens ({now} such step(s) so far)"
+            )
+        return loss
 
     def launch_update(self, loss: torch.Tensor, samples: int) -> Step:
         """Launch the optimizer step and move on in the data."""

@@ -60,6 +60,9 @@ class Trainer:
         schedule: learning rate and weight decay.
         activity: records what this process is doing.
         tries_memory: see :func:`~gptpar.run.gpt.make_engine`.
+
+    Attributes:
+        steps_done_again: recorded steps whose experts had too many tokens for their memory.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Trainer:
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
+        self._limit, self.steps_done_again = made.limit, 0
         self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_samples(self.pipeline.modules(), topology, self._split)
@@ -153,12 +157,23 @@ class Trainer:
                 self._norms_of_outputs = self.layer_norms.of_outputs(lambda: self._losses(batches))
         if self._partial_gradient is not None:
             self._partial_gradient.expect_tokens(batches[-1].tokens_BS)
-        return (self._graph or self._forward_backward)(self._on_device(batches))
+        work, given = self._graph or self._forward_backward, self._on_device(batches)
+        if self._limit is None:
+            return work(given)
+        with self._limit.applied():
+            loss = work(given)
+        # All processes decide alike, and wait for the step's passes.
+        if not self.topology.sum_over_all(self._limit.exceeded.double()).item():
+            return loss
+        self.steps_done_again += 1
+        return self._forward_backward(given) if self._graph is None else self._graph.launch(given)
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
         self.engine.begin_gradients(len(batches))
         self.experts.begin()
+        if self._limit is not None:
+            self._limit.exceeded.zero_()
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
         losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])

@@ -196,9 +196,9 @@ EXPERTS = [
     ),
     Mutation(
         "gradients-are-sent-as-the-rows-were",
-        DISPATCH,
-        "ctx.messages.back.start(grad) for grad in grads",
-        "ctx.messages.start(grad) for grad in grads",
+        "gptpar/model/experts/exchange.py",
+        "all_AD[m.num_own : m.num_filled], m.sent, m.got)",
+        "all_AD[m.num_own : m.num_filled], m.got, m.sent)",
         LAYOUT_TESTS,
     ),
     Mutation(
@@ -206,6 +206,34 @@ EXPERTS = [
         DISPATCH,
         "experts_AK.where(is_here_AK, own)",
         "experts_AK % own",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "a-recorded-step-that-lost-rows-counts",
+        DISPATCH,
+        "self.exceeded |= ends_e[-1] > num_rows",
+        "self.exceeded |= ends_e[0] > num_rows",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "own-tokens-are-sent-to-this-rank-too",
+        DISPATCH,
+        "    goes_NP[:, axis.rank] = False\n",
+        "",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "vectors-of-one-other-rank-alone-are-added",
+        DISPATCH,
+        "y_SD.view(-1, *y_ND.shape).to(wide).sum(0)",
+        "y_SD.view(-1, *y_ND.shape).to(wide)[0]",
+        LAYOUT_TESTS,
+    ),
+    Mutation(
+        "gradients-of-tokens-that-were-sent-are-lost",
+        "gptpar/model/experts/exchange.py",
+        "grad_AD[: ctx.exchange.num_own], ctx.exchange.came_back()",
+        "grad_AD[: ctx.exchange.num_own], ctx.exchange.came_back().zero_()",
         LAYOUT_TESTS,
     ),
     Mutation(

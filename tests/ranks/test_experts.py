@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from gptpar.cli.check_layouts import SMALL
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config import Config
+from gptpar.model.experts import dispatch
+from gptpar.model.experts.dispatch import RowLimit
+from gptpar.model.experts.layer import Experts
 from gptpar.topology.groups import Topology
 from tests.ranks.layout_cases import Family, assert_equals_one_process, at, run_alone
 
@@ -52,7 +56,7 @@ CASES = {
     ],
     "muon, full experts": [
         at("dp2 tp2 ep2", "--zero-stage 3"),
-        at("dp2 cp2 ep2", "--zero-stage 3 --cp-comm-type allgather --micro-batch-size 1"),
+        at("dp2 cp2 ep4", "--zero-stage 3 --cp-comm-type allgather --micro-batch-size 1"),
         at("cp4", "", "full recompute"),
     ],
 }
@@ -68,6 +72,25 @@ class ExtremeLoads(CaseRun):
         if config.model.moe_router_enable_expert_bias:
             state["bias"] = [[10.0, -10.0, *[0.0] * (NUM_EXPERTS - 2)] for _ in state["bias"]]
             self.trainer.experts.load(state)
+
+
+class LimitedRows(ExtremeLoads):
+    """As a recorded step's, but for the recording: with ZeRO no limit holds, without it none is exceeded."""
+
+    def __init__(self, config: Config, topology: Topology):
+        super().__init__(config, topology)
+        self.trainer._limit = limit = RowLimit(topology.device)
+        self.exceeds = config.parallel.zero_stage > 0
+        dispatch.LIMIT = 1.25 if self.exceeds else 2.0
+        for stage in self.trainer.pipeline.stages_here:
+            for module in stage.modules():
+                if isinstance(module, Experts) and module.placed.size > 1:
+                    module.placed = replace(module.placed, limit=limit)
+
+    def train(self, first: int, last: int) -> None:
+        super().train(first, last)
+        is_alone = self.topology.mesh.world_size == 1
+        assert self.trainer.steps_done_again == (last if self.exceeds and not is_alone else 0)
 
 
 def family(name: str, model: str, *more: str) -> Family:
@@ -89,8 +112,13 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
 
 
 def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(tmp_path: Path) -> None:
-    more = ("--optimizer", "muon", "--moe-expert-capacity-factor", "0.75")
+    more = ("--optimizer", "muon", "--moe-expert-capacity-factor", "0.75", "--moe-router-topk", "6")
     assert_equals_one_process(family("muon, full experts", "softmax", *more), tmp_path)
+
+
+def test_a_step_with_more_rows_than_fit_is_done_again(tmp_path: Path) -> None:
+    cases = [at("dp2 ep2", "--zero-stage 1"), at("dp2 ep2", "--zero-stage 0", "full recompute")]
+    assert_equals_one_process(replace(family("sigmoid", "sigmoid"), cases=cases, kind=LimitedRows), tmp_path)
 
 
 def test_a_step_that_is_skipped_moves_no_bias() -> None:

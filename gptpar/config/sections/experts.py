@@ -17,6 +17,8 @@ MAX_LISTED = 100_000
 """Blocks that a list may have."""
 LOAD = "fullest expert"
 """A number of each step: tokens of the fullest expert over those of an expert on average, as a mean over layers."""
+SENT_TO_ALL = 0.75
+"""From this share of tokens on, all are sent to a process: before the router has chosen, and without a copy."""
 OF_SEQUENCE, OF_STEP, OF_MICRO_BATCH = "seq_aux_loss", "global_aux_loss", "aux_loss"
 
 
@@ -127,6 +129,11 @@ class ExpertOptions:
         return [*found, *[False] * (num_layers - len(found))] if len(found) < num_layers else found
 
 
+def share_of_tokens(size: int, topk: int) -> float:
+    """How many of a process's tokens choose an expert of another one, of ``size`` with experts, if loads are even."""
+    return 1 - (1 - 1 / size) ** topk
+
+
 NEED_EXPERTS = tuple(name for name in ExpertOptions.__dataclass_fields__ if name != "num_experts")
 
 
@@ -144,10 +151,10 @@ def check_experts(flags: Flags) -> Iterator[str]:
     yield from _groups(m)
     yield from _capacity(m)
     yield from _balance(m)
-    if m.mup and flags.optimizer.optimizer == "muon":
+    if m.mup and flags.optimizer.optimizer == "muon" and m.num_experts > (m.mup_base_hidden_size or m.num_experts):
         yield (
-            f"--mup has no rule for Muon's update of a router, whose {m.num_experts} outputs do not grow with the "
-            "model: leave one out, or train a model with --num-experts 1."
+            f"--mup has a rule for Muon's update of a router with at most --mup-base-hidden-size "
+            f"{m.mup_base_hidden_size} experts, and --num-experts is {m.num_experts}: choose a wider base model."
         )
     yield from _not_together(flags)
     yield from _tensor(flags)

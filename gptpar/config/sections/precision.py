@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gptpar.config.fields import flag, on_unless
+from gptpar.config.sections.experts import SENT_TO_ALL, share_of_tokens
 
 if TYPE_CHECKING:
     from gptpar.config import Config, Flags
@@ -96,8 +97,12 @@ def _waits_for_loads(config: Flags | Config) -> Iterator[str]:
     m, p = config.model, config.parallel
     if not m.has_experts:
         return
-    if p.expert_model_parallel_size > 1:
-        yield f"--expert-model-parallel-size {p.expert_model_parallel_size} sends tokens by counts that the host reads"
+    share = share_of_tokens(p.expert_model_parallel_size, m.moe_router_topk)
+    if p.expert_model_parallel_size > 1 and share < SENT_TO_ALL:
+        yield (
+            f"--expert-model-parallel-size {p.expert_model_parallel_size} with --moe-router-topk {m.moe_router_topk} "
+            "sends tokens by counts that the host reads (on fewer processes, all tokens go to all)"
+        )
     width = m.width_of_experts(m.ffn_hidden_size or 0) // max(1, p.tensor_model_parallel_size)
     if config.precision.dtype != "bf16" or width % GROUPED_MULTIPLE or (m.hidden_size or 0) % GROUPED_MULTIPLE:
         yield (

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, crossing_cost, on_their_ranks
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, crossing_cost, on_their_ranks, sent_to_all
 from gptpar.model.experts.products import (
     PLACE_BYTES,
     Places,
@@ -103,10 +103,11 @@ class Experts(nn.Module):
         """
         axis = self.axis
         x_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_nD, axis)
+        sent = sent_to_all(x_ND, self.placed, self.topk) if self.placed.size > 1 else None
         routed = self.router(x_ND, seq_length, choice_NK)
         if self.placed.size > 1:
             how = self.num_experts, self.placed, self._weighted_sum
-            y_ND = on_their_ranks(x_ND, routed.weights_NK, routed.chosen_NK, *how)
+            y_ND = on_their_ranks(x_ND, sent, routed.weights_NK, routed.chosen_NK, *how)
         else:
             places = places_of(routed.chosen_NK, self.num_experts, has_none=self.router.drops_tokens)
             y_ND = self._weighted_sum(x_ND, routed.weights_NK, places)

@@ -110,19 +110,24 @@ class _Combined(torch.autograd.Function):
 
 
 class _Added(torch.autograd.Function):
-    """The sum of each token's copies, in fp32 or wider: the transpose of :class:`_Scattered`."""
+    """The sum of each token's own row and its copies, in fp32 or wider: the transpose of :class:`_Scattered`."""
 
     @staticmethod
     def forward(
-        ctx: Any, y_MD: torch.Tensor, tokens_M: torch.Tensor, rows_NK: torch.Tensor, taken_NK: torch.Tensor | None
+        ctx: Any,
+        own_ND: torch.Tensor,
+        y_MD: torch.Tensor,
+        tokens_M: torch.Tensor,
+        rows_NK: torch.Tensor,
+        taken_NK: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens_M)
-        return _sum_of_copies(y_MD, rows_NK, taken_NK)
+        return _sum_of_copies(y_MD, rows_NK, taken_NK, own_ND=own_ND)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
         (tokens_M,) = ctx.saved_tensors
-        return grad_ND.index_select(0, tokens_M), None, None, None
+        return grad_ND, grad_ND.index_select(0, tokens_M), None, None, None
 
 
 def _sum_of_copies(
@@ -130,9 +135,12 @@ def _sum_of_copies(
     rows_NK: torch.Tensor,
     taken_NK: torch.Tensor | None,
     weights_NK: torch.Tensor | None = None,
+    own_ND: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide = torch.promote_types(y_MD.dtype, torch.float32)
     total_ND = torch.zeros(len(rows_NK), y_MD.shape[1], dtype=wide, device=y_MD.device)
+    if own_ND is not None:
+        total_ND += own_ND
     for k in range(rows_NK.shape[1]):
         copies_ND = y_MD.index_select(0, rows_NK[:, k])
         if taken_NK is not None:
@@ -154,9 +162,9 @@ def combined(y_MD: torch.Tensor, weights_NK: torch.Tensor, places: Places) -> to
     return _Combined.apply(y_MD, weights_NK, places.tokens_M, places.rows_NK, places.choices_M, places.taken_NK)
 
 
-def added(y_MD: torch.Tensor, places: Places) -> torch.Tensor:
-    """[N, D] the sum of each token's copies."""
-    return _Added.apply(y_MD, places.tokens_M, places.rows_NK, places.taken_NK)
+def added(y_MD: torch.Tensor, places: Places, own_ND: torch.Tensor) -> torch.Tensor:
+    """[N, D] the sum of each token's own row and its copies."""
+    return _Added.apply(own_ND, y_MD, places.tokens_M, places.rows_NK, places.taken_NK)
 
 
 def grouped_product(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:

@@ -85,8 +85,8 @@ SIGMOID, GROUPS = (
         ),
         (EXPERTS + "--moe-expert-capacity-factor 4", "--moe-expert-capacity-factor 4 limits nothing: from --num-exper"),
         (
-            EXPERTS + "--mup --mup-base-hidden-size 8 --optimizer muon",
-            "--mup has no rule for Muon's update of a router",
+            EXPERTS + "--mup --mup-base-hidden-size 2 --optimizer muon",
+            "--mup has a rule for Muon's update of a router with at most",
         ),
         (EXPERTS + "--cuda-graph on --attention-dropout 0 --hidden-dropout 0", "--cuda-graph on: experts of width"),
     ],

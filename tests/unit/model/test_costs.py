@@ -171,15 +171,15 @@ def test_flops_of_experts(flags: str, modules: tuple[str, ...]) -> None:
     assert products == TOKENS * (3 * (cost.flops - cost.attention) + again)
 
 
-@pytest.mark.parametrize(("size", "copies"), [(2, 1 + 3 / 4), (4, 1 + 3 * 7 / 16)])
-def test_what_the_exchange_of_tokens_costs(size: int, copies: float) -> None:
-    """A token goes to its own rank, and to others where one of its two experts is; one vector comes back from each."""
+@pytest.mark.parametrize(("size", "sent", "places"), [(2, 1, 0), (4, 3 * 7 / 16, 8 * 3 * 7 / 16 + 9 * 4)])
+def test_what_the_exchange_of_tokens_costs(size: int, sent: float, places: float) -> None:
+    """A token goes to other ranks where one of its two experts is, or to all; one vector comes back from each."""
     config, batch = tiny_config(EXPERTS).model, BatchShape(TOKENS, LENGTH, torch.float32)
     one, more = (Block(config, experts=ExpertAxis(number)).mlp.cost(batch) for number in (1, size))
-    assert (one.exchanged, more.exchanged) == (0, 2 * (copies - 1) * config.hidden_size)
-    places = 8 * copies + 9 * size + 2 * (9 * copies - 8)
-    assert (more.kept - one.kept, more.products) == (places + 2 * 4 * (copies - 1), one.products)
-    assert more.workspace / one.workspace == (2 + 2 * copies) / 2
+    assert (one.exchanged, more.exchanged) == (0, 2 * sent * config.hidden_size)
+    places += 2 * (9 * (1 + sent) - 8)
+    assert (more.kept - one.kept, more.products) == (places + 2 * 4 * sent, one.products)
+    assert more.workspace / one.workspace == (2 + 1 + (1 if size == 2 else 2) * sent) / 2
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param(LLAMA, marks=pytest.mark.slow)])

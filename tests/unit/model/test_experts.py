@@ -239,7 +239,8 @@ def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
     y_MD, weights_NK = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]]), torch.ones(2, 2, requires_grad=True)
     for here in (places, places.first(4)):
         found_ND = combined(y_MD, weights_NK, here)
-        assert found_ND.tolist() == added(y_MD, here).tolist() == [[1.0], [5.0]]
+        assert found_ND.tolist() == [[1.0], [5.0]]
+        assert added(y_MD, here, torch.tensor([[10.0], [20.0]])).tolist() == [[11.0], [25.0]]
         assert torch.autograd.grad(found_ND.sum(), weights_NK)[0].tolist() == [[1.0, 0.0], [3.0, 2.0]]
 
 

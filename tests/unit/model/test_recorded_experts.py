@@ -85,5 +85,6 @@ def test_a_step_whose_loads_the_host_reads_is_not_recorded() -> None:
     assert found.startswith("experts of width 20 in bf16, in a model of width 32, are multiplied")
     (found,) = graph_obstacles(tiny_config(EXPERTS.replace("--bf16", "") + "--fp64"), 1)
     assert found.startswith("experts of width 16 in fp64, in a model of width 32, are multiplied")
-    (found,) = graph_obstacles(tiny_config(EXPERTS + "--expert-model-parallel-size 2", 2), 2)
-    assert found == "--expert-model-parallel-size 2 sends tokens by counts that the host reads"
+    assert not list(graph_obstacles(tiny_config(EXPERTS + "--expert-model-parallel-size 2", 2), 2))
+    (found,) = graph_obstacles(tiny_config(EXPERTS + "--expert-model-parallel-size 4 --global-batch-size 8", 4), 4)
+    assert found.startswith("--expert-model-parallel-size 4 with --moe-router-topk 2 sends tokens by counts that the h")

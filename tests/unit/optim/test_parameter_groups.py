@@ -101,6 +101,21 @@ def test_mup_scales_muons_rate_by_the_growth_of_its_update(mode: str, factor: fl
     assert factors["embedding.weight"].lr == 1
 
 
+@pytest.mark.parametrize(("mode", "factor"), [("spectral", 1 / 4), ("shape_scaling", 1 / 2), ("unit_rms_norm", 1)])
+def test_under_mup_a_router_s_logits_change_by_as_much_at_every_width(mode: str, factor: float) -> None:
+    """Also with the outputs of the blocks' other matrices: an update for one token, whose inputs are about 1."""
+    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate "
+    flags = f"--optimizer muon --muon-scale-mode {mode} {experts} {MUP} "
+    _, factors = groups_of(flags)
+    assert factors["layers.0.mlp.router.weight"].lr == factors["layers.0.mlp.gate"].lr == factor
+    changes = []
+    for width, lr in ((8, 1.0), (32, factor)):  # the base model's, and this one's
+        muon, x_D = replace(MUON, scale_mode=mode), torch.ones(width, dtype=torch.float64)
+        gradient_ED = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)[:, None] * x_D
+        changes.append(lr * (muon.orthogonalize(gradient_ED[None])[0] @ x_D))
+    assert torch.allclose(*changes, rtol=1e-6)
+
+
 def test_a_pattern_without_a_parameter_is_told() -> None:
     with pytest.raises(ConfigError, match=r"--lr-override block\*=2 matches no parameter; names are like embedding.we"):
         groups_of("--lr-override block*=2")

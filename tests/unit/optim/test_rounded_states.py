@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.rounded_states import draws_of, key_of, key_on_device, rounded
+from gptpar.optim.rounded_states import (
+    BF16,
+    FP8,
+    as_wide,
+    draws_of,
+    first_in_8_bits,
+    first_of_8_bits,
+    in_formats,
+    key_of,
+    key_on_device,
+    rounded,
+    second_in_8_bits,
+    second_of_8_bits,
+)
 from tests.unit.optim.cpu_adam_runs import with_isa
 from tests.unit.optim.update_cases import STEPS, cases, same, update
 
-FP32, BF16 = torch.float32, torch.bfloat16
-FORMATS = [(BF16, BF16), (BF16, FP32), (FP32, BF16)]
+FP32 = torch.float32
+FORMATS = [one for one in itertools.product((FP32, BF16, FP8), repeat=2) if one != (FP32, FP32)]
+CODES = torch.arange(256, dtype=FP8)
+
+
+def kept(m: torch.Tensor, v: torch.Tensor, formats: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Moments in stored number formats, rounded to nearest but for ties."""
+    return list(in_formats(m, v, formats, torch.full((len(m),), 0x80008000 - 2**32, dtype=torch.int32)))
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
@@ -27,7 +47,7 @@ def test_every_instruction_set_computes_the_definition(
         pytest.skip("not this processor's")
     for (p, m, v, g), step, apart in itertools.product(cases(), (1, 999_999), (False, True)):
         how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, step, 3.7)
-        old = [p, m.to(formats[0]), v.to(formats[1])]
+        old = [p, *kept(m, v, formats)]
         wanted, low = [t.clone() for t in old], torch.empty(len(p), dtype=BF16)
         update(wanted, g, how.numbers, low=low, key=how.key)
         ours, narrow = [t.clone() for t in old], torch.empty_like(low)
@@ -41,8 +61,8 @@ def test_any_cutting_of_a_vector_gives_the_same_bits(isas: list[int]) -> None:
     cuts = [0, 1, 38, 64, 101, 4_129, 10_007]
     p, m, v, g = cases()[2]
     how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, 7)
-    for isa in isas:
-        whole, cut = ([p.clone(), m.to(BF16), v.to(BF16)] for _ in range(2))
+    for isa, formats in itertools.product(isas, ((BF16, BF16), (FP8, FP8))):
+        whole, cut = ([p.clone(), *kept(m, v, formats)] for _ in range(2))
         with_isa(isa).steps(whole, g, [(0, len(p), how)])
         for start, stop in itertools.pairwise(cuts):
             with_isa(isa).steps([t[start:stop] for t in cut], g[start:stop], [(0, stop - start, how)])

@@ -271,7 +271,7 @@ def update(
         torch.as_tensor(number, dtype=weights.dtype, device=weights.device) for number in (scale, decay, *numbers)
     )
     for block in blocks_of(weights):
-        p, *states = old = as_wide([t[block] for t in state], weights.dtype)
+        p, *states = old = [weights[block], *as_wide([t[block] for t in state[1:]], weights.dtype)]
         g = grad[block].to(p.dtype) * scale
         step, states = change(g + decay * p if couples_decay else g, states, numbers)
         new = [p - step if couples_decay else decay * p - step, *states]

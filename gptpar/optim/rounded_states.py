@@ -130,18 +130,17 @@ def first_of_8_bits(code: Tensor, v: Tensor) -> Tensor:
     return torch.where(wide > 127, -size, size)
 
 
-def as_wide(kept: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Weights and states in the dtype of the weights.
+def as_wide(states: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """States in a wider dtype.
 
     Args:
-        kept: [n] in their stored number formats; those in 8 bits are two moments.
+        states: [n] in their stored number formats; if one is in 8 bits, they are two moments.
     """
-    if all(one.dtype != FP8 for one in kept):
-        return [one.to(dtype) for one in kept]
-    p, m, v = kept
-    v = second_of_8_bits(v) if v.dtype == FP8 else v
-    m = first_of_8_bits(m, v) if m.dtype == FP8 else m
-    return [one.to(dtype) for one in (p, m, v)]
+    if any(one.dtype == FP8 for one in states):
+        m, v = states
+        v = second_of_8_bits(v) if v.dtype == FP8 else v
+        states = [first_of_8_bits(m, v) if m.dtype == FP8 else m, v]
+    return [one.to(dtype) for one in states]
 
 
 def as_kept(new: Sequence[Tensor], old: Sequence[Tensor], kept: Sequence[Tensor], key: Tensor | int) -> list[Tensor]:

@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-
 _AVERAGES_AND_EPS = ("beta1", "beta2", "alpha", "momentum", "eps")
 """Hyperparameters that are 1 where a state stays what it is."""
 

@@ -154,8 +154,8 @@ def as_kept(new: Sequence[Tensor], old: Sequence[Tensor], kept: Sequence[Tensor]
     formats = [one.dtype for one in kept[1:]]
     if not set(KEPT_IN.values()).intersection(formats):
         return list(new)
-    (p, m, v), (before, *moments) = new, old
-    draws = draws_of(*moments, _signed(key) ^ _bits(before) if FP8 in formats else key)
+    (p, m, v), (old_p, old_m, old_v) = new, old
+    draws = draws_of(old_m, old_v, _bits(old_p) ^ _signed(key) if FP8 in formats else key)
     return [p, *in_formats(m, v, formats, draws)]
 
 

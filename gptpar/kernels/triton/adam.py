@@ -132,6 +132,31 @@ def step_numbers(
 
 
 @triton.jit
+def _store_moments(
+    exp_avg, exp_avg_sq, m, v, old_m, old_v, key, inside, FIRST: tl.constexpr, SECOND: tl.constexpr
+):  # fmt: skip
+    first, second = old_m.to(tl.uint32, bitcast=True), old_v.to(tl.uint32, bitcast=True)
+    draws = _mixed(key ^ ((first & 0xFFFF0000) | (second >> 16)))
+    kept_v = v
+    if SECOND == 1:
+        code = _second_in_8_bits(v, draws >> 16)
+        tl.store(exp_avg_sq, code, mask=inside)
+        kept_v = _second_of_8_bits(code)
+    elif SECOND == 2:
+        short = _rounded(v, draws >> 16)
+        tl.store(exp_avg_sq, short, mask=inside)
+        kept_v = short.to(tl.float32)
+    else:
+        tl.store(exp_avg_sq, v, mask=inside)
+    if FIRST == 1:
+        tl.store(exp_avg, _first_in_8_bits(m, kept_v, draws & 0xFFFF), mask=inside)
+    elif FIRST == 2:
+        tl.store(exp_avg, _rounded(m, draws & 0xFFFF), mask=inside)
+    else:
+        tl.store(exp_avg, m, mask=inside)
+
+
+@triton.jit
 def _update(
     weights, exp_avg, exp_avg_sq, grad, parameters, decays, numbers, length,
     BLOCK: tl.constexpr, WRITES_PARAMETERS: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
@@ -154,29 +179,10 @@ def _update(
         old_w = tl.load(weights + at, mask=inside)
         w = kept * old_w - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
         tl.store(weights + at, w, mask=inside)
-        if FIRST < 4 or SECOND < 4:
-            key = tl.load(numbers + 7).to(tl.uint32, bitcast=True)
-            if FIRST == 1 or SECOND == 1:
-                key = key ^ old_w.to(tl.uint32, bitcast=True)
-            first, second = old_m.to(tl.uint32, bitcast=True), old_v.to(tl.uint32, bitcast=True)
-            draws = _mixed(key ^ ((first & 0xFFFF0000) | (second >> 16)))
-            kept_v = v
-            if SECOND == 1:
-                code = _second_in_8_bits(v, draws >> 16)
-                tl.store(exp_avg_sq + at, code, mask=inside)
-                kept_v = _second_of_8_bits(code)
-            elif SECOND == 2:
-                short = _rounded(v, draws >> 16)
-                tl.store(exp_avg_sq + at, short, mask=inside)
-                kept_v = short.to(tl.float32)
-            if FIRST == 1:
-                tl.store(exp_avg + at, _first_in_8_bits(m, kept_v, draws & 0xFFFF), mask=inside)
-            elif FIRST == 2:
-                tl.store(exp_avg + at, _rounded(m, draws & 0xFFFF), mask=inside)
-        if FIRST == 4:
-            tl.store(exp_avg + at, m, mask=inside)
-        if SECOND == 4:
-            tl.store(exp_avg_sq + at, v, mask=inside)
+        key = tl.load(numbers + 7).to(tl.uint32, bitcast=True)
+        if FIRST == 1 or SECOND == 1:
+            key = key ^ old_w.to(tl.uint32, bitcast=True)
+        _store_moments(exp_avg + at, exp_avg_sq + at, m, v, old_m, old_v, key, inside, FIRST, SECOND)
         if WRITES_PARAMETERS:
             tl.store(parameters + at, w.to(parameters.dtype.element_ty), mask=inside)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.offload.host_sums import sums_bytes
@@ -25,3 +27,10 @@ def test_sums_on_the_host_leave_the_device_and_take_time_where_the_host_is_slow(
     assert leave.time.cpu_optimizer > (count - 1) * max(0.0, each - compute)
     text = " ".join(plan_text(leave, []).split())
     assert "gradients leave the GPU at once, and those of 100 % of the layers are added up on the host" in text
+
+
+def test_gradients_of_layers_whose_sums_stay_are_added_on_the_device() -> None:
+    flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 200 --host-memory 512 --global-batch-size 160 --offload-gradients"
+    words = ("off", "on --offload-gradients-ratio 0.5", "on")
+    stay, half, leave = (plan(f"{flags} {word}").time.compute for word in words)
+    assert leave < half < stay and half == pytest.approx((stay + leave) / 2)

@@ -3,7 +3,7 @@
 //
 // All instruction sets give the same bits, for any number of threads and any division of a vector into calls: the
 // operations are those of gptpar.optim.adam_update in the same order, each rounded once to nearest, denormals included;
-// moments kept in 16 bits are then rounded as gptpar.optim.rounded_states says.
+// moments kept in 16 or 8 bits are then rounded as gptpar.optim.rounded_states says.
 // The compiler may not fuse a product with a sum (-ffp-contract=off). Only the payload of a NaN is not defined.
 
 #include <algorithm>
@@ -28,7 +28,7 @@ extern "C" {
 
 // The vectors and numbers of a step. Without m, the step is one of `blend`. The outputs of p, m and v are the inputs themselves (in place) or do not overlap
 // them. grad has type grad_type; low gets the parameters in type low_type, unless that is kNone. m_type and v_type are
-// kFloat or kBfloat.
+// kFloat, kBfloat or kEight.
 // gptpar.optim.cpu_adam packs the same struct.
 struct GptparAdamStep {
   const float* p;
@@ -67,6 +67,8 @@ struct Streams {
 
 template <class T>
 constexpr bool kIsRounded = !std::is_same_v<T, float>;
+template <class T>
+constexpr bool kIsEight = std::is_same_v<T, Eight>;
 
 // Returns the number of elements from `first` on until all outputs that bypass the caches start a cache line together,
 // and sets `streams` to these outputs. If they never do, it tries without the low outputs, then without any.
@@ -76,11 +78,14 @@ inline int64_t elements_to_alignment(const Step& s, int64_t first, Streams* stre
   auto starts_line = [&](const void* base, int64_t i, int64_t size) {
     return (reinterpret_cast<uintptr_t>(base) + i * size) % kLine == 0;
   };
+  const auto fits = [&](const void* base, int64_t i, int32_t type) {  // 8 bits never bypass the caches
+    return type == kEight || starts_line(base, i, size_of(type));
+  };
   for (const bool with_low : {true, false}) {
     if (with_low ? s.low_type == kNone : !apart) continue;
     for (int64_t i = first; i < first + kLine / 2; ++i) {
-      const bool state_fits = !apart || (starts_line(s.p_out, i, 4) && starts_line(s.m_out, i, size_of(s.m_type)) &&
-                                         starts_line(s.v_out, i, size_of(s.v_type)));
+      const bool state_fits =
+          !apart || (starts_line(s.p_out, i, 4) && fits(s.m_out, i, s.m_type) && fits(s.v_out, i, s.v_type));
       if (!state_fits || (with_low && !starts_line(s.low, i, size_of(s.low_type)))) continue;
       *streams = {apart, with_low};
       return i - first;
@@ -119,19 +124,18 @@ namespace gptpar {
 
 enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3, kNotAscending = -4, kNotYet = -5 };
 
-// The loops of one instruction set, by type of gradient (minus 1), and adam's by whether m is kBfloat and whether v is.
+// The loops of one instruction set, by type of gradient (minus 1), and adam's by the types of m and v (`moment`).
 struct Loops {
   const char* name;
-  bool (*adam[3][2][2])(const Step&, int64_t, int64_t, int64_t);
+  bool (*adam[3][3][3])(const Step&, int64_t, int64_t, int64_t);
   bool (*blend[3])(const Step&, int64_t, int64_t, int64_t);
   double (*square[3])(const void*, int64_t, int64_t);
 };
 
-#define GPTPAR_ADAM(set, grad)                                                        \
-  {                                                                                   \
-    {set::adam<grad, float, float>, set::adam<grad, float, Bfloat>},                  \
-        {set::adam<grad, Bfloat, float>, set::adam<grad, Bfloat, Bfloat>}             \
-  }
+#define GPTPAR_FIRST(set, grad, first) \
+  { set::adam<grad, first, float>, set::adam<grad, first, Bfloat>, set::adam<grad, first, Eight> }
+#define GPTPAR_ADAM(set, grad) \
+  { GPTPAR_FIRST(set, grad, float), GPTPAR_FIRST(set, grad, Bfloat), GPTPAR_FIRST(set, grad, Eight) }
 #define GPTPAR_LOOPS(set)                                                             \
   {                                                                                   \
     #set, {GPTPAR_ADAM(set, float), GPTPAR_ADAM(set, Bfloat), GPTPAR_ADAM(set, Half)},\
@@ -168,6 +172,8 @@ const Loops* loops_of(int32_t isa) {
   if (isa < -1 || isa > best) return nullptr;
   return &kLoops[isa == -1 ? best : isa];
 }
+
+int moment(int32_t type) { return type == kEight ? 2 : type - kFloat; }
 
 bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
 
@@ -232,7 +238,7 @@ int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int
     const Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
     const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
-    const auto loop = s.m ? loops->adam[s.grad_type - 1][s.m_type == kBfloat][s.v_type == kBfloat]
+    const auto loop = s.m ? loops->adam[s.grad_type - 1][moment(s.m_type)][moment(s.v_type)]
                           : loops->blend[s.grad_type - 1];
     if (!loop(s, piece.start, piece.stop, next)) finite = false;
     return part;

@@ -8,7 +8,7 @@
 
 namespace gptpar {
 
-enum Type : int32_t { kNone = 0, kFloat = 1, kBfloat = 2, kHalf = 3 };
+enum Type : int32_t { kNone = 0, kFloat = 1, kBfloat = 2, kHalf = 3, kEight = 4 };
 
 struct Bfloat {
   uint16_t bits;
@@ -16,6 +16,13 @@ struct Bfloat {
 struct Half {
   uint16_t bits;
 };
+// A moment in 8 bits; what they mean differs between the first and the second one (gptpar.optim.rounded_states).
+struct Eight {
+  uint8_t bits;
+};
+constexpr uint32_t kSecondCut = 21, kSecondLow = 4 * (127 - 56), kFirstCut = 19, kFirstLow = 16 * (127 - 4);
+constexpr float kFirstOffset = 1.0f / 16;
+constexpr uint32_t kSize = 0x7fffffff, kInfinity = 0x7f800000;  // bits of a number without sign; those of infinity
 
 #define GPTPAR_INLINE inline __attribute__((always_inline))
 
@@ -108,9 +115,26 @@ struct Scalar {
   static GPTPAR_INLINE void store(Bfloat* out, Floats x, bool) { narrow(x, out); }
   static GPTPAR_INLINE void store(Half* out, Floats x, bool) { narrow(x, out); }
   // The draws of gptpar.optim.rounded_states, from the old moments.
-  static GPTPAR_INLINE Bits draws(Floats m, Floats v, uint32_t key) {
+  static GPTPAR_INLINE Bits draws(Floats m, Floats v, Bits key) {
     return mixed(((bits_of(m) & 0xffff0000) | bits_of(v) >> 16) ^ key);
   }
+  static GPTPAR_INLINE Bits word(uint32_t x) { return x; }
+  static GPTPAR_INLINE Bits load_bits(const Eight* x) { return x->bits; }
+  static GPTPAR_INLINE void store_bits(Eight* out, Bits x) { out->bits = static_cast<uint8_t>(x); }
+  static GPTPAR_INLINE Bits bits(Floats x) { return bits_of(x); }
+  static GPTPAR_INLINE Floats floats(Bits x) { return float_of(x); }
+  static GPTPAR_INLINE Bits both(Bits a, Bits b) { return a & b; }
+  static GPTPAR_INLINE Bits either(Bits a, Bits b) { return a | b; }
+  static GPTPAR_INLINE Bits differ(Bits a, Bits b) { return a ^ b; }
+  static GPTPAR_INLINE Bits plus(Bits a, Bits b) { return a + b; }
+  static GPTPAR_INLINE Bits minus(Bits a, Bits b) { return a - b; }
+  template <int count>
+  static GPTPAR_INLINE Bits left(Bits x) { return x << count; }
+  template <int count>
+  static GPTPAR_INLINE Bits right(Bits x) { return x >> count; }
+  static GPTPAR_INLINE Bits least(Bits a, Bits b) { return a < b ? a : b; }
+  static GPTPAR_INLINE Bits most(Bits a, Bits b) { return a > b ? a : b; }
+  static GPTPAR_INLINE Bits unless_zero(Bits test, Bits x) { return test ? x : 0; }
   static GPTPAR_INLINE Bits lower(Bits x) { return x & 0xffff; }
   static GPTPAR_INLINE Bits upper(Bits x) { return x >> 16; }
   static GPTPAR_INLINE void store_rounded(Bfloat* out, Floats x, Bits draw, bool) { narrow(x, draw, out); }

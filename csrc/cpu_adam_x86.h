@@ -53,13 +53,37 @@ struct Avx2 {
   GPTPAR_OP void store(Half* out, Floats x, bool stream) {
     store_bits(out, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), stream);
   }
-  GPTPAR_OP Bits draws(Floats m, Floats v, uint32_t key) {
+  GPTPAR_OP Bits draws(Floats m, Floats v, Bits key) {
     const Bits first = _mm256_and_si256(_mm256_castps_si256(m), _mm256_set1_epi32(static_cast<int>(0xffff0000)));
     Bits x = _mm256_or_si256(first, _mm256_srli_epi32(_mm256_castps_si256(v), 16));
-    x = _mm256_xor_si256(x, _mm256_set1_epi32(static_cast<int>(key)));
+    x = _mm256_xor_si256(x, key);
     x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(static_cast<int>(kFirst)));
     x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)), _mm256_set1_epi32(static_cast<int>(kSecond)));
     return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+  }
+  GPTPAR_OP Bits word(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  GPTPAR_OP Bits load_bits(const Eight* x) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+  }
+  GPTPAR_OP void store_bits(Eight* out, Bits x) {
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(words, words));
+  }
+  GPTPAR_OP Bits bits(Floats x) { return _mm256_castps_si256(x); }
+  GPTPAR_OP Floats floats(Bits x) { return _mm256_castsi256_ps(x); }
+  GPTPAR_OP Bits both(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+  GPTPAR_OP Bits either(Bits a, Bits b) { return _mm256_or_si256(a, b); }
+  GPTPAR_OP Bits differ(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
+  GPTPAR_OP Bits plus(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
+  GPTPAR_OP Bits minus(Bits a, Bits b) { return _mm256_sub_epi32(a, b); }
+  template <int count>
+  GPTPAR_OP Bits left(Bits x) { return _mm256_slli_epi32(x, count); }
+  template <int count>
+  GPTPAR_OP Bits right(Bits x) { return _mm256_srli_epi32(x, count); }
+  GPTPAR_OP Bits least(Bits a, Bits b) { return _mm256_min_epu32(a, b); }
+  GPTPAR_OP Bits most(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
+  GPTPAR_OP Bits unless_zero(Bits test, Bits x) {
+    return _mm256_andnot_si256(_mm256_cmpeq_epi32(test, _mm256_setzero_si256()), x);
   }
   GPTPAR_OP Bits lower(Bits x) { return _mm256_and_si256(x, _mm256_set1_epi32(0xffff)); }
   GPTPAR_OP Bits upper(Bits x) { return _mm256_srli_epi32(x, 16); }
@@ -127,13 +151,36 @@ struct Avx512 {
   GPTPAR_OP void store(Half* out, Floats x, bool stream) {
     store_bits(out, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), stream);
   }
-  GPTPAR_OP Bits draws(Floats m, Floats v, uint32_t key) {
+  GPTPAR_OP Bits draws(Floats m, Floats v, Bits key) {
     const Bits first = _mm512_and_si512(_mm512_castps_si512(m), _mm512_set1_epi32(static_cast<int>(0xffff0000)));
     Bits x = _mm512_or_si512(first, _mm512_srli_epi32(_mm512_castps_si512(v), 16));
-    x = _mm512_xor_si512(x, _mm512_set1_epi32(static_cast<int>(key)));
+    x = _mm512_xor_si512(x, key);
     x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(static_cast<int>(kFirst)));
     x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(static_cast<int>(kSecond)));
     return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+  }
+  GPTPAR_OP Bits word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  GPTPAR_OP Bits load_bits(const Eight* x) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  }
+  GPTPAR_OP void store_bits(Eight* out, Bits x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(x));
+  }
+  GPTPAR_OP Bits bits(Floats x) { return _mm512_castps_si512(x); }
+  GPTPAR_OP Floats floats(Bits x) { return _mm512_castsi512_ps(x); }
+  GPTPAR_OP Bits both(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+  GPTPAR_OP Bits either(Bits a, Bits b) { return _mm512_or_si512(a, b); }
+  GPTPAR_OP Bits differ(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
+  GPTPAR_OP Bits plus(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
+  GPTPAR_OP Bits minus(Bits a, Bits b) { return _mm512_sub_epi32(a, b); }
+  template <int count>
+  GPTPAR_OP Bits left(Bits x) { return _mm512_slli_epi32(x, count); }
+  template <int count>
+  GPTPAR_OP Bits right(Bits x) { return _mm512_srli_epi32(x, count); }
+  GPTPAR_OP Bits least(Bits a, Bits b) { return _mm512_min_epu32(a, b); }
+  GPTPAR_OP Bits most(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
+  GPTPAR_OP Bits unless_zero(Bits test, Bits x) {
+    return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(test, test), x);
   }
   GPTPAR_OP Bits lower(Bits x) { return _mm512_and_si512(x, _mm512_set1_epi32(0xffff)); }
   GPTPAR_OP Bits upper(Bits x) { return _mm512_srli_epi32(x, 16); }

@@ -21,7 +21,6 @@ from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, StagingBuffe
 from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.matrix_update import MatrixUpdate
-from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.torch_kernels import MatrixHostKernel
 from gptpar.optim.update import Update
 from gptpar.system import pages
@@ -216,7 +215,7 @@ def buckets_of(
         folder: for files that hold the state; ``None``: the state is in memory.
     """
     for low, high, kernel in alike(partition, kernels):
-        formats = {name: KEPT_IN if name in kernel.rounded else dtype for name in ("weights", *kernel.states)}
+        formats = {name: kernel.rounded.get(name, dtype) for name in ("weights", *kernel.states)}
         size = -(-(high - low) // -(-(high - low) // BUCKET_ELEMENTS))
         for start in range(low, high, size):
             stop = min(start + size, high)

@@ -80,7 +80,7 @@ def check_arguments(
     length, wide = p.numel(), (p.dtype if p.dtype == torch.float64 else torch.float32,)
     wider = wide if p.dtype == torch.float64 else ()
     grads, lows = (*GRAD_TYPES, *wider), (torch.bfloat16, torch.float16, torch.float32, *wider)
-    moment = (*wide, KEPT_IN)
+    moment = (*wide, *KEPT_IN.values())
     given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, wide), ("m", m, moment), ("v", v, moment)]
     if into is not None:
         formats = [(old.dtype,) if old.dtype in moment else moment for old in (m, v)]

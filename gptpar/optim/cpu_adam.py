@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,13 @@ from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, p
 from gptpar.optim.adam_update import STATES, AdamHyperparameters, change
 from gptpar.optim.elementwise import Done, update
 from gptpar.optim.matrix_update import MatrixUpdate
-from gptpar.optim.rounded_states import KEPT_IN
+from gptpar.optim.rounded_states import FP8, KEPT_IN
 from gptpar.optim.torch_kernels import GroupNumbers, MatrixHostKernel, clear_between, square_by_blocks, timed
 from gptpar.system import native
 from gptpar.system.host import cores
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
+_MOMENT_TYPES = _TYPES | {FP8: 4}
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
 
 # struct packs twice as fast as ctypes' structures. That matters, because each bucket's call comes with cold caches.
@@ -86,7 +88,7 @@ class CpuAdam:
 
     Args:
         threads: threads for each call; default: default_threads().
-        rounded: the states that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`).
+        rounded: states that are kept in 16 or 8 bits -> their dtype (:mod:`gptpar.optim.rounded_states`).
 
     Attributes:
         native: whether the compiled kernel is used. Otherwise one warning says why, and torch does the work.
@@ -96,7 +98,7 @@ class CpuAdam:
 
     _isa = -1  # the best that the processor has; tests compare the others
 
-    def __init__(self, threads: int | None = None, rounded: frozenset[str] = frozenset()):
+    def __init__(self, threads: int | None = None, rounded: Mapping[str, torch.dtype] = MappingProxyType({})):
         if threads is not None and threads < 1:
             raise ValueError(f"CpuAdam needs at least 1 thread, not {threads}")
         self.rounded = rounded
@@ -147,7 +149,7 @@ class CpuAdam:
 
         Args:
             state: [n] p, m and v, contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's
-                operators are used. Moments may be bfloat16: then they are rounded stochastically.
+                operators are used. Moments may have a dtype of :data:`KEPT_IN`: then they are rounded.
             grad: [n] fp32, bf16 or fp16; with fp64 parameters, fp64 as well.
             ranges: (start, stop, the step's numbers), ascending; elements between the ranges do not change.
             into: memory for the new p, m and v; the old ones do not change. Default: in place.
@@ -345,8 +347,8 @@ def _call(
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if low is None else low.data_ptr())
     _, m, v, *_, grad = tensors
-    types = _TYPES[grad.dtype], 0 if low is None else _TYPES[low.dtype], _TYPES[m.dtype], _TYPES[v.dtype]
-    rounds = KEPT_IN in (m.dtype, v.dtype)
+    types = _TYPES[grad.dtype], 0 if low is None else _TYPES[low.dtype], _MOMENT_TYPES[m.dtype], _MOMENT_TYPES[v.dtype]
+    rounds = not {m.dtype, v.dtype}.isdisjoint(KEPT_IN.values())
     # Lists: a generator's every item would be a call of its own.
     steps = b"".join([_STEP.pack(*addresses, *types, *how.numbers, how.key if rounds else 0) for *_, how in ranges])
     where = b"".join([_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges)])

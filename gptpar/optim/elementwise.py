@@ -27,7 +27,7 @@ begin in the middle of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptpar.optim.rounded_states import as_kept
+from gptpar.optim.rounded_states import as_kept, as_wide
 from gptpar.optim.update import Update
 
 CLIP_EPS = 1e-6
@@ -134,8 +134,8 @@ class HostKernel(Protocol):
     states: tuple[str, ...]
     """Names of the state vectors."""
 
-    rounded: frozenset[str]
-    """Names of the states that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`)."""
+    rounded: Mapping[str, torch.dtype]
+    """States that are kept in 16 or 8 bits -> their dtype (:mod:`gptpar.optim.rounded_states`)."""
 
     threads: int
 
@@ -164,7 +164,7 @@ class HostKernel(Protocol):
         """Put an update into a queue, and return at once.
 
         Args:
-            state: [n] master weights and state vectors, contiguous fp32 or fp64, those in :attr:`rounded` bfloat16.
+            state: [n] master weights and state vectors, contiguous fp32 or fp64, those in :attr:`rounded` in theirs.
             grad: [n].
             ranges: (start, stop, result of :meth:`step_of`), ascending.
             into: memory for the new state; default: in place.
@@ -257,7 +257,7 @@ def update(
     """Update vectors by torch's operators, on any device.
 
     Args:
-        state: [n] master weights and state vectors, all of one dtype (fp32 or fp64) but for rounded ones (bfloat16).
+        state: [n] master weights and state vectors, all of one dtype (fp32 or fp64) but for rounded ones.
         grad: [n] of a dtype not wider than theirs.
         scale, decay, numbers, couples_decay: see the module; numbers or scalar tensors, which are rounded once to the
             state's dtype.
@@ -271,7 +271,7 @@ def update(
         torch.as_tensor(number, dtype=weights.dtype, device=weights.device) for number in (scale, decay, *numbers)
     )
     for block in blocks_of(weights):
-        p, *states = old = [t[block].to(weights.dtype) for t in state]
+        p, *states = old = [weights[block], *as_wide([t[block] for t in state[1:]], weights.dtype)]
         g = grad[block].to(p.dtype) * scale
         step, states = change(g + decay * p if couples_decay else g, states, numbers)
         new = [p - step if couples_decay else decay * p - step, *states]

@@ -20,4 +20,4 @@ def updates_of(flags: OptimizerFlags) -> tuple[MatrixUpdate | None, ElementwiseO
     if isinstance(chosen, MatrixUpdate):
         return chosen.with_settings(flags), ADAMW
     assert isinstance(chosen, ElementwiseOptimizer)
-    return None, adamw_with(flags.rounded_moments) if chosen is ADAMW else chosen
+    return None, adamw_with(flags.exp_avg_dtype, flags.exp_avg_sq_dtype) if chosen is ADAMW else chosen

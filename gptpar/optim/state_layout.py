@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gptpar.optim.group_ranges import ALIGNMENT, GroupRange
-from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.update import Update
 
 
@@ -75,7 +74,7 @@ class StateLayout:
             )
             for name in dict.fromkeys(name for update in updates for name in update.states)
         }
-        self._rounded = frozenset[str]().union(*(update.rounded for update in updates))
+        self._rounded = {name: dtype for update in updates for name, dtype in update.rounded.items()}
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -88,7 +87,7 @@ class StateLayout:
         Args:
             wide: of the master weights, and of states that are not rounded.
         """
-        return KEPT_IN if name in self._rounded else wide
+        return self._rounded.get(name, wide)
 
     def num_bytes(self, itemsize: int) -> int:
         """Bytes of all states' vectors.
@@ -96,8 +95,8 @@ class StateLayout:
         Args:
             itemsize: bytes of a number that is not rounded.
         """
-        sizes = {name: KEPT_IN.itemsize if name in self._rounded else itemsize for name in self._vectors}
-        return sum(sizes[name] * length for name, length in self.lengths.items())
+        rounded = {name: dtype.itemsize for name, dtype in self._rounded.items()}
+        return sum(rounded.get(name, itemsize) * length for name, length in self.lengths.items())
 
     def view(self, name: str, vector: Tensor, start: int, stop: int) -> Tensor:
         """The values of elements ``start:stop``, which all have this state, in its vector.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,7 +134,8 @@ class TorchHostKernel:
         threads: of torch, for the banner.
     """
 
-    isa, rounded = "torch", frozenset[str]()
+    isa = "torch"
+    rounded: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def __init__(self, optimizer: Update, threads: int):
         self._optimizer, self.threads, self.states = optimizer, threads, optimizer.states

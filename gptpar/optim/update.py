@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
-
-from gptpar.optim.rounded_states import KEPT_IN
 
 _AVERAGES_AND_EPS = ("beta1", "beta2", "alpha", "momentum", "eps")
 """Hyperparameters that are 1 where a state stays what it is."""
@@ -43,14 +42,14 @@ class Update:
         hyperparameters: a ``NamedTuple`` class, see :class:`Hyperparameters`.
         numbers: (hyperparameters, number of the step, from 1) -> the numbers that all elements of a step share. It uses
             operators that give fp64 scalar tensors the same bits on the CPU and on the device.
-        rounded: the states that are kept in 16 bits (:mod:`gptpar.optim.rounded_states`).
+        rounded: states that are kept in 16 or 8 bits -> their dtype (:mod:`gptpar.optim.rounded_states`).
     """
 
     name: str
     states: tuple[str, ...]
     hyperparameters: type[Any]
     numbers: Callable[[Any, Tensor], Sequence[Tensor]]
-    rounded: frozenset[str] = field(default=frozenset(), kw_only=True)
+    rounded: Mapping[str, torch.dtype] = field(default_factory=dict, hash=False, kw_only=True)
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -73,7 +72,7 @@ class Update:
         Args:
             itemsize: bytes of one number.
         """
-        return sum(KEPT_IN.itemsize if name in self.rounded else itemsize for name in self.vectors)
+        return sum(self.rounded[name].itemsize if name in self.rounded else itemsize for name in self.vectors)
 
     @cached_property
     def unchanging(self) -> Hyperparameters:

@@ -252,7 +252,8 @@ class _Costs:
         added = job.element_size + 2 * job.wide_size
         size = added if job.config.batch.adds_gradients(job.mesh.world_size) else 2 * job.element_size
         alone = job.num_micro_batches == 1 and job.num_copies == 1
-        size_on_host = (2 if job.host_sums else 3) * job.element_size if alone or job.host_sums else added
+        size_on_host = job.host_sums * 2 * job.element_size
+        size_on_host += (1 - job.host_sums) * (3 * job.element_size if alone else added)
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
     def _chunked(self, cost: Cost) -> float:

@@ -160,8 +160,8 @@ def _wide_formats(optimizer: OptimizerConfig) -> str:
     if not (rounded := optimizer.rounded_moments):
         return "master weights, moments and gradient sums in fp32 or wider"
     rest = "" if len(rounded) > 1 else ", the other moment"
-    kept = " and ".join(sorted(rounded))
-    return f"master weights{rest} and gradient sums in fp32 or wider; {kept} in bf16, rounded stochastically"
+    kept = " and ".join(f"{name} in {one}" for name, one in rounded.items())
+    return f"master weights{rest} and gradient sums in fp32 or wider; {kept}, rounded stochastically"
 
 
 def _run(config: Config, plan: BatchPlan) -> list[Row]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import torch
 
 from gptpar.checkpoint import (
     HINT_NAME,
@@ -21,9 +19,7 @@ from gptpar.checkpoint import (
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange import start_from_hf, why_not_to_load, why_not_to_save
-from gptpar.optim.adam_update import STATES
 from gptpar.optim.optimizers import updates_of
-from gptpar.optim.rounded_states import KEPT_IN
 from gptpar.optim.schedule import Schedule
 from gptpar.run.accept import (
     Inputs,
@@ -32,12 +28,13 @@ from gptpar.run.accept import (
     report_differences,
     report_finetuned_differences,
 )
+from gptpar.run.moment_formats import may_differ, take_up_moments
 from gptpar.run.progress import Progress
 from gptpar.run.run_folder.branches import branch_with
 from gptpar.run.saved_state import checkpoint_tensors
 from gptpar.run.trainer import Trainer
 from gptpar.system.restart import memory_folder
-from gptpar.topology.tensor_parts import TensorParts, kind_of
+from gptpar.topology.tensor_parts import kind_of
 
 _NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
 
@@ -173,7 +170,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         iteration=c.ckpt_step,
         strict=not weights_only,
         may_stay=lambda name: _is_dropped(config, name),
-        may_cast=lambda name, stored: _is_rounded(name, stored, targets[name].dtype),
+        may_cast=lambda name, stored: may_differ(name, stored, targets[name].dtype),
         apart=memory_folder(),
         report=_only_missing(say),
     )
@@ -194,7 +191,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
-        _report_other_formats(read_manifest(loaded.path), targets, say)
+        take_up_moments(loaded.path, read_manifest(loaded.path), targets, say)
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:
@@ -221,21 +218,6 @@ def _is_dropped(config: Config, name: str) -> bool:
     of_matrices, of_others = updates_of(config.optimizer)
     kind = kind_of(name)
     return of_matrices is not None and kind in of_others.states and kind not in of_matrices.states
-
-
-def _is_rounded(name: str, stored: torch.dtype, here: torch.dtype) -> bool:
-    """Whether a tensor is a moment that is kept in 16 bits either in the checkpoint or here, and in fp32 else."""
-    return kind_of(name) in STATES and {stored, here} == {KEPT_IN, torch.float32}
-
-
-def _report_other_formats(manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]) -> None:
-    """Report what a resume did to moments that the checkpoint has in another number format."""
-    for kind in STATES:
-        names = [name for name in targets if kind_of(name) == kind and name in manifest.tensors]
-        if any(_is_rounded(name, manifest.tensors[name].dtype, targets[name].dtype) for name in names):
-            narrows = targets[names[0]].dtype == KEPT_IN
-            how = "bf16: fp32 was rounded to nearest once" if narrows else "fp32 again, exactly as they were in bf16"
-            say(f" > the values of {kind} are {how}")
 
 
 def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:

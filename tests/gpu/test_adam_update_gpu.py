@@ -12,6 +12,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.device_adam import TritonAdam
 from gptpar.optim.elementwise import DeviceKernel, UpdateVectors, clipped_divisor
 from gptpar.optim.group_ranges import ALIGNMENT
+from gptpar.optim.rounded_states import KEPT_IN, in_formats
 from gptpar.optim.torch_kernels import TorchDeviceKernel
 from tests.gpu.offloaded_training import OFFLOAD, run
 from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
@@ -55,13 +56,14 @@ def test_triton_and_torch_compute_the_definition(
                     assert same(ours.cpu(), true), (adam, name, step)
 
 
-@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("second", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [torch.float32, *KEPT_IN.values()], ids=str)
+@pytest.mark.parametrize("second", [torch.float32, *KEPT_IN.values()], ids=str)
 def test_moments_are_rounded_as_on_the_cpu(first: torch.dtype, second: torch.dtype) -> None:
     """All bit patterns, edges and the usual, by Triton's kernel and by torch's operators."""
-    updates = adamw_with(frozenset(("exp_avg", "exp_avg_sq")))
+    updates = adamw_with("bf16", "bf16")
     for p, m, v, g in cases():
-        old, low = [p, m.to(first), v.to(second)], torch.empty(len(p), dtype=torch.bfloat16)
+        nearest = torch.full((len(p),), 0x80008000 - 2**32, dtype=torch.int32)
+        old, low = [p, *in_formats(m, v, (first, second), nearest)], torch.empty(len(p), dtype=torch.bfloat16)
         for step in (1, 7, 999_999):
             expected = [t.clone() for t in old]
             CpuAdam(4).steps(expected, g, [(0, len(p), AdamStep(*HOW, step, clipped_divisor(2.7, 1.0, 0.3)))], low=low)

@@ -139,6 +139,27 @@ UPDATE = [
         (f"{ROUNDED_MOMENTS}::test_a_number_is_rounded_up_by_as_many_draws_as_its_fraction",),
     ),
     Mutation(
+        "draws-of-8-bits-without-the-weight",
+        LOOP,
+        "draws = V::draws(m, v, V::differ(V::word(s.key), V::bits(p)));",
+        "draws = V::draws(m, v, V::word(s.key));",
+        (f"{ROUNDED_MOMENTS}::test_elements_with_equal_moments_in_8_bits_have_draws_of_their_own",),
+    ),
+    Mutation(
+        "first-moment-relative-to-the-second-before-rounding",
+        "gptpar/optim/rounded_states.py",
+        "wide = second_of_8_bits(v)",
+        "wide = wide",
+        (f"{ROUNDED_MOMENTS}::test_every_instruction_set_computes_the_definition",),
+    ),
+    Mutation(
+        "moments-in-8-bits-taken-up-as-numbers",
+        "gptpar/run/moment_formats.py",
+        "if FP8 in (*stored, *here):",
+        "if FP8 in (*stored, *here) and not stored:",
+        ("tests/unit/run/test_resume_muon.py::test_a_run_goes_on_to_and_from_8_bits",),
+    ),
+    Mutation(
         "denormals-flushed",
         "csrc/ieee_mode.h",
         "kMaskedExceptions = 0x1f80",

@@ -150,6 +150,16 @@ FAMILIES = {
             at("dp2 pp2", "--zero-stage 2", "all on the CPU"),
         ],
     ),
+    "moments in 8 bits": Family(
+        [*FEWER_SAMPLES, "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"],
+        [
+            at("dp2 tp2", "--zero-stage 1", "CPU optimizer 0.6"),
+            at("dp2 pp2", "--zero-stage 3"),
+            at("dp4", "--zero-stage 3", "CPU optimizer 0.6"),
+        ],
+        saved=3,
+        steps=5,
+    ),
     "rounded moments": Family(
         [*FEWER_SAMPLES, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
         [

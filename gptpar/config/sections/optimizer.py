@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gptpar.config import Flags
 
 
-MOMENT_DTYPES = ("fp32", "bf16")
+MOMENT_DTYPES = ("fp32", "bf16", "fp8")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
@@ -75,8 +75,8 @@ class OptimizerConfig(Generic[Open]):
     )
     exp_avg_dtype: str = flag(
         "fp32",
-        "number format in which AdamW's first moment is kept: fp32 (fp64 in a run with --fp64), or bf16 with "
-        "stochastic rounding, which takes 2 bytes less for each parameter",
+        "number format in which AdamW's first moment is kept: fp32 (fp64 in a run with --fp64), or with stochastic "
+        "rounding bf16 or fp8, which take 2 or 3 bytes less for each parameter",
         choices=MOMENT_DTYPES,
     )
     exp_avg_sq_dtype: str = flag("fp32", "the same for AdamW's second moment", choices=MOMENT_DTYPES)
@@ -130,10 +130,10 @@ class OptimizerConfig(Generic[Open]):
     end_weight_decay: float | Open = flag(None, "weight decay at the end", least=0, complete=0.0)
 
     @property
-    def rounded_moments(self) -> frozenset[str]:
-        """The states that are kept in 16 bits."""
-        dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
-        return frozenset(name for name, dtype in dtypes.items() if dtype == "bf16")
+    def rounded_moments(self) -> dict[str, str]:
+        """The states that are kept in 16 or 8 bits, with their number formats."""
+        formats = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return {name: one for name, one in formats.items() if one != "fp32"}
 
 
 OptimizerFlags: TypeAlias = OptimizerConfig[None]
@@ -268,9 +268,9 @@ def _betas(o: OptimizerFlags) -> Iterator[str]:
 
 def _moments(o: OptimizerFlags) -> Iterator[str]:
     """Rounded moments are AdamW's."""
-    for name in sorted(o.rounded_moments) if o.optimizer != "adam" else ():
+    for name, one in o.rounded_moments.items() if o.optimizer != "adam" else ():
         yield (
-            f"{flag_name(f'{name}_dtype')} bf16 is built for --optimizer adam alone, and this run has --optimizer "
+            f"{flag_name(f'{name}_dtype')} {one} is built for --optimizer adam alone, and this run has --optimizer "
             f"{o.optimizer}: leave one of them out."
         )
 

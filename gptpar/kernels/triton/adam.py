@@ -1,6 +1,6 @@
 """AdamW on a GPU as :mod:`gptpar.optim.adam_update` defines it (N1 to N6, E1 to E4), in one pass over memory.
 
-Moments in bfloat16 are rounded as :mod:`gptpar.optim.rounded_states` says.
+Moments in bfloat16 and in 8 bits are rounded as :mod:`gptpar.optim.rounded_states` says.
 
 By default Triton fuses products with sums, divides approximately, and flushes denormals in libdevice: the kernels here
 turn all three off.
@@ -18,6 +18,9 @@ ELEMENTS, NUM_WARPS = 2048, 8
 NUM_NUMBERS = 9
 """scale, rest1, beta2, rest2, floor, size, decay, the bits of the key for rounded moments, skipped (not 0: nothing
 changes)."""
+
+SECOND_LOW, FIRST_LOW = tl.constexpr(4 * (127 - 56)), tl.constexpr(16 * (127 - 4))
+"""See :mod:`gptpar.optim.rounded_states`."""
 
 IEEE = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Launch options: every operation is rounded by itself, denormals are kept."""
@@ -46,6 +49,44 @@ def _rounded(x, draw):
     bits = x.to(tl.uint32, bitcast=True)
     upper = ((tl.where(x == x, bits + draw, 0x7FC00000)) >> 16).to(tl.uint16)
     return upper.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _half_exponent(size):
+    return ((size >> 23) + 1) >> 1
+
+
+@triton.jit
+def _second_of_8_bits(code):
+    wide = code.to(tl.uint32)
+    return tl.where(wide == 0, 0, (wide + SECOND_LOW) << 21).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _second_in_8_bits(v, draw):
+    size = v.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    kept = tl.minimum(tl.maximum(size, (SECOND_LOW + 1) << 21), (SECOND_LOW + 255) << 21)
+    return tl.where(size == 0, 0, ((kept + (draw << 5) + 16) >> 21) - SECOND_LOW).to(tl.uint8)
+
+
+@triton.jit
+def _first_of_8_bits(code, v):
+    wide, below = code.to(tl.uint32), v.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    scaled = (((wide & 127) + FIRST_LOW) << 19).to(tl.float32, bitcast=True) - 0.0625
+    size = scaled * ((_half_exponent(below) + 63) << 23).to(tl.float32, bitcast=True)
+    return (size.to(tl.uint32, bitcast=True) | ((wide & 128) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_in_8_bits(m, v, draw):
+    bits, below = m.to(tl.uint32, bitcast=True), v.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    size = bits & 0x7FFFFFFF
+    inverse = ((191 - _half_exponent(below)) << 23).to(tl.uint32).to(tl.float32, bitcast=True)
+    scaled = size.to(tl.float32, bitcast=True) * inverse + 0.0625
+    kept = tl.minimum(scaled.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, (FIRST_LOW + 127) << 19)
+    code = ((kept + (draw << 3) + 4) >> 19) - FIRST_LOW
+    sign = tl.where(size > 0x7F800000, 0, (bits >> 24) & 128)
+    return tl.where(below == 0, 0, code | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -91,10 +132,35 @@ def step_numbers(
 
 
 @triton.jit
+def _store_moments(
+    exp_avg, exp_avg_sq, m, v, old_m, old_v, key, inside, FIRST: tl.constexpr, SECOND: tl.constexpr
+):  # fmt: skip
+    first, second = old_m.to(tl.uint32, bitcast=True), old_v.to(tl.uint32, bitcast=True)
+    draws = _mixed(key ^ ((first & 0xFFFF0000) | (second >> 16)))
+    kept_v = v
+    if SECOND == 1:
+        code = _second_in_8_bits(v, draws >> 16)
+        tl.store(exp_avg_sq, code, mask=inside)
+        kept_v = _second_of_8_bits(code)
+    elif SECOND == 2:
+        short = _rounded(v, draws >> 16)
+        tl.store(exp_avg_sq, short, mask=inside)
+        kept_v = short.to(tl.float32)
+    else:
+        tl.store(exp_avg_sq, v, mask=inside)
+    if FIRST == 1:
+        tl.store(exp_avg, _first_in_8_bits(m, kept_v, draws & 0xFFFF), mask=inside)
+    elif FIRST == 2:
+        tl.store(exp_avg, _rounded(m, draws & 0xFFFF), mask=inside)
+    else:
+        tl.store(exp_avg, m, mask=inside)
+
+
+@triton.jit
 def _update(
     weights, exp_avg, exp_avg_sq, grad, parameters, decays, numbers, length,
     BLOCK: tl.constexpr, WRITES_PARAMETERS: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
-    ROUNDS_FIRST: tl.constexpr, ROUNDS_SECOND: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr,  # bytes of a moment
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < length
@@ -102,23 +168,21 @@ def _update(
     floor, size, decay, skipped = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 8)
     if skipped == 0.0:
         g = tl.load(grad + at, mask=inside).to(tl.float32) * scale
-        old_m = tl.load(exp_avg + at, mask=inside).to(tl.float32)
-        old_v = tl.load(exp_avg_sq + at, mask=inside).to(tl.float32)
+        old_m, old_v = tl.load(exp_avg + at, mask=inside, other=0), tl.load(exp_avg_sq + at, mask=inside, other=0)
+        old_v = _second_of_8_bits(old_v) if SECOND == 1 else old_v.to(tl.float32)
+        old_m = _first_of_8_bits(old_m, old_v) if FIRST == 1 else old_m.to(tl.float32)
         m = old_m + rest1 * (g - old_m)
         v = beta2 * old_v + (rest2 * g) * g
         kept = decay
         if SOME_DECAY:
             kept = tl.where(tl.load(decays + at // BLOCK, mask=inside, other=0), decay, 1.0)
-        w = kept * tl.load(weights + at, mask=inside) - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
+        old_w = tl.load(weights + at, mask=inside)
+        w = kept * old_w - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
         tl.store(weights + at, w, mask=inside)
-        if ROUNDS_FIRST or ROUNDS_SECOND:
-            key = tl.load(numbers + 7).to(tl.uint32, bitcast=True)
-            first, second = old_m.to(tl.uint32, bitcast=True), old_v.to(tl.uint32, bitcast=True)
-            draws = _mixed(key ^ ((first & 0xFFFF0000) | (second >> 16)))
-            m = _rounded(m, draws & 0xFFFF) if ROUNDS_FIRST else m
-            v = _rounded(v, draws >> 16) if ROUNDS_SECOND else v
-        tl.store(exp_avg + at, m, mask=inside)
-        tl.store(exp_avg_sq + at, v, mask=inside)
+        key = tl.load(numbers + 7).to(tl.uint32, bitcast=True)
+        if FIRST == 1 or SECOND == 1:
+            key = key ^ old_w.to(tl.uint32, bitcast=True)
+        _store_moments(exp_avg + at, exp_avg_sq + at, m, v, old_m, old_v, key, inside, FIRST, SECOND)
         if WRITES_PARAMETERS:
             tl.store(parameters + at, w.to(parameters.dtype.element_ty), mask=inside)
 
@@ -133,7 +197,7 @@ def update(
     block: int,
     numbers: torch.Tensor,
 ) -> None:
-    """Update vectors [n]; all are fp32 but the gradient, the model parameters and moments in bfloat16.
+    """Update vectors [n]; all are fp32 but the gradient, the model parameters and rounded moments.
 
     Args:
         parameters: [n] the model parameters to write; ``None``: the weights are the model parameters.
@@ -146,6 +210,6 @@ def update(
         weights, exp_avg, exp_avg_sq, grad, weights if parameters is None else parameters,
         weights if decays is None else decays, numbers, length,
         BLOCK=block, WRITES_PARAMETERS=parameters is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
-        ROUNDS_FIRST=exp_avg.dtype == torch.bfloat16, ROUNDS_SECOND=exp_avg_sq.dtype == torch.bfloat16,
+        FIRST=exp_avg.element_size(), SECOND=exp_avg_sq.element_size(),
         num_warps=NUM_WARPS, **IEEE,
     )  # fmt: skip

@@ -116,6 +116,7 @@ def state_after(words: str, ratio: str, *, count: int) -> tuple[str, int]:
 
 
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+EIGHT = ROUNDED.replace("bf16", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     [
         ("--bf16", 1, "on"),
         pytest.param(f"--bf16 {ROUNDED}", 1, "on", marks=pytest.mark.slow),
+        (f"--bf16 {EIGHT}", 1, "on"),
         pytest.param("--bf16", 2, "off", marks=pytest.mark.slow),
         pytest.param("", 2, "off", marks=pytest.mark.slow),
         pytest.param("--fp64", 1, "on", marks=pytest.mark.slow),

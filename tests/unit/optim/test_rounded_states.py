@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.rounded_states import draws_of, key_of, key_on_device, rounded
+from gptpar.optim.rounded_states import (
+    BF16,
+    FP8,
+    as_wide,
+    draws_of,
+    first_in_8_bits,
+    first_of_8_bits,
+    in_formats,
+    key_of,
+    key_on_device,
+    rounded,
+    second_in_8_bits,
+    second_of_8_bits,
+)
 from tests.unit.optim.cpu_adam_runs import with_isa
 from tests.unit.optim.update_cases import STEPS, cases, same, update
 
-FP32, BF16 = torch.float32, torch.bfloat16
-FORMATS = [(BF16, BF16), (BF16, FP32), (FP32, BF16)]
+FP32 = torch.float32
+FORMATS = [one for one in itertools.product((FP32, BF16, FP8), repeat=2) if one != (FP32, FP32)]
+CODES = torch.arange(256, dtype=FP8)
+DRAWS = torch.arange(1 << 16, dtype=torch.int32)
+
+
+def kept(m: torch.Tensor, v: torch.Tensor, formats: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Moments in stored number formats, rounded to nearest but for ties."""
+    return list(in_formats(m, v, formats, torch.full((len(m),), 0x80008000 - 2**32, dtype=torch.int32)))
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=str)
@@ -27,7 +49,7 @@ def test_every_instruction_set_computes_the_definition(
         pytest.skip("not this processor's")
     for (p, m, v, g), step, apart in itertools.product(cases(), (1, 999_999), (False, True)):
         how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, step, 3.7)
-        old = [p, m.to(formats[0]), v.to(formats[1])]
+        old = [p, *kept(m, v, formats)]
         wanted, low = [t.clone() for t in old], torch.empty(len(p), dtype=BF16)
         update(wanted, g, how.numbers, low=low, key=how.key)
         ours, narrow = [t.clone() for t in old], torch.empty_like(low)
@@ -41,8 +63,8 @@ def test_any_cutting_of_a_vector_gives_the_same_bits(isas: list[int]) -> None:
     cuts = [0, 1, 38, 64, 101, 4_129, 10_007]
     p, m, v, g = cases()[2]
     how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, 7)
-    for isa in isas:
-        whole, cut = ([p.clone(), m.to(BF16), v.to(BF16)] for _ in range(2))
+    for isa, formats in itertools.product(isas, ((BF16, BF16), (FP8, FP8))):
+        whole, cut = ([p.clone(), *kept(m, v, formats)] for _ in range(2))
         with_isa(isa).steps(whole, g, [(0, len(p), how)])
         for start, stop in itertools.pairwise(cuts):
             with_isa(isa).steps([t[start:stop] for t in cut], g[start:stop], [(0, stop - start, how)])
@@ -68,11 +90,10 @@ def test_the_weights_follow_the_moments_before_rounding() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_number_is_rounded_up_by_as_many_draws_as_its_fraction(sign: int) -> None:
-    draws = torch.arange(1 << 16, dtype=torch.int32)
     for exponent, fraction in itertools.product((0, 1, 127, 254), (0, 1, 0x4000, 0x8000, 0xFFFF)):
         lower = torch.tensor([exponent << 23 | 0x350000], dtype=torch.int32)
         x = sign * (lower + fraction).view(FP32).expand(1 << 16)
-        found = rounded(x, draws).float().abs()
+        found = rounded(x, DRAWS).float().abs()
         ends = lower.view(FP32), (lower + 0x10000).view(FP32)
         assert [int((found == end).sum()) for end in ends] == [(1 << 16) - fraction, fraction]
 
@@ -137,3 +158,78 @@ def test_in_double_precision_moments_are_rounded_by_the_same_draws(no_compiler: 
     assert all(one.dtype == BF16 for one in wide[1:])
     share = [float((a == b).float().mean()) for a, b in zip(narrow[1:], wide[1:], strict=True)]
     assert min(share) > 0.999
+
+
+@pytest.mark.parametrize("draw", [0, 0x8000, 0xFFFF])
+def test_no_draw_changes_what_8_bits_hold(draw: int) -> None:
+    """Each code of v, each of m beside it, and bfloat16 holds them, too."""
+    draws = torch.full((256,), draw, dtype=torch.int32)
+    numbers = second_of_8_bits(CODES)
+    assert bool((numbers.diff() > 0).all()) and (float(numbers[0]), float(numbers[-1])) == (0.0, 224.0)
+    assert torch.equal(second_in_8_bits(numbers, draws), CODES) and torch.equal(numbers.to(BF16).float(), numbers)
+    for v in numbers[1:]:
+        m = first_of_8_bits(CODES, v.expand(256))
+        assert torch.equal(first_in_8_bits(m, v.expand(256), draws), CODES) and torch.equal(m.to(BF16).float(), m)
+        assert 7.7 * float(v) ** 0.5 <= float(m.max()) <= 15.5 * float(v) ** 0.5
+
+
+@pytest.mark.parametrize("code", [1, 2, 100, 254])
+def test_8_bits_of_v_are_rounded_up_by_as_many_draws_as_the_fraction(code: int) -> None:
+    ends = second_of_8_bits(torch.tensor([code, code + 1], dtype=FP8))
+    for fraction in (0, 1, 0x4000, 0xFFFF):
+        x = (ends[:1].view(torch.int32) + (fraction << 5)).view(FP32).expand(1 << 16)
+        found = second_in_8_bits(x, DRAWS)
+        assert [int((found == end).sum()) for end in (code, code + 1)] == [(1 << 16) - fraction, fraction]
+
+
+@pytest.mark.parametrize(("code", "v"), [(0, 1.0), (15, 3.0), (16, 4.0), (77, 1e-9), (126, 2.0**-40)])
+def test_8_bits_of_m_are_rounded_up_by_as_many_draws_as_the_fraction(code: int, v: float) -> None:
+    ones = torch.full((1 << 16,), v)
+    scale = 2.0 ** math.floor(math.log2(v) / 2)
+    for sign, fraction in itertools.product((0, 128), (1, 0x4000, 0xFFFF)):
+        offset = torch.tensor([(16 * 123 + code << 19) + (fraction << 3)], dtype=torch.int32).view(FP32)
+        m = ((offset - 1 / 16) * scale * (-1 if sign else 1)).expand(1 << 16)
+        found = first_in_8_bits(m, ones, DRAWS)
+        counts = [int((found == end).sum()) for end in (code | sign, code + 1 | sign)]
+        assert counts == [(1 << 16) - fraction, fraction]
+
+
+def test_8_bits_have_ends_and_neither_a_zero_v_nor_a_nan_a_sign() -> None:
+    draws = torch.zeros(6, dtype=torch.int32)
+    x = torch.tensor([0.0, 2.0**-149, 2.0**-57, 225.0, math.inf, math.nan])
+    assert second_in_8_bits(x, draws).tolist() == second_in_8_bits(-x, draws).tolist() == [0, 1, 1, 255, 255, 255]
+    m = torch.tensor([2.0**-149, 0.2, 15.5, 1e9, math.inf, math.nan])
+    assert first_in_8_bits(m, torch.ones(6), draws).tolist() == [0, 32, 127, 127, 127, 127]
+    assert first_in_8_bits(-m, torch.ones(6), draws).tolist() == [128, 160, 255, 255, 255, 127]
+    assert first_in_8_bits(m, torch.zeros(6), draws).tolist() == [0] * 6
+
+
+def test_moments_in_8_bits_are_right_on_average_and_change_weights_as_those_in_fp32_do() -> None:
+    """Gradients from 1e-7 to 1 over 300 steps; changes beside fp32's: their mean, and the error's size."""
+    generator = torch.Generator().manual_seed(3)
+    scales, p = (torch.randn(4_000, generator=generator) for _ in range(2))
+    scales = 10.0 ** -(7 * torch.rand(4_000, generator=generator))
+    exact = [p.clone(), torch.zeros(4_000), torch.zeros(4_000)]
+    eight = [p.clone(), *(torch.zeros(4_000, dtype=FP8) for _ in range(2))]
+    for step in range(1, 301):
+        g = scales * (torch.randn(4_000, generator=generator) + 0.3)
+        before = [state[0].clone() for state in (exact, eight)]
+        for state in (exact, eight):
+            CpuAdam(1).step(*state, g, AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, step))
+    wanted, found = (state[0] - old for state, old in zip((exact, eight), before, strict=True))
+    assert float((found - wanted).norm() / wanted.norm()) < 0.15
+    assert float(found @ wanted / (wanted @ wanted)) == pytest.approx(1, abs=0.04)
+    assert float(found.abs().max()) < 1.5 * float(wanted.abs().max())
+    m, v = as_wide(eight[1:], FP32)
+    assert float((v / exact[2]).mean()) == pytest.approx(1, abs=0.02)
+    assert float(((m - exact[1]) / exact[2].sqrt()).mean()) == pytest.approx(0, abs=0.002)
+
+
+def test_elements_with_equal_moments_in_8_bits_have_draws_of_their_own() -> None:
+    n = 10_000
+    p, g = torch.randn(n, generator=torch.Generator().manual_seed(5)), torch.full((n,), 0.011)
+    m, v = (torch.zeros(n, dtype=FP8) for _ in range(2))
+    CpuAdam(1).step(p, m, v, g, AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 1))
+    wanted = (0.1 * 0.011, 0.001 * 0.011**2)
+    for found, true in zip(as_wide([m, v], FP32), wanted, strict=True):
+        assert len(found.unique()) == 2 and float(found.mean()) == pytest.approx(true, rel=5e-3)

@@ -77,6 +77,13 @@ def test_sums_on_the_host_leave_the_device_and_take_time_where_the_host_is_slow(
     assert "gradients leave the GPU at once, and those of 100 % of the layers are added up on the host" in text
 
 
+def test_gradients_of_layers_whose_sums_stay_are_added_on_the_device() -> None:
+    flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 200 --host-memory 512 --global-batch-size 160 --offload-gradients"
+    words = ("off", "on --offload-gradients-ratio 0.5", "on")
+    stay, half, leave = (plan(f"{flags} {word}").time.compute for word in words)
+    assert leave < half < stay and half == pytest.approx((stay + leave) / 2)
+
+
 # --- Rounded moments in plans: bytes on the GPU and on the host as a run allocates them, and fewer ------------------
 
 
@@ -89,8 +96,11 @@ def states(planned: Plan) -> tuple[int, int]:
     return job.device_state_bytes(job.stages[0]), job.host_state(job.stages[0]).num_bytes
 
 
-@pytest.mark.parametrize(("more", "saved"), [(" --exp-avg-dtype bf16", 2), (" --exp-avg-sq-dtype bf16", 2), (BOTH, 4)])
-def test_each_rounded_moment_saves_two_bytes_of_memory_and_four_of_an_update(more: str, saved: int) -> None:
+@pytest.mark.parametrize(
+    ("more", "saved"),
+    [(" --exp-avg-dtype bf16", 2), (" --exp-avg-sq-dtype bf16", 2), (BOTH, 4), (BOTH.replace("bf16", "fp8"), 6)],
+)
+def test_each_rounded_moment_saves_bytes_of_memory_and_twice_as_many_of_an_update(more: str, saved: int) -> None:
     exact, rounded = (plan(f"{SMALL}--micro-batch-size 2 {OFFLOAD}0.6 {flags}") for flags in ("", more))
     table = exact.job.table(exact.job.stages[0])
     here, there = (was - now for was, now in zip(states(exact), states(rounded), strict=True))
@@ -101,10 +111,11 @@ def test_each_rounded_moment_saves_two_bytes_of_memory_and_four_of_an_update(mor
 
 
 def test_a_run_allocates_what_the_update_says() -> None:
-    assert adamw_with(frozenset()) is ADAMW and ADAMW.state_bytes(4) == 12 and ADAMW.state_bytes(8) == 24
-    both = adamw_with(frozenset({"exp_avg", "exp_avg_sq"}))
-    assert (both.state_bytes(4), both.state_bytes(8)) == (8, 12)
-    for words, size in (("", 12), ("--exp-avg-sq-dtype bf16", 10), (BOTH, 8)):
+    assert adamw_with("fp32", "fp32") is ADAMW and ADAMW.state_bytes(4) == 12 and ADAMW.state_bytes(8) == 24
+    for name, sizes in (("bf16", (8, 12)), ("fp8", (6, 10))):
+        both = adamw_with(name, name)
+        assert (both.state_bytes(4), both.state_bytes(8)) == sizes
+    for words, size in (("", 12), ("--exp-avg-sq-dtype bf16", 10), (BOTH, 8), (BOTH.replace("bf16", "fp8"), 6)):
         trainer = make_trainer(
             tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 0.5 --offload-speculation on {words}")
         )

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from gptpar.errors import CheckpointError
+from gptpar.optim.adam_update import STATES
+from gptpar.optim.rounded_states import as_wide, in_formats
 from gptpar.run import resume
 from gptpar.run.progress import Progress
 from gptpar.run.trainer import Trainer
@@ -18,6 +20,7 @@ from tests.unit.run import saved_runs
 from tests.unit.run.saved_runs import inputs_of
 
 MUON, ROUNDED = "--optimizer muon --bf16", "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+EIGHT = "--bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
 
 
 def run_of(folder: Path, words: str) -> Trainer:
@@ -25,7 +28,7 @@ def run_of(folder: Path, words: str) -> Trainer:
 
 
 def whole(parts: TensorParts) -> torch.Tensor:
-    full = torch.full(parts.shape, float("nan"), dtype=parts.dtype)
+    full = torch.full(parts.shape, float("nan") if parts.dtype.is_floating_point else 0, dtype=parts.dtype)
     for offsets, part in parts.parts:
         full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
     return full
@@ -74,7 +77,7 @@ def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
     ("before", "sentence"),
     [
         pytest.param(
-            ROUNDED, "the values of exp_avg are fp32 again, exactly as they were in bf16", marks=pytest.mark.slow
+            ROUNDED, "the values of exp_avg are fp32, exactly as they were in bf16", marks=pytest.mark.slow
         ),
         ("--bf16", "the values of exp_avg_sq are bf16: fp32 was rounded to nearest once"),
     ],
@@ -90,6 +93,37 @@ def test_a_run_goes_on_with_another_number_format_and_says_so(before: str, sente
     for kind, views in new.items():
         for name, view in views.items():
             assert torch.equal(whole(view), whole(old[kind][name]).to(view.dtype)), (kind, name)
+    assert not train(second, 3, 4)[0][2]
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentences"),
+    [
+        ("--bf16", EIGHT, ["exp_avg are fp8: fp32 was", "exp_avg_sq are fp8: fp32 was"]),
+        (EIGHT, "--bf16", ["exp_avg are fp32, exactly as they were in fp8", "exp_avg_sq are fp32, exactly"]),
+        (EIGHT, "--bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", ["exp_avg_sq are bf16, exactly"]),
+        (EIGHT, MUON, ["exp_avg are fp32, exactly as they were in fp8", "exp_avg_sq are fp32, exactly"]),
+        (ROUNDED, EIGHT, ["exp_avg are fp8: bf16 was", "exp_avg_sq are fp8: bf16 was"]),
+    ],
+)
+def test_a_run_goes_on_to_and_from_8_bits(before: str, after: str, sentences: list[str], tmp_path: Path) -> None:
+    first, told = run_of(tmp_path, f"{before} {OFFLOAD} 0.731"), list[str]()
+    train(first, 0, 3)
+    save(first, 3)
+    second = run_of(tmp_path, f"{after} {OFFLOAD} 0.4")
+    resume.load(second, inputs_of(second.config), told.append)
+    said = [one for one in told if "the values of" in one]
+    assert all(sentence in one for sentence, one in zip(sentences, said, strict=True))
+    old, new = (trainer.engine.optimizer.state_tensors() for trainer in (first, second))
+    for name in new["weights"]:
+        assert torch.equal(whole(new["weights"][name]), whole(old["weights"][name]))
+        stored = [whole(old[kind][name]) for kind in STATES]
+        found = [whole(new[kind][name]) for kind in STATES if name in new[kind]]
+        wide, draws = as_wide(stored, torch.float32), torch.full(stored[0].shape, 0x80008000 - 2**32, dtype=torch.int32)
+        formats = [one.dtype for one in found] if found[1:] else [torch.float32] * 2
+        assert all(map(torch.equal, found, in_formats(*wide, formats, draws))), name
     assert not train(second, 3, 4)[0][2]
     first.close()
     second.close()

@@ -21,7 +21,7 @@ from tests.helpers import TINY
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 def command(flags: str, verb: str = "pretrain") -> list[str]:

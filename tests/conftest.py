@@ -37,9 +37,10 @@ def closing() -> Iterator[Callable[[Any], Any]]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For the fast tier, a file that has none of its tests need not be imported."""
-    is_test = collection_path.match("test_*.py") and UNIT not in collection_path.parents
-    if config.option.markexpr == "fast" and is_test and "mark.fast" not in collection_path.read_text():
+    """A file that has no test of the tier need not be imported."""
+    marks = {"fast": (None, "mark.fast"), "not fast and not long": ("mark.slow", None)}  # of unit tests, of others
+    wanted = marks.get(config.option.markexpr, (None, None))[UNIT not in collection_path.parents]
+    if wanted and collection_path.match("test_*.py") and wanted not in collection_path.read_text():
         return True
     return None
 

@@ -152,8 +152,8 @@ def cos_and_sin(angles: torch.Tensor, amplitude: float, dtype: torch.dtype) -> t
     return cos.to(dtype), sin.to(dtype)
 
 
-# An operator, into which torch.compile cannot look. It would compute both functions again for each channel of each head,
-# which takes longer than the heads' memory traffic (H100, 28 heads of 128, 8,192 tokens: 0.49 ms instead of 0.06).
+# An operator, into which torch.compile cannot look: it would compute both functions again for each channel of each
+# head, which takes longer than the heads' memory traffic (H100, 4 layers of Qwen2.5-7B: 10 ms of a step of 555).
 compiled_cos_and_sin = torch.library.custom_op("gptpar::cos_and_sin", cos_and_sin, mutates_args=())
 
 

@@ -1,4 +1,4 @@
-"""Processes that a file's tests share."""
+"""Processes that all tests share: Python, transformers and references are there once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.any_module.matrix import Bench
 from tests.spawn import RankPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bench() -> Iterator[Bench]:
     """Pools of ranks with the engine that is proved."""
     with Bench() as bench:
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs transformers"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
     with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
         yield {1: one, 2: two, 4: four}

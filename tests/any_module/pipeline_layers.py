@@ -17,7 +17,7 @@ from gptpar import LayerSpec, PipelineModule, TiedLayerSpec
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA, Mesh
 
-VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 10
+VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 5
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 CLIP = 0.5
 

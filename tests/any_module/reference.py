@@ -8,7 +8,7 @@ number of micro-batches before the backward pass, as in torch's own loops, and s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +172,37 @@ def _take_step(setup: Setup, model: nn.Module, masters: MasterCopies, loss: floa
     trace.gradients.append(masters.gradients())
     trace.norms.append(masters.step(setup.clip))
     trace.weights.append(copy_of_weights(model))
+
+
+def weights_of_a_loop(
+    case: Case,
+    steps: int,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    before_step: Callable[[nn.Module, int], object] = lambda model, step: None,
+    after_step: Callable[[nn.Module], object] = lambda model: None,
+) -> Named:
+    """The last weights of a user's own loop over rank 0's batches: what engines have whose ranks all have these."""
+    model = case.make_model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(trained)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            (case.losses_of(model, case.make_batch(step, micro, 0, 1))[0] / accumulation).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(trained, clip)
+        before_step(model, step)
+        optimizer.step()
+        after_step(model)
+    return copy_of_weights(model)
+
+
+def assert_weights(found: Iterable[Named], wanted: Named) -> None:
+    """Each rank's weights are those, to 1e-10."""
+    for weights in found:
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
 
 
 def copy_of_weights(model: nn.Module) -> Named:

@@ -12,7 +12,7 @@ from tests.any_module.compare import problems
 from tests.any_module.harness import worst_of_ranks
 from tests.any_module.matrix import Bench
 
-STEPS = 8
+STEPS = 4
 
 # (saved by, loaded by): world x accumulation stays the same, so that a step has the same micro-batches.
 ALONE, ALONE_SHARDED = Setup(1, 0, 0.0, 4, steps=STEPS), Setup(1, 3, 0.6, 4, steps=STEPS)

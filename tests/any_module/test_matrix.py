@@ -12,7 +12,7 @@ import pytest
 from tests.any_module.case import Setup
 from tests.any_module.matrix import Bench
 
-STEPS = 10
+STEPS = 4
 EVERY_STAGE_AND_SHARE = [
     Setup(2, stage, ratio, accumulation=1 + 2 * (stage % 2), clip=0.0 if stage == 2 else 0.5)
     for stage in range(4)

@@ -199,13 +199,6 @@ def other_config(rank: int, folder: str) -> str:
     return said(lambda: initializer(GPTPAR)(model=Mlp(), config=config))
 
 
-def other_parameters(rank: int, folder: str) -> str:
-    model, other = Mlp(), Mlp()
-    given = other.parameters() if rank == 1 else model.parameters()
-    config = Setup(2, 3).config(CASES["mlp"])
-    return said(lambda: initializer(GPTPAR)(model=model, model_parameters=given, config=config))
-
-
 def other_scheduler(rank: int, folder: str) -> str:
     def make(optimizer: Any) -> Any:
         if rank == 1:
@@ -216,13 +209,7 @@ def other_scheduler(rank: int, folder: str) -> str:
     return said(lambda: initializer(GPTPAR)(model=Mlp().double(), lr_scheduler=make, config=config))
 
 
-def no_module(rank: int, folder: str) -> str:
-    return said(lambda: initializer(GPTPAR)(model=Mlp() if rank == 0 else 3, config=Setup(2).config(CASES["mlp"])))
-
-
-@pytest.mark.parametrize(
-    "act", [other_config, other_parameters, other_scheduler, no_module], ids=lambda act: act.__name__
-)
+@pytest.mark.parametrize("act", [other_config, other_scheduler], ids=lambda act: act.__name__)
 def test_an_error_of_one_process_is_raised_on_all_with_its_rank(bench: Bench, act: Any, tmp_path: Path) -> None:
     first, second = bench.on_ranks(2, act, str(tmp_path))
     assert first == second and "rank 1" in first, (first, second)

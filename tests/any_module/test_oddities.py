@@ -9,7 +9,7 @@ from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities import ODDITIES
 
-STEPS = 5
+STEPS = 4
 SETUPS = [
     Setup(1, 0, 0.6, steps=STEPS),
     Setup(1, 3, 0.0, accumulation=3, clip=0.0, steps=STEPS),

@@ -27,7 +27,7 @@ from tests.any_module.pipeline_layers import (
 )
 from tests.spawn import RankPool
 
-NUM_STEPS = 6
+NUM_STEPS = 3
 
 
 class Gpt(nn.Module):

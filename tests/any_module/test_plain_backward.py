@@ -16,7 +16,7 @@ from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.scenarios.beside import LossBackward, ReadsGradientsSoFar
 
-STEPS = 6
+STEPS = 3
 NAMES = [
     "mlp",
     "two_backward_calls_of_one_graph",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +13,13 @@ from torch import nn
 
 from gptpar.errors import GptparError
 from gptpar.offload.events import EventLog, What
-from tests.any_module.case import FREE, Case, Setup, make_optimizer
+from tests.any_module.case import FREE, Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
 from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities.late_reads import LATE_READS, DetachedFirstOnLastRank, DetachedInBlocks, HookReads
-from tests.any_module.reference import Named, copy_of_weights
+from tests.any_module.reference import Named, assert_weights, copy_of_weights, weights_of_a_loop
 from tests.offload_log import logged
 
 STEPS = 5
@@ -29,18 +28,6 @@ TOGETHER = [Setup(2, 0, 1.0, clip=FREE), Setup(2, 2, 0.6, clip=FREE)]
 RELEASED = [Setup(2, 3, 1.0, clip=FREE)]
 HOOKS = [Case("hook", HookReads), Case("hook_later", partial(HookReads, 4))]
 """The second one's hook comes when the first passes have been observed."""
-
-
-def in_plain_torch(case: Case, accumulation: int) -> Named:
-    """Each rank has the same batches, so that one process stands for all."""
-    model = case.make_model()
-    optimizer = make_optimizer(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(accumulation):
-            (case.losses_of(model, case.make_batch(step, micro, 0, 1))[0] / accumulation).backward()
-        optimizer.step()
-    return copy_of_weights(model)
 
 
 @dataclass(frozen=True)
@@ -78,12 +65,6 @@ def by_engine(rank: int, case: Case, setup: Setup) -> Found:
         return Found(training.engine.host.num_ahead, back, copy_of_weights(training.model))
 
 
-def assert_same(found: Iterable[Named], wanted: Named) -> None:
-    for weights in found:
-        for name, value in wanted.items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
-
-
 layouts = pytest.mark.parametrize("setup", [*ALONE, *TOGETHER], ids=lambda setup: str(setup).replace(", ", "-"))
 
 
@@ -91,7 +72,7 @@ layouts = pytest.mark.parametrize("setup", [*ALONE, *TOGETHER], ids=lambda setup
 def test_reads_by_the_graph(bench: Bench, case: Case, setup: Setup) -> None:
     found = bench.on_ranks(setup.world, by_engine, case, setup)
     assert all(one.num_ahead > 0 for one in found), "the CPU never worked ahead, so that nothing was tested"
-    assert_same((one.weights for one in found), in_plain_torch(case, setup.accumulation))
+    assert_weights((one.weights for one in found), weights_of_a_loop(case, STEPS, setup.accumulation))
 
 
 @layouts
@@ -105,7 +86,7 @@ def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
     for one in found:
         assert ["blocks.2" in units for units in one.taken_back] == reads
         assert one.num_ahead > 0
-    assert_same((one.weights for one in found), in_plain_torch(case, setup.accumulation))
+    assert_weights((one.weights for one in found), weights_of_a_loop(case, STEPS, setup.accumulation))
 
 
 def hook_of_released(rank: int, setup: Setup) -> tuple[str, Named]:
@@ -133,7 +114,7 @@ def test_a_hook_reads_released_parameters_inside_gathered_alone(bench: Bench, se
         "are spread over all processes, or on the host. Read and change parameters inside `with engine.gathered():`, "
         "which all processes enter."
     }
-    assert_same((weights for _, weights in found), in_plain_torch(HOOKS[0], 1))
+    assert_weights((weights for _, weights in found), weights_of_a_loop(HOOKS[0], STEPS, 1))
 
 
 # Between processes.
@@ -182,7 +163,7 @@ def test_units_that_one_process_reads_late_are_the_last_on_all(bench: Bench, cas
     for steps, _ in found:
         assert [name for name in steps[0] if name != "end"] == [*late, "(root)"]
         assert steps[1:] == [["(root)", "end", *late]] * (STEPS - 1)
-    assert_same((weights for _, weights in found), in_plain_torch(ON_ALL, 1))
+    assert_weights((weights for _, weights in found), weights_of_a_loop(ON_ALL, STEPS, 1))
 
 
 # Other reads before the step.
@@ -190,10 +171,6 @@ def test_units_that_one_process_reads_late_are_the_last_on_all(bench: Bench, cas
 
 def whole(training: Training) -> Any:
     return training.model.state_dict()
-
-
-def of_a_block(training: Training) -> Any:
-    return {f"blocks.1.{name}": value for name, value in training.model.blocks[1].state_dict().items()}
 
 
 def plainly(training: Training) -> Any:
@@ -254,7 +231,7 @@ SETUPS = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 2, 0.6, clip=FREE)]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-@pytest.mark.parametrize("read", [whole, of_a_block, plainly, forward_of_the_module, backward_in_gathered])
+@pytest.mark.parametrize("read", [whole, plainly, forward_of_the_module, backward_in_gathered])
 def test_states_before_the_step(bench: Bench, setup: Setup, read: Any) -> None:
     ((wrong, back, num_ahead),) = bench.on_ranks(setup.world, states, setup, read)
     assert wrong == [] and num_ahead > 0
@@ -289,16 +266,13 @@ def other_weights() -> Named:
 
 @pytest.mark.parametrize("setup", [Setup(1, 0, 0.0, clip=FREE), *SETUPS, *TOGETHER], ids=str)
 def test_weights_loaded_before_the_step(bench: Bench, setup: Setup) -> None:
-    case = Case("plain", Linear)
-    model = case.make_model()
-    optimizer = make_optimizer(model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        case.losses_of(model, case.make_batch(step, 0, 0, 1))[0].backward()
+
+    def load(model: nn.Module, step: int) -> None:
         if step == 1:
             model.load_state_dict(other_weights())
-        optimizer.step()
+
     found = bench.on_ranks(setup.world, loads_before_the_step, setup)
     for _, back in found:
         assert [bool(units) for units in back] == [False, setup.ratio > 0, False]
-    assert_same((weights for weights, _ in found), copy_of_weights(model))
+    wanted = weights_of_a_loop(Case("plain", Linear), 3, before_step=load)
+    assert_weights((weights for weights, _ in found), wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gptpar.errors import GptparError
 from tests.any_module.case import SAMPLES, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, initializer
 from tests.any_module.matrix import Bench
 from tests.any_module.reference import Named
 
-STEPS, NOISE, WIDTH, TOLERANCE = 10, 6, 8, 1e-10
+STEPS, NOISE, WIDTH, TOLERANCE = 4, 6, 8, 1e-10
 SETUPS = [Setup(1, 3, 0.6), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2, 0.6), Setup(2, 3)]
 
 
@@ -158,22 +156,3 @@ def test_joint_loss(bench: Bench, setup: Setup) -> None:
         for got, net in zip(found, nets, strict=True):
             for name, value in net.named_parameters():
                 assert (got[name] - value).abs().max() <= TOLERANCE * value.abs().max(), name
-
-
-def step_without_backward(rank: int) -> str:
-    """What an engine says that takes a step after another engine's backward pass alone."""
-    engines: list[Any] = [
-        initializer(GPTPAR)(model=net, config=Setup().config(CASES["mlp"]))[0] for net in networks(recomputes=False)
-    ]
-    engines[1].backward(engines[1](engines[0](batch_of(0, slice(None))[1])).square().mean())
-    engines[1].step()
-    try:
-        engines[0].step()
-    except GptparError as error:
-        return str(error)
-    return ""
-
-
-def test_each_engine_needs_its_own_backward(bench: Bench) -> None:
-    (said,) = bench.on_ranks(1, step_without_backward)
-    assert "no engine.backward(loss)" in said

@@ -32,16 +32,8 @@ def norms(model: nn.Module) -> list[Any]:
     return [float(parameter.detach().norm()) for parameter in model.parameters()]
 
 
-def first_element(model: Any) -> list[Any]:
-    return [model.last.weight[0, 0].item(), model.blocks[1].up.weight[0, 0].item()]
-
-
 def by_numpy(model: Any) -> list[Any]:
     return [model.last.weight.detach().numpy().sum(), model.blocks[2].up.weight.tolist()[0][0]]
-
-
-def by_data(model: Any) -> list[Any]:
-    return [model.blocks[0].up.weight.data.clone().sum().item()]
 
 
 def leaf_of_the_root(model: Any) -> list[Any]:
@@ -57,7 +49,7 @@ def copies(model: Any) -> list[Any]:
     return [copy.deepcopy(model.blocks[1].up.weight).sum().item()]
 
 
-READERS: list[Reader] = [norms, first_element, by_numpy, by_data, leaf_of_the_root, block_by_itself, copies]
+READERS: list[Reader] = [norms, by_numpy, leaf_of_the_root, block_by_itself, copies]
 
 
 def read(rank: int, setup: Setup, engine: str, reader: Reader) -> list[list[Any] | str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +21,7 @@ from tests.helpers import TINY
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 def command(flags: str, verb: str = "pretrain") -> list[str]:
@@ -31,19 +33,30 @@ def gptpar(flags: str, verb: str = "pretrain", expect: int = 0) -> str:
     return said_by(command(flags, verb)[3:], expect)
 
 
-def said_by(words: Sequence[str], expect: int = 0) -> str:
+def said_by(words: Sequence[str], expect: int = 0, folder: Path | None = None) -> str:
     """What ``gptpar WORDS`` prints, on stdout and then on stderr.
 
     Its process is a fork, which saves its start-up; workers that it starts are ordinary ones.
 
     Args:
         expect: the exit code that it must have.
+        folder: where it runs.
     """
-    with tempfile.TemporaryDirectory(prefix="gptpar-command-") as folder:
-        files = [Path(folder, name) for name in ("stdout", "stderr")]
+    return said_in_fork(main, words, expect, folder)
+
+
+def said_by_program(path: Path) -> str:
+    """What a program of Python prints, which runs in its own folder and in a fork."""
+    return said_in_fork(_run_program, path, 0, path.parent)
+
+
+def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: Path | None) -> str:
+    """What a function prints, whose result is its process's exit code; see :func:`said_by`."""
+    with tempfile.TemporaryDirectory(prefix="gptpar-command-") as output:
+        files = [Path(output, name) for name in ("stdout", "stderr")]
         for file in files:
             file.touch()
-        process = FORKED.Process(target=_run, args=(words, files, ENVIRONMENT))
+        process = FORKED.Process(target=_run, args=(act, argument, files, ENVIRONMENT, folder))
         process.start()
         process.join(LIMIT_S)
         process.kill()
@@ -53,15 +66,22 @@ def said_by(words: Sequence[str], expect: int = 0) -> str:
     return said
 
 
-def _run(words: Sequence[str], files: Sequence[Path], environment: dict[str, str]) -> None:
-    """In the child: be ``python -m gptpar WORDS`` in the environment of commands."""
+def _run_program(path: Path) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _run(
+    act: Callable[[Any], Any], argument: Any, files: Sequence[Path], environment: dict[str, str], folder: Path | None
+) -> None:
+    """In the child: be a command in the environment of commands."""
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder or os.curdir)
     torch.set_num_threads(1)  # the variable has been read already
     try:
-        sys.exit(main(words))
+        sys.exit(act(argument))
     finally:
         atexit._run_exitfuncs()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint import latest, read_tensors
-from tests.e2e.commands import ENVIRONMENT, ROOT, command
+from tests.e2e.commands import ENVIRONMENT, ROOT, command, said_by
 
 # Python imports it before anything else, in the launcher's template and in workers. The faults follow as a function's
 # body that sees the iteration just launched, the number of the restart, the rank, and the folder in memory.
@@ -84,8 +84,10 @@ def environment_with(faults: str, folder: Path) -> dict[str, str]:
 
 
 def run(flags: str, tmp_path: Path, name: str, faults: str = "") -> Finished:
-    """``gptpar pretrain`` of the tiny model into ``tmp_path/name``, whose workers meet the faults."""
-    environment = environment_with(faults, tmp_path / "site") if faults else ENVIRONMENT
+    """``gptpar pretrain`` of the tiny model into ``tmp_path/name``; its workers meet the faults; or it ends well."""
     words = command(f"{flags} --save {tmp_path / name} --lr-decay-style constant --log-interval 1")
+    if not faults:
+        return Finished(0, said_by(words[3:]), [], tmp_path / name)
+    environment = environment_with(faults, tmp_path / "site")
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     return Finished(done.returncode, done.stdout, done.stderr.splitlines(), tmp_path / name)

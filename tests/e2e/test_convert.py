@@ -19,14 +19,13 @@ RUN = (
 EIGHT = "tp2 x pp2 x dp2, ZeRO-1"
 EXPERTS = "ZeRO-3, experts on two processes"
 LAYOUTS = {
-    "one process": "",
     EIGHT: "--nproc-per-node 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--use-distributed-optimizer",
     EXPERTS: "--nproc-per-node 2 --zero-stage 3 --expert-model-parallel-size 2",
 }
 
 
-@pytest.mark.parametrize("layout", ["one process", EXPERTS, pytest.param(EIGHT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", [EXPERTS, pytest.param(EIGHT, marks=pytest.mark.long)])
 def test_a_run_that_changes_nothing_gives_the_files_that_it_began_with(layout: str, tmp_path: Path) -> None:
     """Each layout reads what it holds of the weights, and its checkpoint is exported to the same bytes."""
     theirs, run = tmp_path / "theirs", tmp_path / "run"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT, block
+from tests.documents import ROOT, block, commands
+from tests.e2e.commands import said_by, said_by_program
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 
@@ -28,6 +29,13 @@ def run(script: str, cwd: Path, **more: str) -> str:
     return done.stdout + done.stderr
 
 
+def verbs(script: str, folder: Path, count: int | None = None) -> str:
+    """What the first verbs of gptpar in a block print, each in a fork."""
+    words = commands(script, folder)
+    assert all(one[:3] == ["python", "-m", "gptpar"] for one in words)
+    return "".join(said_by(one[3:], folder=folder) for one in words[:count])
+
+
 def losses_of(output: str) -> list[float]:
     """The second word of each line that begins with a number."""
     return [float(line.split()[1]) for line in output.splitlines() if line[:1].isdigit()]
@@ -36,7 +44,7 @@ def losses_of(output: str) -> list[float]:
 def test_quickstart_in_order(tmp_path: Path) -> None:
     """The block under "Step by step", as it stands, in an empty folder."""
     steps = block("quickstart.md", "Step by step", "bash")
-    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{steps}', tmp_path)
+    output = verbs(steps, tmp_path)
     assert "every byte of" in output and '"tokens_per_s"' in output
     assert (tmp_path / "runs/tiny/iter_0000040/manifest.json").exists()
     assert (tmp_path / "runs/tiny/run.png").stat().st_size > 10_000
@@ -51,17 +59,18 @@ def test_deepspeed_json(tmp_path: Path) -> None:
 
 
 def test_plans(tmp_path: Path) -> None:
-    """The commands under "Plan a run"."""
+    """The first command under "Plan a run", and the tool; the others are parsed where all commands are."""
     plans, tool = (block("planning.md", "Plan a run", "bash", number) for number in (0, 1))
-    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{plans}{tool.replace("tools/", f"{ROOT}/tools/")}', tmp_path)
-    assert "fits: stage" in output and "refused" in output and "ZeRO-3, gptpar: states" in output
+    output = verbs(plans, tmp_path, 1)
+    output += run(f'python() {{ "$PYTHON" "$@"; }}\n{tool.replace("tools/", f"{ROOT}/tools/")}', tmp_path)
+    assert "fits: stage" in output and "ZeRO-3, gptpar: states" in output
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_twin_flow(tmp_path: Path) -> None:
     """The program under "TwinFlowAdamW" learns and saves."""
     (tmp_path / "twin.py").write_text(block("own-models.md", "TwinFlowAdamW", "python"))
-    losses = losses_of(run('"$PYTHON" twin.py', tmp_path))
+    losses = losses_of(said_by_program(tmp_path / "twin.py"))
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0
     assert (tmp_path / "twin.pt").stat().st_size > 100_000
 
@@ -69,14 +78,14 @@ def test_twin_flow(tmp_path: Path) -> None:
 def test_pipeline_module(tmp_path: Path) -> None:
     """The program under "PipelineModule" learns on two processes."""
     (tmp_path / "pipe.py").write_text(block("own-models.md", "PipelineModule", "python"))
-    losses = losses_of(run('"$PYTHON" -m torch.distributed.run --nproc-per-node 2 pipe.py', tmp_path))
+    losses = losses_of(said_by(["launch", "--nproc-per-node", "2", "pipe.py"], folder=tmp_path))
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0
 
 
 def test_readme_own_model(tmp_path: Path) -> None:
     """The program in the README learns."""
     (tmp_path / "own.py").write_text(block("README.md", "Train your own model", "python"))
-    losses = losses_of(run('"$PYTHON" own.py', tmp_path))
+    losses = losses_of(said_by_program(tmp_path / "own.py"))
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
 
 
@@ -84,7 +93,7 @@ def test_any_module(tmp_path: Path) -> None:
     """The first program of "Any module" learns."""
     pytest.importorskip("transformers")
     (tmp_path / "any.py").write_text(block("any-module.md", "Any module", "python"))
-    losses = losses_of(run('"$PYTHON" any.py', tmp_path))
+    losses = losses_of(said_by_program(tmp_path / "any.py"))
     assert len(losses) == 4 and losses[-1] < losses[0] - 1.0
 
 
@@ -93,24 +102,23 @@ def test_any_module_is_proved(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     proof = block("any-module.md", "The proof", "bash")
     figures = block("any-module.md", "Memory and speed beforehand", "bash")
-    commands = (proof + figures).replace("examples/", f"{ROOT}/examples/")
-    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{commands}', tmp_path)
+    output = verbs((proof + figures).replace("examples/", f"{ROOT}/examples/"), tmp_path)
     for count in (4, 16):
         assert f"all {count} combinations compute the same as plain PyTorch" in output
     assert re.search(r"master weights and moments +139.50 KiB  209.25 KiB", output) and '"samples_per_s"' in output
 
 
-def test_example_of_any_module(tmp_path: Path) -> None:
+def test_example_of_any_module() -> None:
     """It learns on two processes."""
-    script = f'"$PYTHON" -m torch.distributed.run --nproc-per-node 2 {ROOT}/examples/any_module.py'
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", run(script, tmp_path), re.MULTILINE)]
+    said = said_by(["launch", "--nproc-per-node", "2", f"{ROOT}/examples/any_module.py"])
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
     assert len(losses) == 4 and losses[0] < 4.5 and losses[-1] < losses[0] - 0.3
 
 
 def test_deferred_init(tmp_path: Path) -> None:
     """The program under "A model that fits no single device" makes values of a model of 103 GB."""
     (tmp_path / "deferred.py").write_text(block("any-module.md", "A model that fits no single device", "python"))
-    assert "tensor([1., 1., 1.,  ..., 1., 1., 1.], dtype=torch.bfloat16)" in run('"$PYTHON" deferred.py', tmp_path)
+    assert "tensor([1., 1., 1.,  ..., 1., 1., 1.], dtype=torch.bfloat16)" in said_by_program(tmp_path / "deferred.py")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT, block, commands
+from tests.e2e.commands import said_by
 
 EXAMPLES = ROOT / "examples" / "deepspeed"
 TINY_LLAMA = {
@@ -80,7 +81,7 @@ def losses(words: list[str]) -> list[float]:
 
 def start(words: list[str]) -> str:
     (program,) = TINY.keys() & {*words}
-    return answer([sys.executable, "-m", "gptpar", *words, *TINY[program].split(), "--steps", "5"])
+    return said_by([*words, *TINY[program].split(), "--steps", "5"], folder=EXAMPLES)
 
 
 @pytest.mark.parametrize("of", ["cifar.py", "train.py", "gpt_lite.json", "twin_flow.json", "ds_zero_offload.json"])

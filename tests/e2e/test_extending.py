@@ -44,7 +44,7 @@ def edits(heading: str) -> dict[str, list[tuple[str, str]]]:
 
 def applied(heading: str, folder: Path) -> None:
     """A copy of the package with an example's changes."""
-    shutil.copytree(ROOT / "gptpar", folder / "gptpar", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "gptpar", folder / "gptpar")  # with what Python has compiled: most files stay
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for file, changes in edits(heading).items():
         text = (folder / file).read_text() if (folder / file).exists() else ""

@@ -135,14 +135,6 @@ def test_a_foreign_save_folder_is_refused_before_training(tmp_path: Path) -> Non
     assert "another tokenizer (vocab_size 60 there, 61 here)" in output
 
 
-def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
-    gptpar(f"--train-iters 2 --save {tmp_path}/a")
-    gptpar(f"--train-iters 1 --lr 0 --load {tmp_path}/a --finetune --save {tmp_path}/b")
-    before, after = state(tmp_path / "a"), state(tmp_path / "b")
-    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("weights/"))
-    assert load_meta(tmp_path / "b")["progress"]["iteration"] == 1 and losses(tmp_path / "b") != losses(tmp_path / "a")
-
-
 def test_batch_ramp_up_in_a_run_counted_in_tokens(tmp_path: Path) -> None:
     flags = " ".join(TINY.replace("--train-iters 20", "--train-tokens 960").split())  # 60 samples
     words = f"{flags} --global-batch-size 8 --rampup-batch-size 2 2 24 --lr-warmup-tokens 160 --save {tmp_path}"

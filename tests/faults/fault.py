@@ -53,14 +53,12 @@ class Kind:
         inject: injects one, and judges; all that is random comes from ``place.random``.
         workers: of the runs that it disturbs.
         share: number of faults of this kind, in proportion to the shares of the other kinds.
-        in_short: whether the short suite has faults of this kind although it has several workers.
     """
 
     name: str
     inject: Callable[[Place], Measured]
     workers: int
     share: float
-    in_short: bool = False
 
 
 @dataclass(frozen=True, order=True)

@@ -164,9 +164,9 @@ ONE = [
     Kind("two-at-once", two_at_once, 1, 1),
 ]
 FOUR = [
-    Kind("kill-at-a-random-moment", kill_at_a_random_moment, 4, 3.2, in_short=True),
+    Kind("kill-at-a-random-moment", kill_at_a_random_moment, 4, 3.2),
     Kind("kill-at-a-file-operation", kill_at_a_file_operation, 4, 2),
-    Kind("asked-to-stop", asked_to_stop, 4, 2, in_short=True),
+    Kind("asked-to-stop", asked_to_stop, 4, 2),
     Kind("asked-in-a-slow-save", asked_in_a_slow_save, 4, 0.8),
     Kind("interrupted-twice", interrupted_twice, 4, 0.4),
     Kind("held-up-for-a-while", held_up_for_a_while, 4, 0.4),

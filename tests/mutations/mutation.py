@@ -16,7 +16,7 @@ class Mutation:
         name: what goes wrong, in a few words joined by hyphens.
         file: the file, from the repository's root.
         right: the text that is right; it occurs exactly once in the file.
-        wrong: what takes its place.
+        wrong: what takes its place; empty: nothing.
         tests: files or test ids, from the repository's root; at least one of them must fail.
     """
 

@@ -1,41 +1,35 @@
-"""All mistakes of the table."""
+"""All mistakes of the table, which the texts beside this file hold.
+
+The first line of a text says what its mistakes are in. ``@ FILE`` names the file that the mistakes below it change.
+A mistake is a block of lines: its name, ``-`` before the lines that are right, ``+`` before those that take their
+place (none: nothing does), and ``=`` before each test that must notice it.
+"""
 
 from __future__ import annotations
 
-from tests.mutations.deferred import DEFERRED
-from tests.mutations.evaluation import EVALUATION
-from tests.mutations.exchange import EXCHANGE
-from tests.mutations.experts import EXPERTS
-from tests.mutations.first_command import FIRST_COMMAND
-from tests.mutations.flags import FLAGS
-from tests.mutations.gradients import GRADIENTS
-from tests.mutations.matrices import MATRICES
-from tests.mutations.model_options import MODEL_OPTIONS
-from tests.mutations.offload import OFFLOAD
-from tests.mutations.options import OPTIONS
-from tests.mutations.parallel import PARALLEL
-from tests.mutations.pipelines import PIPELINES
-from tests.mutations.ranges import RANGES
-from tests.mutations.state import STATE
-from tests.mutations.update import UPDATE
-from tests.mutations.user_modules import USER_MODULES
+from collections.abc import Iterator
+from pathlib import Path
 
-MUTATIONS = [
-    *UPDATE,
-    *GRADIENTS,
-    *RANGES,
-    *OFFLOAD,
-    *PARALLEL,
-    *STATE,
-    *OPTIONS,
-    *FLAGS,
-    *FIRST_COMMAND,
-    *DEFERRED,
-    *PIPELINES,
-    *EXCHANGE,
-    *MODEL_OPTIONS,
-    *EXPERTS,
-    *EVALUATION,
-    *USER_MODULES,
-    *MATRICES,
-]
+from tests.mutations.mutation import Mutation
+
+
+def read(path: Path) -> Iterator[Mutation]:
+    """The mistakes of a text.
+
+    Raises:
+        ValueError: a block is none.
+    """
+    file = ""
+    _, *blocks = path.read_text().strip().split("\n\n")
+    for block in blocks:
+        if block.startswith("@ "):
+            file = block.removeprefix("@ ")
+            continue
+        name, *lines = block.split("\n")
+        of = {sign: [line[2:] for line in lines if line[:1] == sign] for sign in "-+="}
+        if not (file and of["-"] and of["="]) or len(lines) != sum(map(len, of.values())):
+            raise ValueError(f"{path.name}: what begins with {name!r} is no mistake")
+        yield Mutation(name, file, "\n".join(of["-"]), "\n".join(of["+"]), tuple(of["="]))
+
+
+MUTATIONS = [mutation for path in sorted(Path(__file__).parent.glob("*.txt")) for mutation in read(path)]

@@ -42,23 +42,6 @@ def plain() -> tuple[nn.Sequential, list[float]]:
     return model, losses
 
 
-def pipeline_of_specifications(rank: int) -> None:
-    torch.manual_seed(42)
-    model = deepspeed.pipe.PipelineModule(
-        [deepspeed.pipe.LayerSpec(nn.Linear, *size) for size in SIZES],
-        num_stages=2,
-        loss_fn=nn.CrossEntropyLoss(),
-        activation_checkpoint_interval=1,
-        dynamic_shape=True,
-    )
-    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
-    engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER})
-    batches = iter(micro_batches())
-    losses = [engine.train_batch(batches).item() for _ in range(3)]
-    torch.testing.assert_close(losses, plain()[1], rtol=1e-6, atol=0)
-    assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
-
-
 def a_stage_that_begins_in_place(rank: int) -> None:
     """As in torchvision's networks, whose activations overwrite what they get."""
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
@@ -211,7 +194,6 @@ def without_an_optimizer(rank: int) -> None:
 
 
 PROGRAMS = [
-    pipeline_of_specifications,
     a_stage_that_begins_in_place,
     evaluations_of_a_pipeline,
     a_grid_and_its_groups,

@@ -276,16 +276,8 @@ ROOM = "room_is_looked_for_on_each_machine"
         pytest.param(Mesh(data=2), 1, "--zero-stage 1", [IN_TURN, DAMAGED, BETWEEN, ROOM], id="two"),
         pytest.param(Mesh(data=3), 1, "--zero-stage 3 --bf16", [IN_TURN, DAMAGED, ROOM], id="three"),
         pytest.param(
-            Mesh(data=3), 1, "--zero-stage 0", [IN_TURN], id="three-with-all-state-each", marks=pytest.mark.long
-        ),
-        pytest.param(
             *(Mesh(data=2, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
             id="two-of-two",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *(Mesh(data=3, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
-            id="three-of-two",
             marks=pytest.mark.long,
         ),
     ],

@@ -102,29 +102,6 @@ def test_stages_agree_with_one_process(nproc: int, stages: int, options: dict) -
     )
 
 
-def test_one_process_agrees_with_plain_autograd() -> None:
-    """The reference of this file against the formula written out."""
-    loss, gradients = alone(MICRO_BATCHES)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        module = PipelineModule(layers(), topology=Topology(Mesh(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
-    finally:
-        torch.set_default_dtype(before)
-    p = module.chunks[0].global_parameters()  # type: ignore[operator]
-    total = torch.zeros((), dtype=torch.float64)
-    for x, y in batches(MICRO_BATCHES):
-        h = torch.tanh(x @ p["tied.ends.weight"].t() + p["tied.ends.bias"])
-        h = torch.tanh(h @ p["layers.2.weight"].t() + p["layers.2.bias"])
-        h = F.layer_norm(h @ p["middle.weight"].t() + p["middle.bias"], (9,), p["layers.5.weight"], p["layers.5.bias"])
-        out = (1.5 * h) @ p["layers.7.weight"].t() @ p["tied.ends.weight"]
-        total = total + ((out - y) ** 2).mean() / MICRO_BATCHES
-    assert loss == pytest.approx(total.item(), rel=1e-12)
-    total.backward()
-    for name, parameter in p.items():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
-
-
 class ScaledPair(nn.Module):
     """A column layer, a row layer, and between them one number that each rank applies to its own features."""
 

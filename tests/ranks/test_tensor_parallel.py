@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -74,10 +73,9 @@ def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Te
     return tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": length, **kept}
 
 
-def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = (), mlp_tiles: int = 1) -> Stage:
+def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stage:
     """The model with initial values that depend on names alone, each rank with its share; biases and norms too."""
-    again: dict[str, Any] = {"recompute_modules": frozenset(recompute), "mlp_tiles": mlp_tiles}
-    stage = Stage(gpt_model(tiny_config(flags).model, axis, **again).specs)
+    stage = Stage(gpt_model(tiny_config(flags).model, axis, recompute_modules=frozenset(recompute)).specs)
     inits, splits, storage = inits_of_stage(stage), global_splits(stage), {}
     for name, parameter in stage.global_parameters().items():
         shape = list(parameter.shape)
@@ -214,27 +212,6 @@ def test_compiled_blocks_give_the_same() -> None:
         for (flags, sequence_parallel), got in results.items():
             expected = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), ())
             assert_equal(got, expected, ("compiled", flags, sequence_parallel, rank))
-
-
-TILED = ("", LLAMA, "--mlp-activation geglu", "--mlp-activation squared_relu --hidden-dropout 0.3")
-
-
-def tiled(rank: int) -> dict[tuple[str, bool, int], Result]:
-    found = {}
-    for flags, sequence_parallel, tiles in itertools.product(TILED, (False, True), (2, 5)):
-        axis = axis_of(rank, 2, sequence_parallel)
-        stage = build(flags, axis, ("layernorm", "mlp"), tiles).train()
-        found[flags, sequence_parallel, tiles] = loss_and_whole_gradients(stage, axis, ())
-    return found
-
-
-def test_tiles_of_the_mlp_give_the_same() -> None:
-    expected = {
-        flags: loss_and_whole_gradients(build(flags, TensorAxis()).train(), TensorAxis(), ()) for flags in TILED
-    }
-    for rank, results in enumerate(spawn(tiled, 2)):
-        for (flags, *how), got in results.items():
-            assert_equal(got, expected[flags], (flags, *how, rank))
 
 
 DROPOUTS = {  # flags, recomputed modules, and which fields the micro-batch has beside labels

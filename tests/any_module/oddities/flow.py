@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -172,45 +173,35 @@ class InPlaceEdits(MlpOf):
 class RecomputingBlock(Block):
     """Recomputes its inside by itself."""
 
-    use_reentrant = False
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-
-
-class ReentrantBlock(RecomputingBlock):
-    use_reentrant = True
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
 class RecomputesCalls(MlpOf):
     """The root calls its blocks under torch.utils.checkpoint."""
 
-    use_reentrant = False
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
-class RecomputesCallsReentrant(RecomputesCalls):
-    use_reentrant = True
-
-
-class RecomputesTwoBlocks(MlpOf):
+class RecomputesTwoBlocks(RecomputesCalls):
     """One recomputation goes over several blocks and what is between them."""
 
-    use_reentrant = False
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.both, self.first(x), use_reentrant=self.use_reentrant))
+        return self.last(checkpoint(self.both, self.first(x), use_reentrant=self.reentrant))
 
     def both(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x
-
-
-class RecomputesTwoBlocksReentrant(RecomputesTwoBlocks):
-    use_reentrant = True
 
 
 class NestedRecomputation(MlpOf):
@@ -331,11 +322,11 @@ FLOW = [
     Case("side_output_alone", SideOutputAlone, loss=with_sides),
     Case("in_place_edits", InPlaceEdits),
     Case("recomputation_inside", lambda: MlpOf(RecomputingBlock)),
-    Case("recomputation_inside_reentrant", lambda: MlpOf(ReentrantBlock)),
+    Case("recomputation_inside_reentrant", lambda: MlpOf(partial(RecomputingBlock, True))),
     Case("block_called_under_checkpoint", RecomputesCalls),
-    Case("block_called_under_checkpoint_reentrant", RecomputesCallsReentrant),
+    Case("block_called_under_checkpoint_reentrant", partial(RecomputesCalls, True)),
     Case("several_blocks_under_checkpoint", RecomputesTwoBlocks),
-    Case("several_blocks_under_checkpoint_reentrant", RecomputesTwoBlocksReentrant),
+    Case("several_blocks_under_checkpoint_reentrant", partial(RecomputesTwoBlocks, True)),
     Case("nested_recomputation", NestedRecomputation),
     Case("part_without_gradient", PartWithoutGradient),
     Case("detached_middle", DetachedMiddle),

@@ -75,20 +75,16 @@ class ParameterUsedTwice(Mlp):
 class UsedTwiceRecomputed(ParameterUsedTwice):
     """Each recomputation accumulates its gradient by itself: the parameter's hook fires twice in a pass."""
 
-    use_reentrant = True
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for _ in range(2):
             for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
+                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
         return self.last(x)
-
-
-class UsedTwiceRecomputedWithoutReentrance(UsedTwiceRecomputed):
-    """The same under the other kind of recomputation."""
-
-    use_reentrant = False
 
 
 class ParameterUnused(Mlp):
@@ -353,8 +349,8 @@ PARAMETERS = [
     Case("shared_module_called_twice", SharedModule),
     Case("shared_module_under_two_names", SharedUnderTwoNames),
     Case("parameter_used_twice", ParameterUsedTwice),
-    Case("parameter_used_twice_recomputed", UsedTwiceRecomputedWithoutReentrance),
-    Case("parameter_used_twice_recomputed_reentrant", UsedTwiceRecomputed),
+    Case("parameter_used_twice_recomputed", lambda: UsedTwiceRecomputed(False)),
+    Case("parameter_used_twice_recomputed_reentrant", lambda: UsedTwiceRecomputed(True)),
     Case("parameter_unused", ParameterUnused),
     Case("block_unused_in_some_steps", BlocksByStep, loss=unused_in_some_steps),
     Case("block_unused_in_some_micro_batches", BlocksByStep, loss=unused_in_some_micro_batches),

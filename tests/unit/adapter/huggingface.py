@@ -17,16 +17,8 @@ def tiny_hf(name: str) -> nn.Module:
             transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, n_positions=8, **vocabulary)
         ),
         "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **vocabulary)),
-        "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **vocabulary)),
-        "ALBERT": lambda: transformers.AlbertModel(
-            transformers.AlbertConfig(**small, **vocabulary, embedding_size=8, num_hidden_groups=1)
-        ),
         "T5": lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, **vocabulary)
-        ),
-        "ViT": lambda: transformers.ViTModel(transformers.ViTConfig(**small, image_size=8, patch_size=4)),
-        "ResNet": lambda: transformers.ResNetModel(
-            transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2], layer_type="basic")
         ),
     }
     return make[name]()

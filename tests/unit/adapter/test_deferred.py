@@ -46,13 +46,7 @@ def assert_same_distributions(values: dict[str, torch.Tensor], build: Callable[[
                 assert abs(got.std() / wanted.std() - 1).item() <= 5 / math.sqrt(count), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("GPT-2", "Llama"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("BERT", "ALBERT", "T5", "ViT", "ResNet")),
-    ],
-)
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", pytest.param("T5", marks=pytest.mark.slow)])
 def test_transformers_are_built(name: str):
     pytest.importorskip("transformers")
     values = made(lambda: tiny_hf(name))
@@ -166,22 +160,6 @@ def test_random_operators_without_a_generator():
     assert mean == recording.make(chosen).double().mean().item() == pytest.approx(1.6, abs=0.1)
 
 
-def test_lazy_modules_get_their_shapes_in_the_context():
-    def build() -> nn.Module:
-        layer = nn.LazyLinear(8)
-        layer(torch.ones(1, 64))
-        return layer
-
-    assert_same_distributions(made(build), build)
-
-
-def test_contexts_in_each_other():
-    with gptpar.deferred_init(seed=0) as outer, gptpar.deferred_init(seed=1) as inner:
-        tensor = torch.randn(3)
-    assert outer.knows(tensor) and inner.knows(tensor)
-    assert not torch.equal(outer.make(tensor), inner.make(tensor))
-
-
 def parametrized() -> nn.Module:
     return nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
@@ -253,14 +231,3 @@ def test_the_random_state_of_the_process_stays():
     torch.manual_seed(3)
     made(Oddities)
     assert torch.equal(torch.rand(2), expected)
-
-
-def test_a_generator_of_the_constructor_is_not_used():
-    def build(seed: int) -> nn.Module:
-        layer = nn.Linear(8, 8)
-        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(seed))
-        layer.bias = nn.Parameter(torch.rand(8, generator=torch.Generator().manual_seed(seed)))
-        return layer
-
-    first, second = made(lambda: build(1)), made(lambda: build(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -61,20 +61,6 @@ def test_a_slice_that_is_overwritten_leaves_the_rest(rows: slice):
     assert torch.equal(part, expected[rows]) and part.untyped_storage().nbytes() == 4 * 8
 
 
-def test_no_memory_is_taken():
-    module, _ = defer(lambda: nn.Linear(2**24, 2**20))
-    assert module.weight.numel() == 2**44
-
-
-def test_memory_that_nobody_wrote_is_zero():
-    class Unwritten(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(1000))
-
-    assert made(Unwritten)["weight"].count_nonzero() == 0
-
-
 def test_parameters_stay_the_same_objects_and_can_be_swapped():
     module, recording = defer(lambda: tiny_hf("GPT-2"))
     plan = find_units(module)

@@ -71,11 +71,7 @@ def assert_complete(model: nn.Module, plan: UnitPlan) -> None:
 BLOCKS = {
     "GPT-2": [f"transformer.h.{i}" for i in range(3)],
     "Llama": [f"model.layers.{i}" for i in range(3)],
-    "BERT": [f"bert.encoder.layer.{i}" for i in range(3)],
-    "ALBERT": [],
     "T5": [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in range(3)],
-    "ResNet": [f"encoder.stages.{i}" for i in range(2)],
-    "ViT": [f"layers.{i}" for i in range(3)],
 }
 
 

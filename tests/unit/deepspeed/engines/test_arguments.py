@@ -69,17 +69,6 @@ def test_precedence(tmp_path: Path) -> None:
         assert chosen_config(None, None, Namespace(deepspeed=flag)) is None
 
 
-@pytest.mark.parametrize("given", [{"config": config()}, {"config_params": config()}])
-def test_configured_twice(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"both by config and by args.deepspeed_config \(ds.json\): drop one"):
-        gptpar.initialize(Namespace(deepspeed_config="ds.json"), nn.Linear(2, 1), **given)
-
-
-def test_not_configured() -> None:
-    with pytest.raises(ConfigError, match="neither by config nor by args.deepspeed_config"):
-        gptpar.initialize(Namespace(deepspeed=True), nn.Linear(2, 1))
-
-
 # The processes.
 
 

@@ -159,14 +159,6 @@ def test_the_training_data_is_repeated() -> None:
         make_engine(Regression()).train_batch()
 
 
-def test_a_loss_function_of_output_and_batch() -> None:
-    engine = make_engine(nn.Linear(3, 1), loss_fn=lambda output, batch: F.mse_loss(output, batch.sum(1, keepdim=True)))
-    data = (batch["x"] for batch in samples(100))
-    losses = [float(engine.train_batch(data)) for _ in range(60)]
-    assert losses[-1] < 0.1 * losses[0]
-    assert float(engine.eval_batch(data)) < 0.1 * losses[0]
-
-
 def test_evaluation_leaves_modes_and_the_step_at_work() -> None:
     torch.manual_seed(0)
     model = Regression()

@@ -91,7 +91,7 @@ class Trainer:
                 *(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks),
                 quiet=engine.optimizer.guard.wait_until_read,
             )
-        self._passes = PipelinePasses(self.engine, self.pipeline, self._note)
+        self._passes = PipelinePasses(self.engine, self.pipeline, self.activity.note)
         # Divides the loss of each micro-batch where all tokens of a step count alike.
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
@@ -144,7 +144,8 @@ class Trainer:
         batches = self._own(batches)
         self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self._num_copies))
         self._iteration = iteration
-        self._note("forward and backward")
+        self._passes.step = f"iteration {iteration + 1}, "
+        self.activity.note(f"{self._passes.step}forward and backward")
         if self._divisor is not None:  # the mean of all micro-batches' losses is that of all tokens that count in them
             self._divisor.fill_(sum(batch.num_counted for batch in batches))
             self.topology.sum_over_copies(self._divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
@@ -158,18 +159,17 @@ class Trainer:
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
         self.engine.begin_gradients(len(batches))
-        self.experts.begin()
+        if self.experts.names:
+            self.experts.begin()
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
         losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._passes.scale)
 
-    def _note(self, what: str) -> None:
-        self.activity.note(f"iteration {self._iteration + 1}, {what}")
-
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
-        fields = {**fields, **self.experts.fields(tokens.numel())}
+        if self.experts.names:
+            fields = {**fields, **self.experts.fields(tokens.numel())}
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self._data_position

@@ -157,7 +157,7 @@ GRADIENTS = [
         "released-before-the-gradients-are-complete",
         COLLECTOR,
         "        self._missing[unit.name] -= 1\n",
-        "        self._missing[unit.name] -= 1\n        self._done(unit.name)\n",
+        "        self._missing[unit.name] -= 1\n        self._done(unit.name, False)\n",
         (TWO_WAYS,),
     ),
     Mutation(

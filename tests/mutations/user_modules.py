@@ -64,14 +64,14 @@ USER_MODULES = [
     Mutation(
         "gradient-read-within-a-pass",
         "gptpar/deepspeed/engines/whole_tensors.py",
-        " or self._in_train_batch or self.engine.gradients.collector.in_pass",
+        " or self._in_train_batch or self.engine.gradients.in_pass",
         "",
         ("tests/any_module/test_reads_amid_a_step.py",),
     ),
     Mutation(
         "error-after-exchange-not-noted",
         "gptpar/deepspeed/engines/training_engine.py",
-        "if exchanging or gathers or self.engine.gradients.are_exchanged:",
+        "if exchanging or gathers or self.engine.gradients.reducer.has_begun:",
         "if exchanging or gathers:",
         ("tests/any_module/test_refused.py::test_a_backward_pass_that_fails_on_one_process_is_told",),
     ),

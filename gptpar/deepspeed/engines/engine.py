@@ -58,7 +58,7 @@ class ModuleEngine(TrainingEngine):
         if wants_graph(options, self.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, self.engine)
         self._plain = PlainBackward(self._take_plain, self._end_plain)
-        stage.comes_back, self.engine.gradients.collector.begin_unannounced = self._comes_back, self._plain.begin
+        stage.comes_back, self.engine.gradients.begin_unannounced = self._comes_back, self._plain.begin
         self._grads: ParameterGradients | None = None
         if options.zero_stage == 0 and parts.host is None:
             self._grads = ParameterGradients(self.engine, stage.global_parameters(), self.dp_world_size)
@@ -370,7 +370,7 @@ class ModuleEngine(TrainingEngine):
         """After the first step, whose passes were observed: later ones hand units on in an order that all share."""
         self._knows_late_units = True
         if self.world_size > 1 and self._stage.may_observe:
-            collector = self.engine.gradients.collector
+            collector = self.engine.gradients
             late = torch.tensor(collector.late_units, dtype=torch.float64, device=self.device)
             collector.hand_on_last([bool(count) for count in self._sum_over_all(late).tolist()])
 

@@ -173,7 +173,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         return norm, [verdict]
 
     def _require_all_used(self) -> None:
-        collector = self.engine.gradients.collector
+        collector = self.engine.gradients
         unused = sorted(self._frozen_groups.trained - collector.arrived)
         count = torch.tensor(float(len(unused)), device=self.device)
         if self._sum_over_all(count) > 0:
@@ -244,7 +244,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
     def _note_failure(self, what: str, *, exchanging: bool = False) -> None:
         """A pass ends in an error, maybe on this process alone; ``exchanging``: others may wait for it for certain."""
         gathers = self.engine.gatherer.gathers_in_call_order
-        if exchanging or gathers or self.engine.gradients.are_exchanged:
+        if exchanging or gathers or self.engine.gradients.reducer.has_begun:
             self._failed.note(f"{what} of step {self.global_steps + 1}, micro-batch {self._count + 1}")
 
     def _require_optimizer(self) -> None:

@@ -102,7 +102,7 @@ GRADIENTS = [
     Mutation(
         "tied-sum-dropped",
         REDUCER,
-        "sum_together([self._memory.shards[name] if held is None else held[1]], group)",
+        "sum_together([self.memory.shards[name] if held is None else held[1]], group)",
         "pass",
         (TWO_WAYS,),
     ),

@@ -66,7 +66,7 @@ PARALLEL = [
     Mutation(
         "labels-not-counted-from-the-ranks-vocabulary",
         "gptpar/tensor_parallel/cross_entropy.py",
-        "own_labels_N = labels_N - split.start if axis.size > 1 else labels_N",
+        "own_labels_N = labels_N - first if first else labels_N",
         "own_labels_N = labels_N",
         (SPLIT_MODEL,),
     ),

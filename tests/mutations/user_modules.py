@@ -57,8 +57,8 @@ USER_MODULES = [
     Mutation(
         "gradient-that-was-read-begins-anew",
         "gptpar/deepspeed/engines/engine.py",
-        "        if is_final or self._was_read:\n            self._reopen()\n",
-        "        if is_final:\n            self._reopen()\n",
+        "        if before is not StepGradient.GROWS:\n            self._reopen()\n",
+        "        if before is StepGradient.FINAL:\n            self._reopen()\n",
         ("tests/any_module/test_several_backward_passes.py",),
     ),
     Mutation(

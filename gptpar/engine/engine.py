@@ -247,7 +247,7 @@ class Engine:
         """Give sums over several micro-batches memory, between two steps."""
         self.finish()
         self.settings = replace(self.settings, adds_gradients=True)
-        self.gradients.memory.widen(self.settings.gradient_dtype)
+        self.gradients.memory.allocate(self.settings.gradient_dtype)
         self.optimizer.read_gradients(self.gradients.memory.shard)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
@@ -268,18 +268,6 @@ class Engine:
         for one, values in self.optimizer.ranges_of("grad"):
             found.setdefault(one.unit, []).append((one.start, values.to(self.settings.wide, copy=True).mul_(factor)))
         return found
-
-    def square_of_grad(self) -> torch.Tensor:
-        """This process's contribution to the sum of squares of the model's gradient (fp64)."""
-        return self.gradients.reducer.square()
-
-    def squares_of_grad(self) -> torch.Tensor:
-        """[units of the table] the same by unit, after :meth:`square_of_grad`; nothing waits."""
-        return self.gradients.reducer.squares()
-
-    def square_of_weights(self) -> torch.Tensor:
-        """This process's contribution to the sum of squares of all master weights (fp64)."""
-        return self.optimizer.square_of_weights()
 
     def own_zeros(self) -> torch.Tensor:
         """This process's contribution to the number of zeros in the gradient (fp64)."""

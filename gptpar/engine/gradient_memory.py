@@ -58,9 +58,10 @@ class GradientMemory:
         self.summed_on_host = frozenset(table.summed_on_host(host_sums))
         whole = [unit.name for unit in table.units if self._keeps_sharded or unit.shards == 1]
         self.kept_whole = frozenset(whole) - self.summed_on_host
-        self._allocate(dtype)
+        self.allocate(dtype)
 
-    def _allocate(self, dtype: torch.dtype) -> None:
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Allocate new memory for sums of this dtype, between two steps."""
         self._dtype = dtype
         self.shard = torch.zeros(self.table.length(Home.DEVICE), dtype=dtype, device=self._device)
         self.shards = self.table.split(self.shard)
@@ -73,10 +74,6 @@ class GradientMemory:
         self._fixed = frozenset(self._sums)
         self._views: dict[str, dict[str, torch.Tensor]] = {}
         self._shard_sums: dict[str, torch.Tensor] = {}
-
-    def widen(self, dtype: torch.dtype) -> None:
-        """Allocate new memory for sums of this dtype, between two steps."""
-        self._allocate(dtype)
 
     @property
     def keeps_all(self) -> bool:

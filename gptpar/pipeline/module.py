@@ -87,11 +87,6 @@ class Pipeline(nn.Module):
         """This process's virtual stages."""
         return list(self.chunks)  # type: ignore[arg-type]
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether this process has the last layer."""
-        return self.stage == self.num_stages - 1
-
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],

@@ -203,9 +203,9 @@ class Trainer:
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
-        square = self.engine.square_of_grad()
+        square = self.engine.gradients.reducer.square()
         measures = self._measures_layers(iteration)
-        squares = self._readings(self.engine.squares_of_grad()) if measures or self.keeps_spikes else None
+        squares = self._readings(self.engine.gradients.reducer.squares()) if measures or self.keeps_spikes else None
         old = self.layer_norms.old_weights() if measures else None
         others = [
             torch.full_like(square, Votes.number(stop, saves)),

@@ -110,7 +110,7 @@ GRADIENTS = [
         "norm-of-the-devices-elements-alone",
         REDUCER,
         "self._norm.measured({unit.name: shard})",
-        "self._norm.measured({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
+        "self._norm.measured({unit.name: shard[: self.memory.shards[unit.name].numel()]})",
         (RATIOS,),
     ),
     Mutation(
@@ -171,7 +171,7 @@ GRADIENTS = [
         "norm-of-a-recorded-step-taken-when-it-is-recorded",
         REDUCER,
         "        self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
-        "        self._norm.take(norms)\n"
+        "        self._norms |= norms\n"
         "        self._graph_breaks.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
         (RECORDED,),
     ),

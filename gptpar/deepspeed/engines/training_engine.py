@@ -148,7 +148,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         self._watch.note("the optimizer's step")
         result = self._result or self._result_of_calls()
-        square = self.engine.square_of_grad()
+        square = self.engine.gradients.reducer.square()
         self._mean_loss, self._readings = self._step.take(
             square,
             self._addend_of_mean(result.loss),

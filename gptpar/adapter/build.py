@@ -33,7 +33,6 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.update import Update
 from gptpar.system.activity import Activity
-from gptpar.tensor_parallel import ALONE
 from gptpar.topology.agreement import all_or_none
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
@@ -146,7 +145,6 @@ def build_engine(
         stage.stages,
         table,
         parameters,
-        ALONE,
         data,
         settings,
         updates,

@@ -43,7 +43,7 @@ class ParameterGradients:
         Returns:
             Whether they have become means.
         """
-        memory, arrived = self._engine.gradients.memory, self._engine.gradients.collector.arrived
+        memory, arrived = self._engine.gradients.memory, self._engine.gradients.arrived
         if any(self._parameters[name].dtype != memory.shard.dtype for name in arrived):
             return False
         becomes_mean = final and self._num_processes > 1

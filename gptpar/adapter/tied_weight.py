@@ -83,7 +83,7 @@ class TiedWeight:
         (name,) = unit.params
         self._unit, self._engine, self._host = unit, engine, host
         self._weight = stage.parameters[name]
-        self._on_device = engine.gradients.shards[unit.name].numel()
+        self._on_device = engine.gradients.memory.shards[unit.name].numel()
         self._memory = torch.empty(0)
         self._expected = self._taken = 0
         self._is_last = False

@@ -247,10 +247,6 @@ class IndexedDatasetWriter:
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
-    def add_empty_document(self) -> None:
-        """Append a document without sequences, as Megatron's preprocessing does for an empty text."""
-        self.add_documents(np.array([], self.dtype), np.array([0]))
-
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents of one sequence each: their tokens end to end, and the number of tokens of each."""
         self._check(tokens, lengths)

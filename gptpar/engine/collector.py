@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gptpar.engine.backward_passes import BACKWARD_PASSES
-from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
@@ -34,16 +33,16 @@ class GradientCollector:
     read so late (:meth:`hand_on_last`), it comes last in the fixed order, and no other unit waits for it.
 
     Args:
-        units: in forward order.
         virtual_stages: names of the units of each of this process's virtual stages, in forward order.
-        done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
-        kept: called instead of ``done`` in a pass that only adds to the unit's sum and does not reduce it.
-        final: called with a unit's name before its gradient, final in this process, is handed on.
+        done: called with a unit's name when its gradients of a backward pass are complete, before they are reduced, and
+            with whether the unit's gradient is final in this process.
         learns: whether backward passes may be nested.
         in_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
             complete.
 
     Attributes:
+        memory: of the units' sums.
+        reducer: as given.
         in_pass: whether a backward pass is running.
         in_last_forward: whether the running forward pass is the step's last of its stage.
         late: parameters that got a gradient in this step after their unit had been handed on: it was not added.
@@ -53,20 +52,16 @@ class GradientCollector:
 
     def __init__(
         self,
-        units: Sequence[Unit],
         virtual_stages: Sequence[Sequence[str]],
-        memory: GradientMemory,
         reducer: GradientReducer,
-        done: Callable[[str], None],
+        done: Callable[[str, bool], None],
         *,
-        kept: Callable[[str], None] | None = None,
-        final: Callable[[str], None] | None = None,
         learns: bool = False,
         in_order: bool = True,
     ):
-        self._memory, self._reducer, self._done = memory, reducer, done
+        self.memory, self.reducer, self._done = reducer.memory, reducer, done
+        units = self.memory.table.units
         self._learns, self._in_order, self._has_learned = learns, in_order, False
-        self._kept, self._final = kept or (lambda unit: None), final or (lambda unit: None)
         self._units = {unit.name: unit for unit in units}
         self._unit_of = {name: unit for unit in units for name in unit.params}
         self._expected = {unit.name: len(unit.params) for unit in units}
@@ -93,11 +88,6 @@ class GradientCollector:
         last_first = reversed(list(enumerate(self._virtual_stages)))
         self._last_stage = {name: stage for stage, names in last_first for name in names}
 
-    @property
-    def shares_units(self) -> bool:
-        """Whether several virtual stages add to one unit's gradient."""
-        return sum(map(len, self._virtual_stages)) > len(self._last_stage)
-
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take the gradients of these parameters, by global name, and leave ``.grad`` empty.
 
@@ -118,15 +108,25 @@ class GradientCollector:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int) -> None:
         """Begin a step, and forget a backward pass that ended in an error."""
+        self.reducer.begin()
+        # A unit that two virtual stages share gets a second gradient even in a step of one micro-batch.
+        shares_units = sum(map(len, self._virtual_stages)) > len(self._last_stage)
+        self.memory.begin(num_micro_batches + shares_units)
         self.in_pass = False
         arrived = self._arrived, self._arrived_before, self.late
         for forgotten in (*arrived, self._fresh, self._missing, self._waiting, self._handed_on):
             forgotten.clear()
 
-    def reopen(self) -> None:
-        """Begin the sums anew within the step; parameters that have had a gradient keep counting as arrived."""
+    def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
+        """Begin the sums anew within the step; parameters that have had a gradient keep counting as arrived.
+
+        Args:
+            final: see :meth:`GradientReducer.reopen <gptpar.engine.reducer.GradientReducer.reopen>`.
+        """
+        self.memory.single = False
+        self.reducer.reopen(final)
         self._arrived_before |= self._arrived
         self._arrived.clear()
 
@@ -154,7 +154,7 @@ class GradientCollector:
         last_first = names[::-1]
         for name in sorted(last_first, key=self._handed_on_last.__contains__):
             final = last and self._last_stage[name] == virtual_stage
-            if final or name not in self._memory.kept_whole:
+            if final or name not in self.memory.kept_whole:
                 self._waiting[name] = self._units[name], final
 
     def enter_backward(self, task: int) -> None:
@@ -248,7 +248,7 @@ class GradientCollector:
         """Add a complete unit's gradients, and hand on the unit and what it has kept waiting."""
         self._add(unit)
         if unit.name not in self._waiting:
-            self._kept(unit.name)
+            self._done(unit.name, False)
         in_order = self._in_order or not self._has_learned
         waiting = self._waiting if in_order else {unit.name} & self._waiting.keys()
         for name in list(waiting):
@@ -258,7 +258,7 @@ class GradientCollector:
 
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum in few launches: a launch for each would keep the host busy."""
-        fresh, views = self._fresh.pop(unit.name), self._memory.views_of(unit)
+        fresh, views = self._fresh.pop(unit.name), self.memory.views_of(unit)
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
             add_each([views[name] for name in known], [fresh[name] for name in known], self._factor)
@@ -271,15 +271,13 @@ class GradientCollector:
 
     def _hand_on(self, which: str) -> None:
         unit, last = self._waiting.pop(which)
-        total = self._memory.sum_of(unit)
+        total = self.memory.take(unit)
         for name, param in unit.params.items():
             if name not in self._arrived:
                 total[param.start : param.stop].zero_()
-        if unit.name not in self._memory.kept_whole:
+        if unit.name not in self.memory.kept_whole:
             self._arrived_before |= self._arrived & unit.params.keys()
             self._arrived.difference_update(unit.params)
         self._handed_on.add(unit.name)
-        if last:
-            self._final(unit.name)
-        self._reducer.reduce(unit, total, last=last)
-        self._done(unit.name)
+        self._done(unit.name, last)
+        self.reducer.reduce(unit, total, last=last)

@@ -20,7 +20,7 @@ def wait_without_limit(work: Any) -> None:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """A process's place, and its groups on the axes whose ranks read different samples.
+    """A process's place, and its groups on the mesh's axes.
 
     The processes that hold copies of a unit are the ones that read different samples for it. So one reduction both sums
     the unit's gradient and leaves each process its shard.

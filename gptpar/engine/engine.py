@@ -28,7 +28,6 @@ from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.optim.update import Hyperparameters, Update
 from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.stage import memory_for
-from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.layers import SplitLinear
 
 
@@ -111,67 +110,6 @@ class EngineSettings:
         return self.wide if self.adds_gradients else self.dtype
 
 
-class Gradients:
-    """The gradients of one step: its passes begin and end here, for the collector, the memory and the reducer."""
-
-    def __init__(self, memory: GradientMemory, collector: GradientCollector, reducer: GradientReducer):
-        self.memory, self.collector, self.reducer = memory, collector, reducer
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """The final gradient of the elements that the device's optimizer updates: all units' in a row."""
-        return self.memory.shard
-
-    @property
-    def shards(self) -> dict[str, torch.Tensor]:
-        """Unit -> its elements of :attr:`shard`."""
-        return self.memory.shards
-
-    @property
-    def are_exchanged(self) -> bool:
-        """Whether processes have begun to sum gradients of this step."""
-        return self.reducer.has_begun
-
-    def begin(self, num_micro_batches: int) -> None:
-        """Begin a step."""
-        self.reducer.begin()
-        self.collector.begin()
-        # A unit that two virtual stages share gets a second gradient even in a step of one micro-batch.
-        self.memory.begin(num_micro_batches + self.collector.shares_units)
-
-    def reopen(self, final: Mapping[str, Sequence[tuple[int, torch.Tensor]]]) -> None:
-        """Begin more backward passes of the step, after its gradient was final.
-
-        Args:
-            final: see :meth:`GradientReducer.reopen <gptpar.engine.reducer.GradientReducer.reopen>`.
-        """
-        self.memory.single = False
-        self.collector.reopen()
-        self.reducer.reopen(final)
-
-    def begin_forward(self, *, last: bool) -> None:
-        """Begin a forward pass of a virtual stage; ``last``: it is the step's last for that stage."""
-        self.collector.in_last_forward = last
-
-    def begin_backward(
-        self, virtual_stage: int, *, last: bool, factor: float = 1.0, ends_together: bool = False
-    ) -> None:
-        """See :meth:`GradientCollector.begin_backward <gptpar.engine.collector.GradientCollector.begin_backward>`."""
-        self.collector.begin_backward(virtual_stage, last=last, factor=factor, ends_together=ends_together)
-
-    def end_backward(self) -> None:
-        """End the pass: a parameter without a gradient counts as zero."""
-        self.collector.end_backward()
-
-    def finish(self) -> None:
-        """Wait for the reductions after all passes, and sum the gradients of tied units over their stages."""
-        self.reducer.finish()
-
-    def square(self) -> torch.Tensor:
-        """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
-        return self.reducer.square()
-
-
 class Engine:
     """Runs steps over memory that is already there.
 
@@ -196,7 +134,7 @@ class Engine:
         stages, table, parameters, settings, device, subscriber: as given.
         optimizer: of the device's elements, through which the subscriber gets its steps, too.
         gatherer: gathers parameters before layers are called.
-        gradients: collector and reducer.
+        gradients: collects them, and has their memory and their reducer.
         graph_breaks: where the host acts between the launches of a step.
         masters_are_parameters: whether the model's parameters have the memory of the master weights.
     """
@@ -206,7 +144,6 @@ class Engine:
         stages: Sequence[EngineStage],
         table: ParameterTable,
         parameters: ParameterMemory,
-        tensor: TensorAxis,
         data: DataAxes,
         settings: EngineSettings,
         updates: Sequence[Update],
@@ -255,22 +192,18 @@ class Engine:
             parameters, layers, data, subscriber, self.graph_breaks, frozen_units, subscribed=table.may_offload
         )
         self.gatherer.follow(orders)
-        reducer = GradientReducer(
-            *(table, memory, data, settings.reduce_dtype, tensor.group, tied or {}, subscriber, self.graph_breaks),
-            counts_zeros=settings.counts_zeros,
+        self.gradients = GradientCollector(
+            _trained_units(orders, layers, frozen_units),
+            GradientReducer(memory, settings.reduce_dtype, subscriber, self.graph_breaks, tied, settings.counts_zeros),
+            self.gatherer.backward_done,
+            learns=learns,
+            in_order=not learns or not data.is_alone,  # a process alone sends no messages, whose order would count
         )
-        trained = _trained_units(orders, layers, frozen_units)
-        done, final = self.gatherer.backward_done, self.gatherer.may_change
-        in_order = not learns or not data.is_alone  # a process alone sends no messages, whose order would count
-        collector = GradientCollector(
-            table.units, trained, memory, reducer, done, kept=done, final=final, learns=learns, in_order=in_order
-        )
-        self.gradients = Gradients(memory, collector, reducer)
-        self._fused = FusedSums(memory, self.gatherer, collector, table.units, summing or {})
+        self._fused = FusedSums(self.gradients, self.gatherer, summing) if summing else None
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.call_through(self.gatherer)
-        collector.watch({name: p for stage in self.stages for name, p in stage.global_parameters().items()})
+        self.gradients.watch({name: p for stage in self.stages for name, p in stage.global_parameters().items()})
 
     def publish(self) -> None:
         """Make the model's parameters equal to the master weights."""
@@ -302,7 +235,7 @@ class Engine:
 
     def release(self) -> None:
         """Leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
-        self.gradients.collector.unwatch()
+        self.gradients.unwatch()
         del self.optimizer, self.gradients
 
     @property
@@ -314,14 +247,16 @@ class Engine:
         """Give sums over several micro-batches memory, between two steps."""
         self.finish()
         self.settings = replace(self.settings, adds_gradients=True)
-        self.gradients.memory.widen(self.settings.gradient_dtype)
-        self.optimizer.read_gradients(self.gradients.shard)
+        self.gradients.memory.allocate(self.settings.gradient_dtype)
+        self.optimizer.read_gradients(self.gradients.memory.shard)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """Begin a step."""
-        assert num_micro_batches == 1 or self.gradients.shard.dtype == self.optimizer.master.dtype  # sums are wide
+        wide = self.optimizer.master.dtype
+        assert num_micro_batches == 1 or self.gradients.memory.shard.dtype == wide, "sums are wide"
         self.gradients.begin(num_micro_batches)
-        self._fused.begin()
+        if self._fused is not None:
+            self._fused.begin()
 
     def copy_of_gradient(self, factor: float = 1.0) -> dict[str, list[tuple[int, torch.Tensor]]]:
         """Copies of the final gradient's ranges, each where its range lives.
@@ -333,18 +268,6 @@ class Engine:
         for one, values in self.optimizer.ranges_of("grad"):
             found.setdefault(one.unit, []).append((one.start, values.to(self.settings.wide, copy=True).mul_(factor)))
         return found
-
-    def square_of_grad(self) -> torch.Tensor:
-        """This process's contribution to the sum of squares of the model's gradient (fp64)."""
-        return self.gradients.square()
-
-    def squares_of_grad(self) -> torch.Tensor:
-        """[units of the table] the same by unit, after :meth:`square_of_grad`; nothing waits."""
-        return self.gradients.reducer.squares()
-
-    def square_of_weights(self) -> torch.Tensor:
-        """This process's contribution to the sum of squares of all master weights (fp64)."""
-        return self.optimizer.square_of_weights()
 
     def own_zeros(self) -> torch.Tensor:
         """This process's contribution to the number of zeros in the gradient (fp64)."""

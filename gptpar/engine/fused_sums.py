@@ -7,14 +7,13 @@ calls the collector, so that it counts and orders these parameters like all othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 import torch
 
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.gatherer import ParameterGatherer
-from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.tensor_parallel.layers import SplitLinear
 
@@ -26,32 +25,29 @@ class FusedSums:
     gatherer has waited for the update of the layer's parameters.
 
     Args:
-        memory: of the sums; it keeps those of all units with such a layer whole over micro-batches.
+        gradients: have the sums, and keep those of all units with such a layer whole over micro-batches.
         linears: global name of a weight -> the layer that can add its gradient to a sum.
     """
 
     def __init__(
         self,
-        memory: GradientMemory,
+        gradients: GradientCollector,
         gatherer: ParameterGatherer,
-        collector: GradientCollector,
-        units: Iterable[Unit],
         linears: Mapping[str, SplitLinear],
     ):
-        self._memory = memory
+        self._memory = memory = gradients.memory
         # Weak references: a scalar's hook leads from its layer to here, a cycle that Python cannot find in autograd.
         self._of_layer: dict[str, list[tuple[Unit, WeakValueDictionary[str, SplitLinear]]]] = {}
         self._begun: set[str] = set()
-        for unit in units:
+        for unit in memory.table.units:
             found = WeakValueDictionary({name: linears[name] for name in unit.params if name in linears})
             if found:
                 assert unit.name in memory.kept_whole, f"the sum of {unit.name} does not last"
                 self._of_layer.setdefault(gatherer.layer_of(unit.name), []).append((unit, found))
             for name, linear in found.items():
                 linear.added = torch.zeros_like(memory.shard.sum(), requires_grad=True)
-                collector.watch_added(name, linear.added)
-        if linears:
-            gatherer.on_call = self._give
+                gradients.watch_added(name, linear.added)
+        gatherer.on_call = self._give
 
     def begin(self) -> None:
         """Begin a step."""

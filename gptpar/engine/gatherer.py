@@ -237,16 +237,17 @@ class ParameterGatherer:
         self.acquire(name)
         self._start(self._previous.get(name))
 
-    def backward_done(self, unit: str) -> None:
-        """Release a unit whose gradients are complete: this backward pass does not need its parameters again."""
+    def backward_done(self, unit: str, is_final: bool = False) -> None:
+        """Release a unit whose gradients are complete: this backward pass does not need its parameters again.
+
+        Args:
+            is_final: whether the step's gradient is: a subscriber may give the parameters new values before the step.
+        """
+        if is_final and self.changes_early and self.watch is not None and unit in self._present:
+            self.watch.may_change(unit)
         if self._memory.transient:
             self._in_backward.discard(self._layer_of[unit])
             self._release_unit(unit)
-
-    def may_change(self, unit: str) -> None:
-        """Note that a unit's gradient is final: a subscriber may give its parameters new values before the step."""
-        if self.changes_early and self.watch is not None and unit in self._present:
-            self.watch.may_change(unit)
 
     def keep_last_step(self) -> None:
         """Let no subscriber change parameters before the coming step is requested, and undo what it has changed."""

@@ -26,6 +26,7 @@ class GradientMemory:
         host_sums: the share of units whose gradients the subscriber adds up over micro-batches.
 
     Attributes:
+        table, data: as given.
         ahead: whether temporary sums get their memory at the beginning of a step. A recorded step needs this: its
             allocator would otherwise give a sum's memory to later kernels before the subscriber has fetched the sum.
         shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
@@ -48,7 +49,7 @@ class GradientMemory:
         ahead: bool = False,
         host_sums: float = 0.0,
     ):
-        self._table, self._data, self._device = table, data, device
+        self.table, self.data, self._device = table, data, device
         self._arriving_dtype = arriving_dtype or dtype
         self._keeps_sharded, self.single, self.ahead = data.zero_stage < 2 and not host_sums, True, ahead
         self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
@@ -57,12 +58,13 @@ class GradientMemory:
         self.summed_on_host = frozenset(table.summed_on_host(host_sums))
         whole = [unit.name for unit in table.units if self._keeps_sharded or unit.shards == 1]
         self.kept_whole = frozenset(whole) - self.summed_on_host
-        self._allocate(dtype)
+        self.allocate(dtype)
 
-    def _allocate(self, dtype: torch.dtype) -> None:
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Allocate new memory for sums of this dtype, between two steps."""
         self._dtype = dtype
-        self.shard = torch.zeros(self._table.length(Home.DEVICE), dtype=dtype, device=self._device)
-        self.shards = self._table.split(self.shard)
+        self.shard = torch.zeros(self.table.length(Home.DEVICE), dtype=dtype, device=self._device)
+        self.shards = self.table.split(self.shard)
         sharded = [unit for unit in self.undivided if unit.shards > 1]
         self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided if unit.shards == 1}
         if self._keeps_sharded and sharded:
@@ -73,14 +75,10 @@ class GradientMemory:
         self._views: dict[str, dict[str, torch.Tensor]] = {}
         self._shard_sums: dict[str, torch.Tensor] = {}
 
-    def widen(self, dtype: torch.dtype) -> None:
-        """Allocate new memory for sums of this dtype, between two steps."""
-        self._allocate(dtype)
-
     @property
     def keeps_all(self) -> bool:
         """Whether no unit is reduced before the step's last backward pass."""
-        return len(self.kept_whole) == len(self._table.units)
+        return len(self.kept_whole) == len(self.table.units)
 
     def begin(self, num_micro_batches: int) -> None:
         """Begin a step."""
@@ -90,7 +88,7 @@ class GradientMemory:
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
-        if self._data.groups.get(unit.copies_over) is not None or not (self.single or unit.name in self.summed_on_host):
+        if self.data.groups.get(unit.copies_over) is not None or not (self.single or unit.name in self.summed_on_host):
             return self._dtype
         return unit.dtype or self._arriving_dtype
 
@@ -116,10 +114,12 @@ class GradientMemory:
                 self._views[unit.name] = views
         return views
 
-    def release(self, unit: Unit) -> None:
-        """Let go of a unit's sum after it was handed on: the receiver holds a reference as long as it needs one."""
+    def take(self, unit: Unit) -> torch.Tensor:
+        """:meth:`sum_of`, to be reduced: the receiver alone keeps memory that is not permanent."""
+        total = self.sum_of(unit)
         if unit.name not in self._fixed and (self.single or unit.name not in self.kept_whole):
-            self._sums.pop(unit.name, None)
+            del self._sums[unit.name]
+        return total
 
     def shard_sum_of(self, unit: Unit) -> torch.Tensor:
         """[shard_length] this process's shard of the sum over micro-batches, under ZeRO-2 and 3."""

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.ranges import Home
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
-from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm, Measured
 from gptpar.topology.groups import reduce_scatter_single
@@ -57,37 +55,34 @@ class GradientReducer:
                       subscriber sums
     ``_held_back``    tied units with elements of the subscriber, with final shards, until :meth:`finish` sums these
                       over the stages
-    ``_norm``         the norms of units whose gradient is final
+    ``_norms``        the norms of units whose gradient is final
     ================  ==============================================================================================
 
     Args:
-        table: of this process's parameters.
         dtype: number format in which processes exchange gradients.
-        tensor_group: the ranks that split each layer; ``None`` when alone.
-        tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
         subscriber: updates the elements that the device does not; ``None``: their gradients are dropped.
+        graph_breaks: where the subscriber gets them, between the launches of a step.
+        tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
         counts_zeros: whether zeros are counted.
 
     Attributes:
+        memory: as given.
         has_begun: whether any reduction over processes has begun in this step.
         zeros: how many of the subscriber's elements that this process counts are zero (fp64 scalar on the device).
     """
 
     def __init__(
         self,
-        table: ParameterTable,
         memory: GradientMemory,
-        data: DataAxes,
         dtype: torch.dtype,
-        tensor_group: dist.ProcessGroup | None,
-        tied: Mapping[str, dist.ProcessGroup],
         subscriber: Subscriber | None,
         graph_breaks: GraphBreaks,
-        *,
-        counts_zeros: bool,
+        tied: Mapping[str, dist.ProcessGroup] | None = None,
+        counts_zeros: bool = False,
     ):
-        self._table, self._memory, self._data, self._dtype = table, memory, data, dtype
-        self._tensor_group, self._tied = tensor_group, tied
+        self.memory, self._dtype, self._tied = memory, dtype, tied or {}
+        table, data = memory.table, memory.data
+        self._tensor_group = data.groups.get((TENSOR,))
         self._subscriber, self._graph_breaks, self._counts_zeros = subscriber, graph_breaks, counts_zeros
         self._sums = None if subscriber is None else subscriber.sums
         self.has_begun = False
@@ -97,6 +92,7 @@ class GradientReducer:
         self._final_before: dict[str, Sequence[tuple[int, torch.Tensor]]] = {}
         self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
         self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
+        self._norms: Measured = {}
         self.zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
         divides = len(memory.undivided) < len(table.units)  # the subscriber gets its elements in the backward pass
         self._bounded = data.zero_stage >= 2 or divides
@@ -130,7 +126,7 @@ class GradientReducer:
             total: [unit.length] this process's sum.
             last: whether the reduced sum is final.
         """
-        group = self._data.groups.get(unit.copies_over)
+        group = self.memory.data.groups.get(unit.copies_over)
         self.has_begun |= group is not None
         sent = total if group is None else total.to(self._dtype)
         if group is None:
@@ -142,7 +138,6 @@ class GradientReducer:
         else:
             work = dist.all_reduce(sent, group=group, async_op=True)
             self._pending.append(self._begun(work, unit, sent, last, (sent,)))
-        self._memory.release(unit)
         while self._bounded and len(self._pending) > MAX_IN_FLIGHT:
             self._finish_oldest()
 
@@ -154,20 +149,20 @@ class GradientReducer:
         On the current stream it would be queued behind the layers that have been launched meanwhile.
         """
         if self._side_stream is None:
-            return _Reduction(partial(self._data.wait_for, work), partial(self._add, unit, shard, last), in_use)
+            return _Reduction(partial(self.memory.data.wait_for, work), partial(self._add, unit, shard, last), in_use)
         with torch.cuda.stream(self._side_stream):
-            self._data.wait_for(work)
+            self.memory.data.wait_for(work)
             self._add(unit, shard, last)
             there = self._side_stream.record_event()
         return _Reduction(lambda: torch.cuda.current_stream().wait_event(there), lambda: None, in_use)
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
-        if unit.name in self._memory.summed_on_host:
+        if unit.name in self.memory.summed_on_host:
             self._add_on_host(unit, shard, last)
             return
-        if not (self._memory.single or unit.name in self._memory.kept_whole):
-            total = self._memory.shard_sum_of(unit)
+        if not (self.memory.single or unit.name in self.memory.kept_whole):
+            total = self.memory.shard_sum_of(unit)
             # A new sum begins here and not with the step: the subscriber may read the last step's sum until it has
             # updated the unit. By now it has, because the unit's forward pass waited for the update.
             shard = total.add_(shard) if unit.name in self._summed else total.copy_(shard)
@@ -178,7 +173,7 @@ class GradientReducer:
 
     def _add_on_host(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
         """Add a micro-batch's shard where the subscriber sums its own elements."""
-        on_device, first = self._memory.shards[unit.name], unit.name not in self._summed
+        on_device, first = self.memory.shards[unit.name], unit.name not in self._summed
         self._summed.add(unit.name)
         sum_together(self._addends(unit.name, shard), self._tensor_group)
         if low := on_device.numel():
@@ -191,7 +186,7 @@ class GradientReducer:
 
         The subscriber's elements of ``shard`` must not change until the unit's next backward pass.
         """
-        on_device = self._memory.shards[unit.name]
+        on_device = self.memory.shards[unit.name]
         if on_device.numel() == unit.shard_length:
             if shard is not on_device:
                 on_device.copy_(shard)
@@ -216,20 +211,20 @@ class GradientReducer:
         for name, group in self._tied.items():
             held = self._held_back.pop(name, None)
             # Sum the whole shard: the stages that have the unit may divide it at different elements.
-            sum_together([self._memory.shards[name] if held is None else held[1]], group)
+            sum_together([self.memory.shards[name] if held is None else held[1]], group)
             if held is not None:
                 self._divide(*held)
 
     def square(self) -> torch.Tensor:
         """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
-        self._norm.take(self._norm.measured(self._undivided))
+        self._norms |= self._norm.measured(self._undivided)
         if self._sums is not None:
-            self._norm.take(self._norm.measured_apart(self._memory.shards, self._sums.squares()))
-        return self._norm.square(self._memory.shard.device)
+            self._norms |= self._norm.measured_apart(self.memory.shards, self._sums.squares())
+        return self._norm.square(self._norms, self.memory.shard.device)
 
     def squares(self) -> torch.Tensor:
         """[units] that :meth:`square`, which comes first in a step, unit by unit."""
-        return self._norm.squares(self._memory.shard.device)
+        return self._norm.squares(self._norms, self.memory.shard.device)
 
     def replace(self, unit: Unit, shard: torch.Tensor) -> None:
         """Use another final gradient of a unit, before :meth:`square`; other processes that hold the shard do so, too.
@@ -237,7 +232,7 @@ class GradientReducer:
         Args:
             shard: [unit.shard_length] new memory; its sums over all axes are formed.
         """
-        on_device = self._memory.shards[unit.name]
+        on_device = self.memory.shards[unit.name]
         if on_device.numel() == unit.shard_length:
             on_device.copy_(shard)
         else:
@@ -245,7 +240,7 @@ class GradientReducer:
 
     @property
     def _undivided(self) -> dict[str, torch.Tensor]:
-        return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
+        return {unit.name: self.memory.shards[unit.name] for unit in self.memory.undivided}
 
     def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a unit's gradient that are still to be summed over the tensor axis."""
@@ -258,18 +253,18 @@ class GradientReducer:
     def _give_out(self, unit: Unit, shard: torch.Tensor) -> None:
         """Measure a shard whose sums are formed, and give device and subscriber their elements."""
         norms = self._norm.measured({unit.name: shard})
-        on_device = self._memory.shards[unit.name]
+        on_device = self.memory.shards[unit.name]
         low = on_device.numel()
         if low:
             on_device.copy_(shard[:low])
-        for one in self._table.ranges(unit=unit.name, home=Home.HOST) if self._counts_zeros else ():
+        for one in self.memory.table.ranges(unit=unit.name, home=Home.HOST) if self._counts_zeros else ():
             if one.counted:
                 self.zeros += (shard[one.start : one.stop] == 0).sum()
         # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.
         self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))
 
     def _hand_over(self, unit: str, norms: Measured, offloaded: torch.Tensor) -> None:
-        self._norm.take(norms)
+        self._norms |= norms
         if self._subscriber is not None:
             self._subscriber.submit_gradient(unit, offloaded)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -31,18 +32,16 @@ class GraphBreaks:
     """Lets the host act between a step's launches; while a step is recorded, the recording is split there.
 
     Attributes:
-        recorder: takes the actions while a step is recorded; ``None`` at other times.
+        at: acts now; while a step is recorded, acts at this point of each replay instead.
     """
 
     def __init__(self) -> None:
-        self.recorder: Callable[[Action], None] | None = None
+        self.at: Callable[[Action], object] = operator.call
 
-    def at(self, action: Action) -> None:
-        """Act now; while a step is recorded, act at this point of each replay instead."""
-        if self.recorder is None:
-            action()
-        else:
-            self.recorder(action)
+    @property
+    def in_recording(self) -> bool:
+        """Whether a step is being recorded."""
+        return self.at is not operator.call
 
 
 class Recorder(Protocol):
@@ -170,7 +169,7 @@ class StepGraph(Generic[Given, Result]):
 
     def _record_parts(self, inputs: Given) -> Result:
         self._recorder.begin_part()
-        self._graph_breaks.recorder = self._act_between
+        self._graph_breaks.at = self._act_between
         try:
             result = self._work(inputs)
         except Exception:
@@ -178,7 +177,7 @@ class StepGraph(Generic[Given, Result]):
                 self._recorder.end_part()
             raise
         finally:
-            self._graph_breaks.recorder = None
+            self._graph_breaks.at = operator.call
         self._parts.append(self._recorder.end_part())
         return result
 

@@ -29,12 +29,13 @@ class PipelinePasses(Observer):
         note: called with a phrase for what this process begins to do.
 
     Attributes:
+        step: begins each note, such as ``iteration 12, ``.
         scale: the incoming gradient of each micro-batch's loss, on the device, so that a recorded step reads its
             present value. fp16 may be too narrow for it.
     """
 
     def __init__(self, engine: Engine, pipeline: Pipeline, note: Callable[[str], None]):
-        self.engine, self.pipeline, self._note = engine, pipeline, note
+        self.engine, self.pipeline, self._note, self.step = engine, pipeline, note, ""
         self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
         self._last = 0
 
@@ -46,16 +47,16 @@ class PipelinePasses(Observer):
         """
         self._last = len(inputs) - 1
         losses = self.pipeline.forward_backward(inputs, grad=self.scale, observer=self)
-        self._note("gradient reduction")
-        self.engine.gradients.finish()
+        self._note(f"{self.step}gradient reduction")
+        self.engine.gradients.reducer.finish()
         return losses
 
     def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
-        self._note(f"micro-batch {micro_batch + 1}, forward")
-        self.engine.gradients.begin_forward(last=micro_batch == self._last)
+        self._note(f"{self.step}micro-batch {micro_batch + 1}, forward")
+        self.engine.gradients.in_last_forward = micro_batch == self._last
 
     def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
-        self._note(f"micro-batch {micro_batch + 1}, backward")
+        self._note(f"{self.step}micro-batch {micro_batch + 1}, backward")
         self.engine.gradients.begin_backward(virtual_stage, last=micro_batch == self._last)
 
     def after_backward(self, micro_batch: int, virtual_stage: int) -> None:

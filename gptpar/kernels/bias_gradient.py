@@ -17,9 +17,6 @@ from einops import rearrange
 
 from gptpar.kernels import gpu
 
-SUMMING = frozenset({"gelu_tanh", "squared_relu"})
-"""The activation functions, by their names in ``--mlp-activation``, that can form a bias's gradient."""
-
 
 def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
     """GELU (tanh form) of a layer's output; its backward pass also returns the gradient of the layer's bias."""
@@ -29,6 +26,10 @@ def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
 def squared_relu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
     """The squared ReLU (So et al. 2021), likewise."""
     return F.relu(x_NF).square() if bias_F is None else _SquaredRelu.apply(x_NF, bias_F)
+
+
+SUMMING = {"gelu_tanh": gelu, "squared_relu": squared_relu}
+"""The activation functions, by their names in ``--mlp-activation``, that can form a bias's gradient."""
 
 
 def split_heads(

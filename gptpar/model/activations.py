@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from gptpar.kernels.bias_gradient import gelu, squared_relu
-
 aten = torch.ops.aten
 Unary = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -39,17 +37,6 @@ FUNCTIONS: dict[str, tuple[Unary, Backward]] = {
 }
 FUNCTIONS |= {"gelu": FUNCTIONS["geglu"], "gelu_tanh": FUNCTIONS["geglu_tanh"]}
 """Name in ``--mlp-activation`` -> function, and its gradient from (the output's gradient, the input)."""
-
-
-def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-    """A function of an MLP without a gate: GELU in its tanh form or exact, or the squared ReLU (So et al. 2021).
-
-    Args:
-        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; the exact GELU cannot do that.
-    """
-    if bias_F is None:
-        return FUNCTIONS[name][0](x_NF)
-    return (gelu if name == "gelu_tanh" else squared_relu)(x_NF, bias_F)
 
 
 def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0) -> torch.Tensor:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
-from gptpar.model.activations import activation, gated
+from gptpar.kernels.bias_gradient import SUMMING
+from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.experts.dispatch import ExpertAxis
@@ -46,7 +47,7 @@ def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
     """A mixture of experts in place of an MLP."""
     config = linears.config
     name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
-    activate = partial(gated, name, **_of_gate(config)) if config.gated else partial(activation, name, bias_F=None)
+    activate = partial(gated, name, **_of_gate(config)) if config.gated else FUNCTIONS[name][0]
     # What reads the sum of experts forms no gradient of the shared one's bias.
     of_shared = replace(linears, output_norm=False)
     return Experts(linears, activate, None if shared is None else MLP(of_shared, shared), placed)
@@ -99,7 +100,8 @@ class MLP(nn.Module):
     def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
         if self.gated:
             return self.down(gated(self.activation, up, **self.of_gate))
-        return self.down(activation(self.activation, up, self.up.unsummed_bias))
+        bias = self.up.unsummed_bias
+        return self.down(FUNCTIONS[self.activation][0](up) if bias is None else SUMMING[self.activation](up, bias))
 
     def cost(self, batch: BatchShape) -> Cost:
         """The cost of both products and of the activation function, which keeps its input (a gate recomputes it)."""

@@ -33,7 +33,7 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
         super().__init__()
-        self.axis = axis
+        self.axis, self.splits_tokens = axis, axis.splits_tokens
         between = axis.between_layers
         self.norm = make_norm(config, config.hidden_size, between) if config.embed_layernorm else None
         self.weight: nn.Parameter | None = None
@@ -56,10 +56,10 @@ class PositionEmbedding(nn.Module):
     def _add(
         self, weight: torch.Tensor, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int
     ) -> torch.Tensor:
-        if positions_BS is None and not self.axis.splits_tokens:
+        if positions_BS is None and not self.splits_tokens:
             return (x_ND.unflatten(0, (-1, seq_length)) + weight[:seq_length]).flatten(0, 1)
         own = x_ND.shape[0]  # all ranks hold the same number of tokens
-        start = self.axis.rank * own if self.axis.splits_tokens else 0
+        start = self.axis.rank * own if self.splits_tokens else 0
         if positions_BS is None:
             positions_N = torch.arange(start, start + own, device=x_ND.device) % seq_length
         else:
@@ -127,11 +127,12 @@ def output_and_loss(
         return capped(product(x_ND, vocabulary.weight.t())[:, : logits.num_ids], logits.terms.softcap)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     labels_N = labels_BS.flatten()
-    axis, vocab_size = vocabulary.axis, vocabulary.num_embeddings
-    hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
+    axis, split, hidden_ND = vocabulary.axis, vocabulary.split, x_ND
+    if axis.size > 1:
+        hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
     if each_token:
         terms = logits.terms._replace(z_weight=0.0)
-        return losses_of_tokens(hidden_ND, vocabulary.weight, labels_N, axis, vocab_size, terms, logits.num_ids)
+        return losses_of_tokens(hidden_ND, vocabulary.weight, labels_N, axis, split, terms, logits.num_ids)
     if loss_mask_BS is None and loss_divisor is None:
         weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), dtype=wide, device=x_ND.device)
     else:
@@ -145,7 +146,7 @@ def output_and_loss(
     weight_VD = vocabulary.weight if trains else vocabulary.weight.detach()
     terms = logits.terms if trains else logits.terms._replace(z_weight=0.0)
     return LinearCrossEntropy.apply(
-        *(hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad, terms),
+        *(hidden_ND, weight_VD, labels_N, weights_N, scale, axis, split, vocabulary.on_output_grad, terms),
         logits.num_ids,
     )
 

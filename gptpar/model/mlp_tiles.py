@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gptpar.model.activations import FUNCTIONS, activation, gated
+from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.tensor_parallel.linear_ops import column_backward, column_forward, row_backward, row_forward
 from gptpar.tensor_parallel.products import product
 
@@ -24,7 +24,7 @@ def num_tiles(tokens: int, tiles: int) -> int:
 
 
 def _activated(up_NU: torch.Tensor, name: str, is_gated: bool) -> torch.Tensor:
-    return gated(name, up_NU) if is_gated else activation(name, up_NU, None)
+    return gated(name, up_NU) if is_gated else FUNCTIONS[name][0](up_NU)
 
 
 def _activation_backward(grad_NF: torch.Tensor, up_NU: torch.Tensor, name: str, is_gated: bool) -> torch.Tensor:
@@ -115,7 +115,7 @@ def tiled_mlp_backward(
         if bias_U is not None:
             sum_U += grad_up.sum(0, dtype=wide)
         if group:
-            grad_tile, grad_weight = column_backward(grad_up, x, up_UD, group, sequence_parallel, format)
+            grad_tile, grad_weight = column_backward(grad_up, x, up_UD, group, *how)
             grad_x.copy_(grad_tile)
         else:
             product(grad_up, up_UD, format, out=grad_x)

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 
 from gptpar.config import Config
-from gptpar.engine.engine import Engine, Gradients
+from gptpar.engine.collector import GradientCollector
+from gptpar.engine.engine import Engine
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -59,9 +60,9 @@ class PartialGradient:
         graph_breaks: where the host acts between the launches of a step.
     """
 
-    def __init__(self, unit: Unit, host: HostOptimizer | None, gradients: Gradients, graph_breaks: GraphBreaks):
+    def __init__(self, unit: Unit, host: HostOptimizer | None, gradients: GradientCollector, graph_breaks: GraphBreaks):
         self._unit, self._host, self._gradients, self._graph_breaks = unit, host, gradients, graph_breaks
-        self._on_device = gradients.shards[unit.name].numel()
+        self._on_device = gradients.memory.shards[unit.name].numel()
         self._sum = torch.empty(0)
 
     @staticmethod
@@ -101,7 +102,7 @@ class PartialGradient:
         """A step's computation begins."""
         if num_micro_batches > 1:
             # Allocated at the beginning of the step: a recorded step must not use this memory for anything else.
-            memory = self._gradients.shard
+            memory = self._gradients.memory.shard
             self._sum = torch.empty(self._unit.length - self._on_device, dtype=memory.dtype, device=memory.device)
 
     @torch.no_grad()
@@ -112,7 +113,7 @@ class PartialGradient:
             grad: [vocabulary, width] of one micro-batch.
             rows: the rows computed since the last call.
         """
-        if not self._gradients.collector.in_last_forward:
+        if not self._gradients.in_last_forward:
             return
         memory, width, low = self._gradients.memory, grad.shape[1], self._on_device
         total, flat = memory.sum_of(self._unit), grad.reshape(-1)

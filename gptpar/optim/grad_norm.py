@@ -21,10 +21,9 @@ class GradientNorm:
 
     def __init__(self, counted: Mapping[str, Sequence[tuple[int, int]]]):
         self._counted = counted
-        self._norms: Measured = {}
 
     def measured(self, shards: Mapping[str, torch.Tensor]) -> Measured:
-        """The norms of some units' final gradients, for :meth:`take`.
+        """The norms of some units' final gradients, for :meth:`square`.
 
         Args:
             shards: unit -> its whole shard.
@@ -51,17 +50,13 @@ class GradientNorm:
             found[unit] = [*norms_of(parts), there]
         return found
 
-    def take(self, measured: Measured) -> None:
-        """Use these norms for their units; every step has to take all units."""
-        self._norms |= measured
+    def square(self, measured: Measured, device: torch.device) -> torch.Tensor:
+        """Sum of squares (fp64 scalar) of all units' norms, in the units' order."""
+        return square_of_norms([norm for unit in self._counted for norm in measured.get(unit, ())], device)
 
-    def square(self, device: torch.device) -> torch.Tensor:
-        """Sum of squares (fp64 scalar) of all norms taken, in the units' order."""
-        return square_of_norms([norm for unit in self._counted for norm in self._norms.get(unit, ())], device)
-
-    def squares(self, device: torch.device) -> torch.Tensor:
+    def squares(self, measured: Measured, device: torch.device) -> torch.Tensor:
         """[units] the same for each unit (fp64), in their order."""
-        found = [square_of_norms(self._norms.get(unit, ()), device) for unit in self._counted]
+        found = [square_of_norms(measured.get(unit, ()), device) for unit in self._counted]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
 
 

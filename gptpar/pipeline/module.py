@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from gptpar.model.layer_spec import LayerSpec
-from gptpar.pipeline import schedules
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.layer_split import LayerSplit
 from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Transport
+from gptpar.pipeline.schedules import Action, forward_only, instructions, interleaved
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.topology.groups import Topology
 
@@ -87,11 +87,6 @@ class Pipeline(nn.Module):
         """This process's virtual stages."""
         return list(self.chunks)  # type: ignore[arg-type]
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether this process has the last layer."""
-        return self.stage == self.num_stages - 1
-
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -109,8 +104,7 @@ class Pipeline(nn.Module):
         Returns:
             The micro-batches' losses in the order of computation, if this process has the last layer; else nothing.
         """
-        actions = schedules.interleaved(self.stage, self.num_stages, len(micro_batches), self.num_virtual_stages)
-        return self._run(actions, micro_batches, grad, observer)
+        return self._run(interleaved, micro_batches, grad, observer)
 
     @torch.no_grad()
     def evaluate(
@@ -121,14 +115,12 @@ class Pipeline(nn.Module):
         Args:
             take_output: takes each output of the last layer.
         """
-        count = len(micro_batches)
-        actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
 
         def to_loss(y: torch.Tensor, fields: Fields) -> torch.Tensor:
             take_output(y)
             return self._loss_of(y, fields)
 
-        return self._run(actions, micro_batches, None, None, to_loss)
+        return self._run(forward_only, micro_batches, None, None, to_loss)
 
     @torch.no_grad()
     def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -136,19 +128,19 @@ class Pipeline(nn.Module):
 
         Neither gradients nor losses are computed.
         """
-        count = len(micro_batches)
-        actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
-        return self._run(actions, micro_batches, None, None, to_loss=lambda y, fields: y)
+        return self._run(forward_only, micro_batches, None, None, to_loss=lambda y, fields: y)
 
     def _run(
         self,
-        actions: Iterable[schedules.Forward | schedules.Backward],
+        order: Callable[[int, int, int, int], Iterator[Action]],
         micro_batches: Sequence[MicroBatch],
         grad: torch.Tensor | None,
         observer: Observer | None,
         to_loss: Callable[[torch.Tensor, Fields], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        self.auxiliary.begin(len(micro_batches), grad)
+        count = len(micro_batches)
+        if self.auxiliary.names:
+            self.auxiliary.begin(count, grad)
         runtime = Runtime(
             self.stages_here,
             self.stage,
@@ -160,7 +152,7 @@ class Pipeline(nn.Module):
             grad,
             observer or Observer(),
         )
-        runtime.run(schedules.with_transfers(actions, self.stage, self.num_stages, self.num_virtual_stages))
+        runtime.run(instructions(order, self.stage, self.num_stages, count, self.num_virtual_stages))
         return runtime.losses
 
     def _loss_of(self, y: torch.Tensor, fields: Fields) -> torch.Tensor:

@@ -8,8 +8,9 @@ numbers, and its gradient comes back in the reverse order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from gptpar.errors import GptparError
@@ -107,6 +108,19 @@ def forward_only(stage: int, num_stages: int, num_micro_batches: int, num_virtua
     _check(stage, num_stages, num_micro_batches, num_virtual_stages)
     for i, virtual_stage in _grouped(num_stages, num_micro_batches, num_virtual_stages):
         yield Forward(i, virtual_stage)
+
+
+@lru_cache(maxsize=8)
+def instructions(
+    order: Callable[[int, int, int, int], Iterator[Action]],
+    stage: int,
+    num_stages: int,
+    num_micro_batches: int,
+    num_virtual_stages: int,
+) -> tuple[Instruction, ...]:
+    """A stage's actions of a step in an order, :func:`interleaved` or :func:`forward_only`, :func:`with_transfers`."""
+    actions = order(stage, num_stages, num_micro_batches, num_virtual_stages)
+    return tuple(with_transfers(actions, stage, num_stages, num_virtual_stages))
 
 
 def with_transfers(

@@ -110,7 +110,6 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         pipeline.stages_here,
         table,
         parameters,
-        tensor,
         data,
         settings,
         groups.updates,

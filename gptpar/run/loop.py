@@ -241,7 +241,7 @@ class Run:
         log, model, topology = self.config.logging, self.trainer.engine, self.trainer.topology
         norm = zeros = None
         if log.log_params_norm:
-            norm = topology.sum_over_all(model.square_of_weights()).sqrt().item()
+            norm = topology.sum_over_all(model.optimizer.square_of_weights()).sqrt().item()
         if log.log_num_zeros_in_grad:
             zeros = round(topology.sum_over_all(model.own_zeros()).item())
         return norm, zeros

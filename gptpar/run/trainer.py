@@ -95,7 +95,7 @@ class Trainer:
                 *(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks),
                 quiet=engine.optimizer.guard.wait_until_read,
             )
-        self._passes = PipelinePasses(self.engine, self.pipeline, self._note)
+        self._passes = PipelinePasses(self.engine, self.pipeline, self.activity.note)
         # Divides the loss of each micro-batch where all tokens of a step count alike.
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
@@ -148,7 +148,8 @@ class Trainer:
         batches = self._own(batches)
         self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self._num_copies))
         self._iteration = iteration
-        self._note("forward and backward")
+        self._passes.step = f"iteration {iteration + 1}, "
+        self.activity.note(f"{self._passes.step}forward and backward")
         if self._divisor is not None:  # the mean of all micro-batches' losses is that of all tokens that count in them
             self._divisor.fill_(sum(batch.num_counted for batch in batches))
             self.topology.sum_over_copies(self._divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
@@ -171,7 +172,8 @@ class Trainer:
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
         self.engine.begin_gradients(len(batches))
-        self.experts.begin()
+        if self.experts.names:
+            self.experts.begin()
         if self._limit is not None:
             self._limit.exceeded.zero_()
         if self._partial_gradient is not None:
@@ -179,12 +181,10 @@ class Trainer:
         losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._passes.scale)
 
-    def _note(self, what: str) -> None:
-        self.activity.note(f"iteration {self._iteration + 1}, {what}")
-
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
         tokens, fields = _stage_input(batch, self._passes.scale, self._divisor)
-        fields = {**fields, **self.experts.fields(tokens.numel())}
+        if self.experts.names:
+            fields = {**fields, **self.experts.fields(tokens.numel())}
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.mesh.data + self._data_position
@@ -218,9 +218,9 @@ class Trainer:
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
-        square = self.engine.square_of_grad()
+        square = self.engine.gradients.reducer.square()
         measures = self._measures_layers(iteration)
-        squares = self._readings(self.engine.squares_of_grad()) if measures or self.keeps_spikes else None
+        squares = self._readings(self.engine.gradients.reducer.squares()) if measures or self.keeps_spikes else None
         old = self.layer_norms.old_weights() if measures else None
         others = [
             torch.full_like(square, Votes.number(stop, saves)),

@@ -107,9 +107,9 @@ def _statistics(
     return sum_N.log() + maximum_N, label_N
 
 
-def _num_valid(split: Split, rows: int, num_ids: int | None) -> int | None:
+def _num_valid(first: int, rows: int, num_ids: int | None) -> int | None:
     """Number of this rank's rows that belong to one of the first ``num_ids`` tokens; ``None``: all of them do."""
-    return None if num_ids is None or split.start + rows <= num_ids else max(0, num_ids - split.start)
+    return None if num_ids is None or first + rows <= num_ids else max(0, num_ids - first)
 
 
 def _chunk_tokens(hidden_ND: torch.Tensor, longest_split: int) -> int:
@@ -124,19 +124,19 @@ def losses_of_tokens(
     weight_VD: torch.Tensor,
     labels_N: torch.Tensor,
     axis: TensorAxis,
-    vocab_size: int,
+    split: Split | None = None,
     terms: LossTerms = CROSS_ENTROPY,
     num_ids: int | None = None,
 ) -> torch.Tensor:
     """losses_N: the loss of each token, unweighted; without gradients.
 
     Args:
-        axis, vocab_size, terms, num_ids: see :meth:`LinearCrossEntropy.forward`.
+        axis, split, terms, num_ids: see :meth:`LinearCrossEntropy.forward`.
     """
-    split = axis.split_of(0, vocab_size)
-    num_valid = _num_valid(split, weight_VD.shape[0], num_ids)
-    size = _chunk_tokens(hidden_ND, split.longest)
-    chunks = zip(hidden_ND.split(size), (labels_N - split.start).split(size), strict=True)
+    first, longest = (0, weight_VD.shape[0]) if split is None else (split.start, split.longest)
+    num_valid = _num_valid(first, weight_VD.shape[0], num_ids)
+    size = _chunk_tokens(hidden_ND, longest)
+    chunks = zip(hidden_ND.split(size), (labels_N - first).split(size), strict=True)
     return torch.cat(
         [
             token_losses(*_statistics(product(hidden, weight_VD.t()), labels, axis, terms, num_valid), terms)
@@ -165,7 +165,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weights_N: torch.Tensor,
         scale: torch.Tensor,
         axis: TensorAxis = ALONE,
-        vocab_size: int | None = None,
+        split: Split | None = None,
         on_weight_grad: Callable[[torch.Tensor, slice], None] | None = None,
         terms: LossTerms = CROSS_ENTROPY,
         num_ids: int | None = None,
@@ -177,7 +177,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             weights_N: factor of each token's loss, such as 1 / N.
             scale: scalar, the incoming gradient that ``backward`` will be given.
             axis: the ranks that split the vocabulary.
-            vocab_size: length of the whole vocabulary, needed if it is split.
+            split: of the weight's rows, with this rank's range; ``None``: this rank has all rows.
             on_weight_grad: is called with the weight's gradient and some of its rows, as soon as these are formed; in
                 ascending order, until all are.
             terms: what the loss adds to the cross entropy (:mod:`gptpar.kernels.plain_loss`).
@@ -187,10 +187,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
         num_tokens = hidden_ND.shape[0]
-        split = axis.split_of(0, vocab_size or weight_VD.shape[0])
-        num_valid = _num_valid(split, weight_VD.shape[0], num_ids)
-        step = _chunk_tokens(hidden_ND, split.longest)
-        own_labels_N = labels_N - split.start if axis.size > 1 else labels_N
+        first, longest = (0, weight_VD.shape[0]) if split is None else (split.start, split.longest)
+        num_valid = _num_valid(first, weight_VD.shape[0], num_ids)
+        step = _chunk_tokens(hidden_ND, longest)
+        own_labels_N = labels_N - first if first else labels_N
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         sum_VD: torch.Tensor | None = None

@@ -159,6 +159,7 @@ class VocabParallelEmbedding(nn.Module):
         axis: this process's place on the tensor axis.
 
     Attributes:
+        split: of the weight's rows, with this rank's range.
         on_output_grad: is called with the part of the weight's gradient that the LM head contributes, some rows at a
             time. That is before the backward pass, which adds the contribution of the lookup; see
             :class:`~gptpar.tensor_parallel.cross_entropy.LinearCrossEntropy`.
@@ -177,7 +178,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         assert num_embeddings >= axis.size, f"{num_embeddings} pieces for {axis.size} tensor ranks"
         self.start, stop = axis.range_of(num_embeddings)
-        self.axis, self.num_embeddings = axis, num_embeddings
+        self.axis, self.num_embeddings, self.split = axis, num_embeddings, axis.split_of(0, num_embeddings)
         self.declared = {"weight": ParameterSpec(Normal(std), axis.split(0, num_embeddings))}
         self.weight = nn.Parameter(torch.empty(stop - self.start, width))
 

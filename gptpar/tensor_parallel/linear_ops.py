@@ -14,12 +14,14 @@ output features that this rank holds or needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.library import CustomOpDef
 
 from gptpar.tensor_parallel.axis import gather, reduce_scatter, start_gather, start_reduce_scatter
 from gptpar.tensor_parallel.products import PLAIN, add_product, product
@@ -96,37 +98,17 @@ def column_forward(
     return product(x, weight.t(), format)
 
 
-@torch.library.custom_op("gptpar::column_backward", mutates_args=())
-def column_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, format: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight."""
-    return _column_backward(grad, x, weight, group, sequence_parallel, format, None)
-
-
-@torch.library.custom_op("gptpar::summing_column_backward", mutates_args=("total",))
-def summing_column_backward(
+def _column_gradients(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     group: str,
     sequence_parallel: bool,
+    fused: bool,
     format: str,
-    total: torch.Tensor,
-) -> torch.Tensor:
-    """grad_NO, x_nI, weight_OI -> the gradient of x, summed over ranks; the weight's is added to ``total``."""
-    return _column_backward(grad, x, weight, group, sequence_parallel, format, total)[0]
-
-
-def _column_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: str,
-    sequence_parallel: bool,
-    format: str,
-    total: torch.Tensor | None,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_NO, x_nI, weight_OI -> gradients of x, summed over ranks, and of weight."""
     ranks = _group(group)
     if not sequence_parallel:
         grad_x = product(grad, weight, format)
@@ -165,8 +147,7 @@ def row_forward(
     return y
 
 
-@torch.library.custom_op("gptpar::row_backward", mutates_args=())
-def row_backward(
+def _row_gradients(
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -174,36 +155,9 @@ def row_backward(
     sequence_parallel: bool,
     fused: bool,
     format: str,
+    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
-    return _row_backward(grad, x, weight, group, sequence_parallel, fused, format, None)
-
-
-@torch.library.custom_op("gptpar::summing_row_backward", mutates_args=("total",))
-def summing_row_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: str,
-    sequence_parallel: bool,
-    fused: bool,
-    format: str,
-    total: torch.Tensor,
-) -> torch.Tensor:
-    """grad_nO, x_NI, weight_OI -> the gradient of x; the weight's is added to ``total``."""
-    return _row_backward(grad, x, weight, group, sequence_parallel, fused, format, total)[0]
-
-
-def _row_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group: str,
-    sequence_parallel: bool,
-    fused: bool,
-    format: str,
-    total: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
     if sequence_parallel:
         grad, grad_x = _gather_times(grad, weight, group, fused, format)
     else:
@@ -225,8 +179,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 @summing_linear_backward.register_fake
-@summing_column_backward.register_fake
-@summing_row_backward.register_fake
 def _(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -239,12 +191,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
 @row_forward.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0] // (_group(group).size() if sequence_parallel else 1), weight.shape[0])
-
-
-@column_backward.register_fake
-@row_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 @sum_over_ranks.register_fake
@@ -264,22 +210,45 @@ sum_over_ranks.register_autograd(_summed_gradient, setup_context=_keep_group)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format, ctx.total, _ = inputs
+    x, weight, *ctx.how, ctx.total, _ = inputs
     ctx.save_for_backward(x, weight)  # not the total, which other micro-batches change meanwhile
 
 
-def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    how = *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.format
-    if ctx.total is None:
-        return *column_backward(grad, *how), *[None] * 6
-    return summing_column_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_zeros(())
+def _backward_of(
+    forward: CustomOpDef, name: str, gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+) -> CustomOpDef:
+    """Register the backward pass of a split layer's operator; returns the operator ``name`` of both gradients.
+
+    A second one, ``summing_NAME``, returns the gradient of x, and adds the weight's to ``total``.
+
+    Args:
+        gradients: of x and weight, from the arguments of the schema here.
+    """
+    given = "Tensor grad, Tensor x, Tensor weight, str group, bool sequence_parallel, bool fused, str format"
+    both = torch.library.custom_op(
+        f"gptpar::{name}", gradients, mutates_args=(), schema=f"({given}) -> (Tensor, Tensor)"
+    )
+    both.register_fake(lambda grad, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
+    summing = torch.library.custom_op(
+        f"gptpar::summing_{name}",
+        lambda *given: gradients(*given)[0],
+        mutates_args=("total",),
+        schema=f"({given}, Tensor(a!) total) -> Tensor",
+    )
+    summing.register_fake(lambda grad, x, *_: x.new_empty(x.shape))
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        how = *ctx.saved_tensors, *ctx.how
+        if ctx.total is None:
+            return *both(grad, *how), *[None] * 6
+        return summing(grad, *how, ctx.total), *[None] * 6, ctx.total.new_zeros(())
+
+    forward.register_autograd(backward, setup_context=_save)
+    return both
 
 
-def _row_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    how = *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.fused, ctx.format
-    if ctx.total is None:
-        return *row_backward(grad, *how), *[None] * 6
-    return summing_row_backward(grad, *how, ctx.total), *[None] * 6, ctx.total.new_zeros(())
+column_backward = _backward_of(column_forward, "column_backward", _column_gradients)
+row_backward = _backward_of(row_forward, "row_backward", _row_gradients)
 
 
 def _save_summing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -293,5 +262,3 @@ def _summing_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 summing_linear.register_autograd(_summing_gradients, setup_context=_save_summing)
-column_forward.register_autograd(_column_gradients, setup_context=_save)
-row_forward.register_autograd(_row_gradients, setup_context=_save)

@@ -144,7 +144,7 @@ def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(by: str, ratio
     if by == "boundary":
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(losses[0]())
-        assert engine.engine.gradients.shard.dtype == torch.bfloat16
+        assert engine.engine.gradients.memory.shard.dtype == torch.bfloat16
         assert ratio or model[0].weight.grad.dtype == torch.bfloat16
         engine.zero_grad()
         engine.set_gradient_accumulation_boundary(False)

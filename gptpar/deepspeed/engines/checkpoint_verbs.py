@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from gptpar.deepspeed.engines import checkpoint
-from gptpar.deepspeed.engines.engine_state import EngineState
+from gptpar.deepspeed.engines.engine_state import EngineState, StepGradient
 from gptpar.deepspeed.engines.stored_state import Chosen, UsersPart
 from gptpar.errors import CheckpointError, wrong_type
 
@@ -38,7 +38,7 @@ class CheckpointVerbs(EngineState):
         """
         self._require_open()
         _require_path("engine.save_checkpoint: save_dir", save_dir)
-        if self._is_final:
+        if self._gradient is StepGradient.FINAL:
             raise CheckpointError("engine.save_checkpoint after a step's last backward pass: call engine.step() first.")
         if self._has_begun or self._count:
             steps = self.options.batch.accumulation_steps

@@ -17,6 +17,7 @@ from gptpar.adapter.parameter_gradients import ParameterGradients
 from gptpar.adapter.plain_backward import PlainBackward
 from gptpar.adapter.tied_weight import TiedWeight
 from gptpar.deepspeed.engines.batches import Batches, LossFunction, cast_inputs, evaluating, require_loss
+from gptpar.deepspeed.engines.engine_state import StepGradient
 from gptpar.deepspeed.engines.graph import RecordedWork, wants_graph
 from gptpar.deepspeed.engines.step_work import StepResult, StepWork
 from gptpar.deepspeed.engines.training_engine import TrainingEngine
@@ -58,11 +59,11 @@ class ModuleEngine(TrainingEngine):
         if wants_graph(options, self.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, self.engine)
         self._plain = PlainBackward(self._take_plain, self._end_plain)
-        stage.comes_back, self.engine.gradients.collector.begin_unannounced = self._comes_back, self._plain.begin
+        stage.comes_back, self.engine.gradients.begin_unannounced = self._comes_back, self._plain.begin
         self._grads: ParameterGradients | None = None
         if options.zero_stage == 0 and parts.host is None:
             self._grads = ParameterGradients(self.engine, stage.global_parameters(), self.dp_world_size)
-        self._are_means = self._was_read = self._is_scaled = self._ends_step = False
+        self._are_means = self._is_scaled = self._ends_step = False
         self._no_sync = self._knows_late_units = False
         self._boundary: bool | None = None
         self._drops = 0  # steps in a row that zero_grad() has dropped
@@ -85,7 +86,7 @@ class ModuleEngine(TrainingEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        return self._is_final or self._is_last()
+        return self._gradient is StepGradient.FINAL or self._is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next micro-batches end a step, instead of counting them."""
@@ -172,10 +173,10 @@ class ModuleEngine(TrainingEngine):
         if not self._has_begun:
             self._begin()
             return
-        is_final = self._is_final
-        if is_final or self._was_read:
+        before = self._gradient
+        if before is not StepGradient.GROWS:
             self._reopen()
-        if not is_final:
+        if before is not StepGradient.FINAL:
             self.weights.catch_up()
 
     def _reopen(self) -> None:
@@ -185,17 +186,17 @@ class ModuleEngine(TrainingEngine):
         self._add_gradients()
         self.engine.gradients.reopen(final)
         self.weights.guard.reopen()
-        self._is_final = self._was_read = self._are_means = False
+        self._gradient, self._are_means = StepGradient.GROWS, False
 
     def _sum_gradient(self) -> None:
-        if self._is_final or self._was_read:
+        if self._gradient is not StepGradient.GROWS:
             return
         if self._grads is not None:
             self._grads.hide()
         self._work.sum_gradient()
         self.engine.gatherer.keep_last_step()
         self.weights.guard.reopen()
-        self._was_read = True
+        self._gradient = StepGradient.READ
         self._show(summed=True)
 
     def _show(self, *, summed: bool) -> None:
@@ -203,14 +204,13 @@ class ModuleEngine(TrainingEngine):
             self._are_means = self._grads.show(final=summed)
 
     def _end_pass(self, last: bool) -> None:
-        self._is_final = last
+        self._gradient = StepGradient.FINAL if last else StepGradient.GROWS
         self._show(summed=last)
         if last and (self._grads is None or not self._grads.are_shown):
             self.weights.guard.until_step()
 
     def _forget_step(self) -> None:
         self.weights.guard.step_ended()
-        self._was_read = False
         super()._forget_step()
 
     # A backward pass that the user begins.
@@ -286,8 +286,9 @@ class ModuleEngine(TrainingEngine):
         self._require_optimizer()
         if self._no_sync:
             raise GptparError("engine.step() was called inside no_sync(), where no step ends: call it after that.")
-        ends_step = self._is_final or self._is_last()
-        if ends_step and not self._is_final:
+        is_final = self._gradient is StepGradient.FINAL
+        ends_step = is_final or self._is_last()
+        if ends_step and not is_final:
             raise GptparError(
                 "engine.step() at the end of a step whose last micro-batch had no engine.backward(loss), or had it in "
                 "no_sync() alone: nothing was changed."
@@ -370,7 +371,7 @@ class ModuleEngine(TrainingEngine):
         """After the first step, whose passes were observed: later ones hand units on in an order that all share."""
         self._knows_late_units = True
         if self.world_size > 1 and self._stage.may_observe:
-            collector = self.engine.gradients.collector
+            collector = self.engine.gradients
             late = torch.tensor(collector.late_units, dtype=torch.float64, device=self.device)
             collector.hand_on_last([bool(count) for count in self._sum_over_all(late).tolist()])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,6 +17,14 @@ from gptpar.engine.engine import Engine
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.skip_step import SkipStep
 from gptpar.topology.groups import Topology
+
+
+class StepGradient(Enum):
+    """How far a step's gradient is: passes add to it, or it is summed over processes."""
+
+    GROWS = "grows"
+    READ = "summed amid the step, because it was read"
+    FINAL = "summed after the step's last pass"
 
 
 class EngineState(nn.Module):
@@ -41,7 +51,7 @@ class EngineState(nn.Module):
     _watch: OrderWatch
     _count: int
     _has_begun: bool
-    _is_final: bool
+    _gradient: StepGradient
     _in_train_batch: bool
     _ended_step: bool
     _norm: float

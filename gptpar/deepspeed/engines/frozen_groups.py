@@ -46,7 +46,7 @@ class FrozenGroups:
         if self._frozen_names != before:
             self._find_groups()
             for unit in self._engine.table.units:
-                self._engine.gradients.collector.expect(unit.name, len(unit.params.keys() - self._frozen_names))
+                self._engine.gradients.expect(unit.name, len(unit.params.keys() - self._frozen_names))
         missed = tuple(group.get(MISSED, 0) for group in self._optimizer.param_groups)
         if missed != self._missed:
             self._missed = missed

@@ -163,7 +163,7 @@ class PipelineWork(PipelinePasses):
         """Also watch where the pass enters autograd: backward passes inside of it have other numbers."""
         super().before_backward(micro_batch, virtual_stage, output)
         if output.requires_grad:
-            collector = self.engine.gradients.collector
+            collector = self.engine.gradients
             output.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
 
     def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
@@ -193,7 +193,7 @@ class PipelineWork(PipelinePasses):
 
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
         """The result of the passes that have ended."""
-        late = self.engine.gradients.collector.late
+        late = self.engine.gradients.late
         return StepResult(self.no_loss if loss is None else loss, (), tuple(sorted(late)))
 
     def _input_of(self, batch: Any) -> MicroBatch:

@@ -84,7 +84,7 @@ class StepWork:
         Args:
             num_passes: number of backward passes that will add to them; 2 or more if the number is not known.
         """
-        self._engine.gradients.memory.ahead = self._engine.graph_breaks.recorder is not None
+        self._engine.gradients.memory.ahead = self._engine.graph_breaks.in_recording
         self._engine.begin_gradients(num_passes)
         self._is_first = True
 
@@ -99,9 +99,9 @@ class StepWork:
             incoming: gradient of the loss; ``None``: :attr:`scale`.
             retain_graph: whether autograd keeps the graph for another backward pass.
         """
-        collector = self._engine.gradients.collector
+        gradients = self._engine.gradients
         with self.backward_pass(last=last):
-            hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+            hook = loss.register_hook(lambda _: gradients.enter_backward(torch._C._current_graph_task_id()))
             try:
                 scale = self.scale if incoming is None else torch.full_like(self.scale, incoming)
                 torch.autograd.backward(loss, scale.to(loss.dtype).expand(loss.shape), retain_graph=retain_graph)
@@ -117,7 +117,7 @@ class StepWork:
             unannounced: factor of the gradients of a pass that the user has begun, whose first gradient has come;
                 ``None``: the engine begins the pass.
         """
-        gradients, collector = self._engine.gradients, self._engine.gradients.collector
+        gradients = self._engine.gradients
         if self._is_first and self._engine.subscriber is not None:
             # Nobody else waits for units that this step does not call.
             self._engine.graph_breaks.at(self._engine.finish)
@@ -130,14 +130,14 @@ class StepWork:
             self._tied_weight.begin_backward(last=last and observed)
         try:
             exchanges = last or not gradients.memory.keeps_all
-            backward = self._stage.backward(collector.reads_late, last=last, exchanges=exchanges, observed=observed)
+            backward = self._stage.backward(gradients.reads_late, last=last, exchanges=exchanges, observed=observed)
             with backward, self._activity.lost_ranks_explained():
                 yield
                 gradients.end_backward()
                 if last:
-                    gradients.finish()
+                    gradients.reducer.finish()
         finally:
-            collector.leave_backward()
+            gradients.leave_backward()
             if self._tied_weight is not None:
                 self._tied_weight.end_backward()
             self._engine.gatherer.release_all()
@@ -147,7 +147,7 @@ class StepWork:
         gradients = self._engine.gradients
         gradients.begin_backward(0, last=True)
         gradients.end_backward()
-        gradients.finish()
+        gradients.reducer.finish()
 
     def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step.
@@ -172,7 +172,7 @@ class StepWork:
 
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
         """The result of the passes that have ended."""
-        late = self._engine.gradients.collector.late
+        late = self._engine.gradients.late
         return StepResult(self._no_loss if loss is None else loss, self._stage.take_passes(), tuple(sorted(late)))
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.saver import Saver
 from gptpar.deepspeed.engines.batches import Batches, BatchSource
 from gptpar.deepspeed.engines.checkpoint_verbs import CheckpointVerbs
+from gptpar.deepspeed.engines.engine_state import StepGradient
 from gptpar.deepspeed.engines.frozen_groups import FrozenGroups
 from gptpar.deepspeed.engines.getters import Getters
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
@@ -104,7 +105,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._saver = Saver(self.topology, self.engine.optimizer.guard, warn)
         self._agreement = Agreement(self.topology, ordered=self.engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the current step
-        self._has_begun = self._is_final = self._closed = self._in_train_batch = False
+        self._has_begun = self._closed = self._in_train_batch = False
+        self._gradient = StepGradient.GROWS
         self._readings: Readings | None = None
         self._monitor: Monitor | None = None
         if self.topology.is_main:
@@ -134,7 +136,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         """Expect the next step to call the scopes of these passes."""
 
     def _update(self) -> None:
-        if not self._is_final:
+        if self._gradient is not StepGradient.FINAL:
             raise GptparError(
                 f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
                 "the optimizer can step after the last one's engine.backward(loss)."
@@ -146,7 +148,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         self._watch.note("the optimizer's step")
         result = self._result or self._result_of_calls()
-        square = self.engine.square_of_grad()
+        square = self.engine.gradients.reducer.square()
         self._mean_loss, self._readings = self._step.take(
             square,
             self._addend_of_mean(result.loss),
@@ -173,7 +175,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         return norm, [verdict]
 
     def _require_all_used(self) -> None:
-        collector = self.engine.gradients.collector
+        collector = self.engine.gradients
         unused = sorted(self._frozen_groups.trained - collector.arrived)
         count = torch.tensor(float(len(unused)), device=self.device)
         if self._sum_over_all(count) > 0:
@@ -223,7 +225,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             self._prepare()
             self._result = result = self._try_passes(batches)
             self._take_note_of_last_step()
-            self._count, self._is_final = len(batches), True
+            self._count, self._gradient = len(batches), StepGradient.FINAL
             self.micro_steps += len(batches)
             self.optimizer.step()
         finally:
@@ -244,7 +246,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
     def _note_failure(self, what: str, *, exchanging: bool = False) -> None:
         """A pass ends in an error, maybe on this process alone; ``exchanging``: others may wait for it for certain."""
         gathers = self.engine.gatherer.gathers_in_call_order
-        if exchanging or gathers or self.engine.gradients.are_exchanged:
+        if exchanging or gathers or self.engine.gradients.reducer.has_begun:
             self._failed.note(f"{what} of step {self.global_steps + 1}, micro-batch {self._count + 1}")
 
     def _require_optimizer(self) -> None:
@@ -303,7 +305,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._count, self._has_begun, self._is_final, self._result = 0, False, False, None
+        self._count, self._has_begun, self._gradient, self._result = 0, False, StepGradient.GROWS, None
 
     # The end.
 

@@ -59,7 +59,7 @@ class WholeTensors(EngineState):
         Raises:
             GptparError: the step has had no backward pass, or a pass or ``train_batch`` is running.
         """
-        if not self._has_begun or self._in_train_batch or self.engine.gradients.collector.in_pass:
+        if not self._has_begun or self._in_train_batch or self.engine.gradients.in_pass:
             raise GptparError(
                 f"{verb}() works only between a backward pass and the step, and not within a pass or train_batch()."
             )

@@ -76,7 +76,7 @@ class LayerNorms:
         """The norm of each layer's gradient, before clipping.
 
         Args:
-            squares: as :meth:`Engine.squares_of_grad` gave them in the step.
+            squares: as the reducer's ``squares`` gave them in the step.
             loss_scale: a factor in the gradient.
         """
         mine = dict(zip((unit.name for unit in self._engine.table.units), squares, strict=True))

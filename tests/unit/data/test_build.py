@@ -108,5 +108,5 @@ def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         writer.add_document([1, 1, 1, 5])
     assert unigram_entropy(IndexedDataset(tmp_path / "b")) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
     with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
-        writer.add_empty_document()
+        writer.add_document([])
     assert unigram_entropy(IndexedDataset(tmp_path / "c")) == 0

@@ -13,7 +13,6 @@ from gptpar.engine.ranges import Place
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.optim.adamw import ADAMW
 from gptpar.pipeline.stage import BufferInfo, Stage, memory_for
-from gptpar.tensor_parallel import ALONE
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.placement import REPLICATED, ParameterSpec
 
@@ -58,7 +57,7 @@ def make_engine(pipeline: PipelineModule) -> Engine:
     table, axis = table_of(pipeline, Place(), 0.0), DataAxes()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
     settings = EngineSettings(torch.float32, torch.float32)
-    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, [ADAMW] * 2, 1.0, CPU)
+    return Engine(pipeline.stages_here, table, memory, axis, settings, [ADAMW] * 2, 1.0, CPU)
 
 
 def test_buffers_get_memory_and_values_from_the_engine() -> None:

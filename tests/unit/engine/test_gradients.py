@@ -13,7 +13,6 @@ import torch
 from gptpar.engine import gradient_memory, reducer
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axes import DataAxes
-from gptpar.engine.engine import Gradients
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.reducer import GradientReducer
@@ -33,18 +32,17 @@ def make_gradients(
     units: list[Unit],
     axis: DataAxes,
     *,
-    done: Callable[[str], None] = lambda name: None,
+    done: Callable[[str], None] = lambda unit: None,
     ratio: float = 0.0,
     ahead: bool = False,
     subscriber: Any = None,
     reduce_dtype: torch.dtype = torch.float32,
     **order: bool,
-) -> Gradients:
+) -> GradientCollector:
     table = ParameterTable(units, axis.place, ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
-    sums = GradientReducer(table, memory, axis, reduce_dtype, None, {}, subscriber, GraphBreaks(), counts_zeros=False)
-    names = [unit.name for unit in units]
-    return Gradients(memory, GradientCollector(units, [names], memory, sums, done, **order), sums)
+    sums = GradientReducer(memory, reduce_dtype, subscriber, GraphBreaks())
+    return GradientCollector([[unit.name for unit in units]], sums, lambda unit, _: done(unit), **order)
 
 
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,24 +60,25 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
         units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
         total = make_gradients(units, axis, done=done.append)
-        total.shard.fill_(7.0)  # of an earlier step
-        total.collector.watch(parameters)
+        total.memory.shard.fill_(7.0)  # of an earlier step
+        total.watch(parameters)
         total.begin(2)
         total.begin_backward(0, last=False)
         (2 * parameters["b"] + parameters["b"]).sum().backward()  # used twice, in an earlier micro-batch
         total.end_backward()
         assert started == []
+        done.clear()
         total.begin_backward(0, last=True)
         for name in arrivals:
             parameters[name].sum().backward()
         total.end_backward()
-        total.finish()
+        total.reducer.finish()
         assert started == [128, 64, 0] and done == ["unit c", "unit b", "unit a"]
         assert all(parameter.grad is None for parameter in parameters.values())
         started.clear()
         done.clear()
         expected = {f"unit {n}": [(3.0 if n == "b" else 0.0) + (n in arrivals)] for n in "abc"}
-        assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
+        assert {name: view.unique().tolist() for name, view in total.memory.shards.items()} == expected
 
 
 def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,22 +92,22 @@ def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.Monkey
     units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
     done: list[str] = []
     total = make_gradients(units, two_processes(), done=done.append)
-    total.collector.watch(parameters)
+    total.watch(parameters)
     seen = []
     for agrees in (False, False, True):
         if agrees:
-            total.collector.hand_on_last([False, True, True])  # unit b is read late on another process
+            total.hand_on_last([False, True, True])  # unit b is read late on another process
         total.begin(1)
         total.begin_backward(0, last=True)
         for name in "cba":
             parameters[name].sum().backward()
             seen.append(list(done))
-        assert total.collector.reads_late("c")
+        assert total.reads_late("c")
         total.end_backward()
-        total.finish()
+        total.reducer.finish()
         seen.append(list(done))
         done.clear()
-        assert total.collector.late_units == [False, agrees, True]
+        assert total.late_units == [False, agrees, True]
     first, second, third = seen[:4], seen[4:8], seen[8:]
     assert first == [["unit c"], ["unit c", "unit b"], *[["unit c", "unit b", "unit a"]] * 2]
     assert second == [[], [], [], ["unit c", "unit b", "unit a"]]
@@ -128,16 +127,16 @@ def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatc
     unit = Unit.of("unit", infos({"a": (8, 8)}), 1)
     total = make_gradients([unit], axis, reduce_dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.ones(8, 8))
-    total.collector.watch({"a": parameter})
+    total.watch({"a": parameter})
     total.begin(2)
     for micro_batch, factor in enumerate((1.0, 2.0**-9)):
         total.begin_backward(0, last=micro_batch == 1)
         (factor * parameter).sum().backward()
         total.end_backward()
-    total.finish()
+    total.reducer.finish()
     assert sent == [torch.bfloat16]
-    assert total.shard.dtype == torch.float32
-    assert total.shard.unique().tolist() == [1.0]  # 1 + 2^-9 is a quarter of the distance to the next bf16
+    assert total.memory.shard.dtype == torch.float32
+    assert total.memory.shard.unique().tolist() == [1.0]  # 1 + 2^-9 is a quarter of the distance to the next bf16
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -162,7 +161,7 @@ def test_reductions_of_a_dropped_step_are_waited_for_and_not_added(
     parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
     units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 2 if zero_stage else 1) for name in "abc"]
     total = make_gradients(units, two_processes(zero_stage))
-    total.collector.watch(parameters)
+    total.watch(parameters)
 
     def backward(factor: float, *, last: bool) -> None:
         total.begin_backward(0, last=last)
@@ -177,8 +176,8 @@ def test_reductions_of_a_dropped_step_are_waited_for_and_not_added(
         assert not under_way
         backward(1.0, last=False)
         backward(2.0, last=True)
-        total.finish()
-        assert not under_way and total.shard.unique().tolist() == [3.0]
+        total.reducer.finish()
+        assert not under_way and total.memory.shard.unique().tolist() == [3.0]
 
 
 def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +188,12 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad), sums=None)
     total = make_gradients([unit], DataAxes(), ratio=1.0, ahead=True, subscriber=subscriber)
     parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
-    total.collector.watch(parameters)
+    total.watch(parameters)
     empty = torch.empty
     monkeypatch.setattr(gradient_memory.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     total.begin(1)
     total.begin_backward(0, last=True)
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
     total.end_backward()
-    total.finish()
+    total.reducer.finish()
     assert submitted[0].sum().item() == 15 + 100 + 128

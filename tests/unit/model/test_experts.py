@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError
-from gptpar.model.activations import activation, gated
+from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.model.block import make_experts
 from gptpar.model.experts import products
 from gptpar.model.experts.balance import ExpertBalance
@@ -83,7 +83,7 @@ def of_expert(layer: Experts, expert: int, x_D: torch.Tensor) -> torch.Tensor:
     config = layer.router.config
     parts = [matrix @ x_D for matrix in layer.up[expert]]
     if layer.up_bias is None or layer.down_bias is None:
-        inner = gated("swiglu", torch.cat(parts, -1)) if config.swiglu else activation("gelu", parts[0], None)
+        inner = gated("swiglu", torch.cat(parts, -1)) if config.swiglu else FUNCTIONS["gelu"][0](parts[0])
         return layer.down[expert] @ inner
     limit, (gates, values) = config.activation_func_clamp_value, (layer.up_bias[expert] + torch.stack(parts)).unbind()
     if limit is not None:
@@ -203,7 +203,7 @@ def test_a_mixture_with_a_capacity_equals_a_loop_without_the_dropped_outputs(pol
             loads.append(len(takers))
             for n in takers[:capacity]:
                 parts = [matrix @ x_ND[n] for matrix in layer.up[expert]]
-                inner = gated("swiglu", torch.cat(parts, -1)) if len(parts) == 2 else activation("gelu", parts[0], None)
+                inner = gated("swiglu", torch.cat(parts, -1)) if len(parts) == 2 else FUNCTIONS["gelu"][0](parts[0])
                 y_ND[n] = y_ND[n] + weights_NK[n][chosen_NK[n] == expert] * (layer.down[expert] @ inner)
     assert max(loads) > capacity
     found_ND, losses = layer(x_ND, LENGTH, no_choice(TOKENS, layer.topk, x_ND.device))

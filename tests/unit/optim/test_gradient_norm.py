@@ -20,8 +20,7 @@ def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:
     (unit,) = table.units
     norm = GradientNorm({unit.name: table.counted(unit.name)})
-    norm.take(norm.measured({unit.name: grad}))
-    return norm.square(grad.device)
+    return norm.square(norm.measured({unit.name: grad}), grad.device)
 
 
 def test_norm_of_a_long_buffer_is_exact() -> None:

@@ -149,7 +149,7 @@ def test_what_the_next_steps_do_otherwise() -> None:
     engine.set_gradient_accumulation_steps(2)
     engine.set_lr(0.25)
     assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()) == (6, 2, [0.25])
-    assert engine.engine.gradients.shard.dtype == torch.float32  # sums of bf16 gradients
+    assert engine.engine.gradients.memory.shard.dtype == torch.float32  # sums of bf16 gradients
     engine.set_lr([0.5])
     for number in range(2):
         micro_batch(engine, number)

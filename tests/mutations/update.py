@@ -223,7 +223,7 @@ UPDATE = [
         "gptpar/offload/step_request.py",
         "[step - missed for missed in hyperparameters.missed or [0] * len(groups)]",
         "[step for _ in groups]",
-        ("tests/unit/deepspeed/engines/test_frozen_groups.py",),
+        ("tests/unit/deepspeed/engines/test_frozen_parameters.py",),
     ),
     Mutation(
         "another-engines-pass-adds-to-shown-gradients",

@@ -12,7 +12,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.checkpoint.manifest import Manifest
-from gptpar.deepspeed.engines.frozen_groups import MISSED
 from gptpar.deepspeed.engines.plain_values import from_json, to_json
 from gptpar.errors import CheckpointError
 from gptpar.optim.skip_step import NO_STEPS, is_window
@@ -78,6 +77,7 @@ class StoredState:
         client: the user's own state.
         skip_step: the window of outliers; ``None``: no step is judged.
         frozen: names of the weights that are not trained; older checkpoints lack them.
+        missed: name -> steps that the parameter missed while it was frozen; older checkpoints lack them.
     """
 
     tag: str
@@ -90,6 +90,7 @@ class StoredState:
     client: Any
     skip_step: dict[str, Any] | None = None
     frozen: list[str] = field(default_factory=list)
+    missed: dict[str, int] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, Any]:
         """The checkpoint's ``meta``."""
@@ -124,6 +125,8 @@ def read_state(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.
         unfit.append("skip_step")
     if not _are_texts(meta.get("frozen", [])):
         unfit.append("frozen")
+    if not _are_numbers(meta.get("missed", {})):
+        unfit.append("missed")
     problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra")])
@@ -142,8 +145,11 @@ def room_for_client(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def _are_counts(value: Any) -> bool:
-    whole = _has(value, dict.fromkeys(COUNTS, int)) and all(type(one) is int for one in value.values())
-    return whole and min(value.values()) >= 0
+    return _has(value, dict.fromkeys(COUNTS, int)) and _are_numbers(value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(one) is int and one >= 0 for one in value.values())
 
 
 def _are_texts(value: Any) -> bool:
@@ -200,7 +206,6 @@ def group_differences(stored: Sequence[Mapping[str, Any]], members: Sequence[Seq
 def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Load the groups' hyperparameters; a tensor remains the same object, because others may hold it."""
     for group, saved in zip(groups, stored, strict=True):
-        group.pop(MISSED, None)
         for name, value in saved.items():
             if name == "params":
                 continue

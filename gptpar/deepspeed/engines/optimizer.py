@@ -56,7 +56,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     Attributes:
         updates: see above.
         parameter_offload: DeepSpeed's hooks of ZeRO-3.
+        offload_states, reload_states: the engine's.
     """
+
+    offload_states: Callable[..., None]
+    reload_states: Callable[..., None]
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from gptpar.deepspeed.engines.batches import Batches, BatchSource
 from gptpar.deepspeed.engines.checkpoint_verbs import CheckpointVerbs
 from gptpar.deepspeed.engines.frozen_parameters import FrozenParameters
 from gptpar.deepspeed.engines.getters import Getters
+from gptpar.deepspeed.engines.moved_states import MovedStates
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
 from gptpar.deepspeed.engines.step_settings import StepSettings
 from gptpar.deepspeed.engines.step_work import StepResult, Work
@@ -43,7 +44,7 @@ _UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_step", "_saver", "_froz
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs):
+class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs, MovedStates):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
@@ -96,6 +97,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             of_param,
             lambda: self._skipped == NOT_FINITE,
         )
+        self.optimizer.offload_states, self.optimizer.reload_states = self.offload_states, self.reload_states
         self._frozen = FrozenParameters(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0

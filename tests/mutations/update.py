@@ -226,6 +226,20 @@ UPDATE = [
         ("tests/unit/deepspeed/engines/test_frozen_parameters.py",),
     ),
     Mutation(
+        "frozen-parameters-count-the-steps-that-they-miss",
+        "gptpar/deepspeed/engines/frozen_parameters.py",
+        "one._replace(missed=one.missed + one.is_frozen)",
+        "one._replace(missed=one.missed)",
+        ("tests/unit/deepspeed/engines/test_frozen_parameters.py",),
+    ),
+    Mutation(
+        "a-divided-group-keeps-its-ranges-on-the-host",
+        "gptpar/offload/host_optimizer.py",
+        "        self.shared.regroup(partitions)\n",
+        "",
+        ("tests/unit/deepspeed/engines/test_frozen_parameters.py",),
+    ),
+    Mutation(
         "another-engines-pass-adds-to-shown-gradients",
         "gptpar/deepspeed/engines/engine.py",
         "if self._grads is not None and self._grads.are_shown:\n            self._grads.hide()\n            BACK",

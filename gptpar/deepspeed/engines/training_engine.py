@@ -156,7 +156,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             self._addend_of_mean(result.loss),
             self._frozen.hyperparameters(),
             self._divisor,
-            self._agreement.evidence(result.passes, result.late, square).unbind(),
+            self._agreement.evidence(result.passes, result.late, self._frozen.names, square).unbind(),
             self._judged,
         )
         self._follow(result.passes)

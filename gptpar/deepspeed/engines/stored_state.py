@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gptpar.checkpoint.manifest import Manifest
 from gptpar.deepspeed.engines.plain_values import from_json, to_json
 from gptpar.errors import CheckpointError
-from gptpar.optim.skip_step import NO_STEPS, is_window
+from gptpar.optim.skip_step import is_window
 
 WRITER = "gptpar.initialize"
 """Distinguishes an engine's checkpoints from those of a GPT run."""
@@ -120,13 +120,7 @@ def read_state(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.
     """
     if tag_of(meta) is None:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
-    unfit = [name for name, fits in _FITS.items() if name not in meta or not fits(meta[name])]
-    if not is_window(meta.get("skip_step", NO_STEPS)):
-        unfit.append("skip_step")
-    if not _are_texts(meta.get("frozen", [])):
-        unfit.append("frozen")
-    if not _are_numbers(meta.get("missed", {})):
-        unfit.append("missed")
+    unfit = [name for name, fits in _FITS.items() if not (fits(meta[name]) if name in meta else name in _OLDER_LACK)]
     problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra")])
@@ -175,8 +169,14 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
     "extra": lambda value: isinstance(value, dict),
     "client": lambda value: True,
+    "skip_step": is_window,
+    "frozen": _are_texts,
+    "missed": _are_numbers,
 }
 """Field of :class:`StoredState` -> a function that checks whether a value can be the field's."""
+
+_OLDER_LACK = ("skip_step", "frozen", "missed")
+"""Fields that need not be there: older checkpoints lack the last two."""
 
 
 # Groups of the optimizer.

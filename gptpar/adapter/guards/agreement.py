@@ -6,6 +6,7 @@ Collectives match by their order alone, so that a difference would exchange part
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -82,8 +83,8 @@ class Agreement:
         everyone = [self._did] * self._topology.mesh.world_size
         if self._topology.mesh.world_size > 1:
             dist.all_gather_object(everyone, self._did)
-        frozen = [{*one.frozen} for one in everyone]
-        if differing := set.union(*frozen) - set.intersection(*frozen):
+        frozen = Counter(name for one in everyone for name in one.frozen)
+        if differing := [name for name, count in frozen.items() if count < len(everyone)]:
             return GptparError(
                 f"step {step} was not taken: requires_grad of {len(differing)} parameter(s), {min(differing)} among "
                 "them, is not the same on all processes: freeze the same parameters on each."

@@ -272,7 +272,7 @@ class ModuleStage(PlacedParameters):
         if new:
             raise GptparError(
                 f"requires_grad of {some_of(new)} was set after gptpar.initialize, which has laid out memory for what "
-                "is trained: freeze parameters that are trained later after gptpar.initialize, in a group of their own."
+                "is trained: freeze parameters that are trained later after gptpar.initialize."
             )
 
     def _leave(self, *, succeeded: bool) -> None:

@@ -9,7 +9,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-FACTS = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text(encoding="utf-8"))
+LIST = Path(__file__).with_name("deepspeed.toml")
+FACTS = tomllib.loads(LIST.read_text(encoding="utf-8"))
 
 VERSION: str = FACTS["version"]
 """The version of DeepSpeed whose names and meanings these are."""
@@ -37,3 +38,6 @@ EVERYTHING_OF: Mapping[str, str] = FACTS["everything_of"]
 
 REFUSED: Mapping[str, str] = {remedy: names for names, remedy in FACTS["refused"].items()}
 """What a program can do instead -> the names that are refused with it."""
+
+ABSENT: Mapping[str, str] = {place: remedy for places, remedy in FACTS["absent"].items() for place in places.split()}
+"""Module of DeepSpeed that gptpar has not, with those inside -> what a program can do instead."""

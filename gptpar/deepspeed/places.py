@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from gptpar.deepspeed.names import EVERYTHING_OF, HOMES, PLACES, REFUSED
+from gptpar.deepspeed.names import ABSENT, EVERYTHING_OF, HOMES, LIST, PLACES, REFUSED
 from gptpar.errors import GptparError
 
 _NAMES = {place: frozenset(names.split()) for place, names in PLACES.items()}
@@ -97,9 +97,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         inside = name.removeprefix(f"{self._root}.")
-        if inside == name or not _is_place(inside):
+        if inside == name:
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if not _is_place(inside):
+            for place, remedy in ABSENT.items():
+                if f"{inside}.".startswith(f"{place}."):
+                    raise ModuleNotFoundError(f"{name} is not in gptpar: {remedy}", name=name)
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, origin=str(LIST), is_package=True)
+        spec.has_location = True  # so that Python names the list where a program imports a name that is not in it
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = _Place(spec.name)

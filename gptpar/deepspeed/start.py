@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ torch_info = {
 """What DeepSpeed was built with; gptpar is not built for a version of torch."""
 
 VALID_LR_SCHEDULES = [*SCHEDULERS]
+
+DeepSpeedOptimizerCallable: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -135,6 +138,21 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
     """The groups as a list: a model without ``MoE`` has no experts that need groups of their own."""
     return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+
+
+def is_moe_param(param: Any) -> bool:
+    """Whether a parameter, or a group, is of one process's experts: none is."""
+    return False
+
+
+def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
+    """(whether a module has a layer ``MoE``, the number of its experts)"""
+    return False, 0
+
+
+def is_compile_supported() -> bool:
+    """Whether torch can compile modules."""
+    return hasattr(torch, "compile")
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:

@@ -37,6 +37,16 @@ class OffloadDeviceEnum(enum.StrEnum):
     nvme = "nvme"
 
 
+class OffloadStateTypeEnum(enum.StrEnum):
+    """What ``engine.offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 def _defaults_of(section: str) -> dict[str, Any]:
     """DeepSpeed's defaults of a section's keys, in its order."""
     return {key: None if value == "unset" else value for key, value in FACTS["defaults"][section].items()}

@@ -12,6 +12,7 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def _mark(parameter: Any, owner: ValueOwner, *, divided: bool) -> None:
             parameter.ds_id = next(_IDS)
         parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        parameter.partition_numel = partial(int, -(-parameter.numel() // processes))  # a partial can be pickled
 
 
 class Init:

@@ -238,6 +238,17 @@ class Engine:
         self.gradients.unwatch()
         del self.optimizer, self.gradients
 
+    def divide_groups(self, group_of: Mapping[str, int], origins: Sequence[int]) -> None:
+        """Update parameters by other groups, between two steps; each is a part of one of the groups given at first.
+
+        Args:
+            group_of: global name -> number of the new group.
+            origins: of each new group, the number of the first group.
+        """
+        self.finish()
+        self.table.divide_groups(group_of)
+        self.optimizer.divide_groups(origins)
+
     @property
     def can_add_gradients(self) -> bool:
         """Whether sums over several micro-batches have memory that is wide enough."""

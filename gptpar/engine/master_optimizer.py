@@ -67,27 +67,37 @@ class MasterOptimizer:
         exchange: MatrixExchange | None = None,
     ):
         self.updates, self.clip_grad, self.grad, self.host = tuple(updates), clip_grad, grad, host
-        self._table = table
+        self._table, self._first_updates = table, self.updates
         self.guard = StateGuard() if host is None else host.guard
         wide = torch.promote_types(grad.dtype, torch.float32)
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
-        group_ranges = table.device_group_ranges()
-        self._layout = StateLayout(group_ranges, updates, len(grad))
+        self._layout = StateLayout(table.device_group_ranges(), updates, len(grad))
         lengths, dtype_of = self._layout.lengths, self._layout.dtype_of
         states = {name: grad.new_zeros(length, dtype=dtype_of(name, wide)) for name, length in lengths.items()}
         self.vectors = {"weights": self.master, **states}
         self.master_weights = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
-        state = FlatState(self.vectors, grad, self._steps)
-        self._flat = FlatOptimizer(updates, state, group_ranges, families, self.guard)
-        ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
-        written = ((parameters or {}).get(unit) for unit in table.on_device)
-        self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
+        self._parameters, self._exchange = parameters, exchange or MatrixExchange({})
+        self._make_steps(families)
 
+    def _make_steps(self, families: Sequence[Family]) -> None:
+        """Make what updates the device's elements, for the table's groups."""
+        table, state = self._table, FlatState(self.vectors, self.grad, self._steps)
+        self._flat = FlatOptimizer(self.updates, state, table.device_group_ranges(), families, self.guard)
+        ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
+        written = ((self._parameters or {}).get(unit) for unit in table.on_device)
+        self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
         self._matrices = MatrixStep(
-            *(updates, families, table, self.vectors, self._layout, exchange or MatrixExchange({}), self.guard),
-            *(host, parameters),
+            *(self.updates, families, table, self.vectors, self._layout, self._exchange, self.guard),
+            *(self.host, self._parameters),
         )
+
+    def divide_groups(self, origins: Sequence[int]) -> None:
+        """The table has other groups, each a part of one of the first groups, by number; no step is under way."""
+        self.updates = tuple(self._first_updates[group] for group in origins)
+        self._make_steps([(group,) for group in range(len(origins))])
+        if self.host is not None:
+            self.host.divide_groups(self._table.offloaded(), origins)
 
     def read_gradients(self, grad: torch.Tensor) -> None:
         """Read the coming steps' gradients from other memory, maybe in another number format."""

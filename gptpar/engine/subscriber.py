@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.update import Hyperparameters
 from gptpar.system.state_guard import StateGuard
 
@@ -58,6 +59,9 @@ class Subscriber(Protocol):
 
     def miss(self, steps: tuple[int, ...]) -> None:
         """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+
+    def divide_groups(self, partitions: Sequence[OffloadedPartition], origins: Sequence[int]) -> None:
+        """The partitions have other groups, each a part of one of the first groups (``origins``), between two steps."""
 
     def submit_gradient(self, unit: str, grad: torch.Tensor) -> None:
         """A unit's gradient is final; its memory does not change until the unit's next backward pass."""

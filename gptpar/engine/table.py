@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -99,6 +99,13 @@ class ParameterTable:
             for name, own in infos.items()
         ]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
+
+    def divide_groups(self, group_of: Mapping[str, int]) -> None:
+        """Give parameters, by global name, other optimizer groups."""
+        for unit in self.units:
+            unit.params.update({name: replace(one, group=group_of[name]) for name, one in unit.params.items()})
+            self.params.update(unit.params)
+        self.__dict__.pop("_ranges", None)
 
     def summed_on_host(self, ratio: float) -> dict[str, int]:
         """Units whose gradients the host adds up over micro-batches, each with the number of elements.

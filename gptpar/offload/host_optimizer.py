@@ -328,6 +328,11 @@ class HostOptimizer:
         """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
         self._missed = steps
 
+    def divide_groups(self, partitions: Sequence[OffloadedPartition], origins: Sequence[int]) -> None:
+        """See :class:`~gptpar.engine.subscriber.Subscriber`."""
+        self._queue.use_kernels([self._kernels[group] for group in origins])
+        self.shared.regroup(partitions)
+
     def publish(self) -> None:
         """Copy all master weights to the device, after they were changed from outside."""
         self.finish()

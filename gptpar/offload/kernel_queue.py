@@ -55,9 +55,13 @@ class KernelQueue:
     """
 
     def __init__(self, shared: SharedState, kernels: Sequence[HostKernel]):
-        self._shared, self._transfers, self._kernels = shared, shared.transfers, kernels
-        self._numbers = KernelNumbers(kernels)
+        self._shared, self._transfers = shared, shared.transfers
         self._updates: deque[QueuedUpdate] = deque()
+        self.use_kernels(kernels)
+
+    def use_kernels(self, kernels: Sequence[HostKernel]) -> None:
+        """Use other kernels for the coming steps, by parameter group."""
+        self._kernels, self._numbers = kernels, KernelNumbers(kernels)
 
     def __len__(self) -> int:
         return len(self._updates)

@@ -12,6 +12,7 @@ from gptpar.offload.buckets import Bucket
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.system.state_guard import StateGuard
 
 NUM_LATEST_UPDATES = 1 << 14
@@ -30,6 +31,7 @@ class SharedState:
     a bucket's state, grad, newer           loop and thread                  under the lock; while due: the thread
     a bucket's due                          loop sets it, thread clears it   under the lock
     a bucket's buffers, steps               thread                           while it is due, or speculates
+    a bucket's group_ranges                 loop                             while no step is requested
     a bucket's sent                         thread sets it, loop clears it   the loop waits for "not due" before
     ``num_updated``, ``num_ahead``          thread                           under the lock
     ``request``, ``expected``               loop; thread clears the former   under the lock
@@ -81,6 +83,12 @@ class SharedState:
         self.backs_off = False
         self.num_updated, self.num_ahead, self.num_redone, self.busy_s = 0, 0, 0, 0.0
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
+
+    def regroup(self, partitions: Sequence[OffloadedPartition]) -> None:
+        """Give buckets the groups that the partitions have now, between two steps; those of one kernel keep it."""
+        for part in partitions:
+            for bucket in self.of_unit[part.unit]:
+                bucket.group_ranges = part.between(bucket.start, bucket.stop).group_ranges
 
     def matrix_buckets(self, unit: str) -> list[Bucket]:
         """A unit's buckets whose update is one of matrices."""

@@ -32,9 +32,6 @@ NOT_FINITE, OUTLIER = 1.0, 2.0
 MIN_JUDGED = 2
 """Fewest steps that have a standard deviation."""
 
-NO_STEPS: dict[str, Any] = {"losses": [], "norms": [], "num_outliers": 0}
-"""The state of an empty window."""
-
 
 class SkipStep:
     """The window of the last steps, on the device.

@@ -99,7 +99,10 @@ class MasterCopies:
 
     @torch.no_grad()
     def step(self, clip: float) -> float:
-        """Returns the norm before clipping."""
+        """Returns the norm before clipping. Parameters that are frozen now have no gradient: AdamW skips them."""
+        for p, master in self.of.items():
+            if not p.requires_grad:
+                master.grad = None
         norm = nn.utils.clip_grad_norm_(list(self.of.values()), clip or float("inf"))
         self.optimizer.step()
         if self.scheduler is not None:

@@ -23,11 +23,10 @@ PAIRS = [
     (Setup(2, 2, 1.0, 2, steps=STEPS), Setup(4, 3, 0.0, 1, steps=STEPS)),
     (Setup(4, 3, 0.0, 1, steps=STEPS), Setup(2, 1, 0.6, 2, steps=STEPS)),
 ]
+INTERRUPTED = ("tied_blocks", "frozen_block", "parameter_groups_across_blocks", "clients_schedule")
+INTERRUPTED += ("frozen_in_turns", "unfrozen_gradually")
 CASES_AND_PAIRS = list(zip(("mlp", "gpt2", "tied_weights", "mlp", "tied_weights"), PAIRS, strict=True))
-CASES_AND_PAIRS += [
-    (name, PAIRS[1 + number % 2])
-    for number, name in enumerate(("tied_blocks", "frozen_block", "parameter_groups_across_blocks", "clients_schedule"))
-]
+CASES_AND_PAIRS += [(name, PAIRS[1 + number % 2]) for number, name in enumerate(INTERRUPTED)]
 
 
 def resumed(pair: tuple[Setup, Setup]) -> Setup:

@@ -69,3 +69,27 @@ def test_a_stage_that_saves_alone_is_told_before_its_process_ends(tmp_path: Path
         spawn(save_or_train, 2, str(tmp_path))
     told = "after 0 equal calls, rank 0 is at engine.save_checkpoint(), rank 1 is at engine.train_batch(). The run"
     assert any(told in path.read_text() for path in tmp_path.glob("rank*"))
+
+
+def freeze_alone(rank: int) -> tuple[str, bool]:
+    """(the error of a step in which one process alone has frozen a parameter, whether it changed nothing)"""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    engine, *_ = gptpar.initialize(model=model, config=config)
+    before, told = [p.detach().clone() for p in model.parameters()], "no error"
+    model[0].bias.requires_grad_(rank == 0)
+    try:
+        engine.backward(engine(torch.randn(2, 8)).square().mean())
+        engine.step()
+    except GptparError as error:
+        told = str(error)
+    return told, all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_parameter_that_is_frozen_on_one_process_alone_is_told() -> None:
+    told = (
+        "step 1 was not taken: requires_grad of 1 parameter(s), 0.bias among them, is not the same on all processes: "
+        "freeze the same parameters on each."
+    )
+    assert spawn(freeze_alone, 2) == [(told, True), (told, True)]

@@ -241,3 +241,26 @@ def test_copies_of_16_bit_gradients_become_as_wide_as_their_sums(
     weights, wanted = one_of_two(there), one_of_two(here)
     assert transfers.slot_bytes == 2 * slot_bytes
     assert [name for name, value in wanted.items() if not torch.equal(weights[name], value)] == []
+
+
+def test_train_batch_counts_the_steps_that_frozen_parameters_missed() -> None:
+    """The numbers of a step are read late there; with engine.backward they are known before the next step begins."""
+
+    def ends(by_batch: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+        config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        engine: Any = gptpar.initialize(model=model, config=config, loss_fn=lambda y, batch: y.square().mean())[0]
+        for step in range(7):
+            model[0].weight.requires_grad_(step not in (1, 2, 4))
+            x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            if by_batch:
+                engine.train_batch(iter([x]))
+            else:
+                engine.backward(engine(x.cuda()).square().mean())
+                engine.step()
+        engine.close()
+        return [p.detach() for p in model.parameters()]
+
+    for got, want in zip(ends(by_batch=True), ends(by_batch=False), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

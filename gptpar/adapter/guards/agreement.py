@@ -6,8 +6,9 @@ Collectives match by their order alone, so that a difference would exchange part
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,14 @@ REMEDY = (
 )
 
 
+class _Did(NamedTuple):
+    """What a process did in a step; see :meth:`Agreement.evidence`."""
+
+    passes: Passes = ()
+    late: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+
+
 class Agreement:
     """Compares what processes did in a step, by three numbers in the all-reduce of the gradient's norm.
 
@@ -43,21 +52,24 @@ class Agreement:
 
     def __init__(self, topology: Topology, *, ordered: bool):
         self._topology, self._ordered = topology, ordered
-        self._passes: Passes = ()
-        self._late: tuple[str, ...] = ()
+        self._did: _Did = _Did()
 
-    def evidence(self, passes: Passes, late: Collection[str], like: torch.Tensor) -> torch.Tensor:
+    def evidence(
+        self, passes: Passes, late: Collection[str], frozen: Collection[str], like: torch.Tensor
+    ) -> torch.Tensor:
         """[3] this process's addends to the three numbers.
 
         Args:
             passes: the units called in each forward pass of the step.
             late: parameters whose gradient was formed after their unit's gradient had been handed on.
+            frozen: parameters that are frozen in this step; pipeline stages have others.
             like: a tensor with the device and the dtype (fp64) of the result.
         """
-        self._passes, self._late = [list(one) for one in passes], tuple(sorted(late))
-        text = "\n".join("\t".join(one) for one in passes) if self._ordered else ""
+        shared = sorted(frozen) if self._topology.mesh.pipeline == 1 else []
+        self._did = _Did([list(one) for one in passes], tuple(sorted(late)), tuple(shared))
+        text = "\n".join("\t".join(one) for one in ([*passes] if self._ordered else []) + [shared])
         fingerprint = zlib.crc32(text.encode()) % MODULUS
-        numbers = [fingerprint, fingerprint**2, len(self._late)]
+        numbers = [fingerprint, fingerprint**2, len(self._did.late)]
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
     def judge(self, norm: torch.Tensor, sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,13 +80,17 @@ class Agreement:
 
     def error(self, verdict: float, step: int) -> GptparError:
         """The error for a verdict, with the same sentence on all processes; all call this together."""
-        everyone: list[tuple[Passes, tuple[str, ...]]] = [((), ())] * self._topology.mesh.world_size
+        everyone = [self._did] * self._topology.mesh.world_size
         if self._topology.mesh.world_size > 1:
-            dist.all_gather_object(everyone, (self._passes, self._late))
-        else:
-            everyone = [(self._passes, self._late)]
+            dist.all_gather_object(everyone, self._did)
+        frozen = Counter(name for one in everyone for name in one.frozen)
+        if differing := [name for name, count in frozen.items() if count < len(everyone)]:
+            return GptparError(
+                f"step {step} was not taken: requires_grad of {len(differing)} parameter(s), {min(differing)} among "
+                "them, is not the same on all processes: freeze the same parameters on each."
+            )
         if verdict == LATE:
-            names = sorted({name for _, late in everyone for name in late})
+            names = sorted({name for one in everyone for name in one.late})
             return GptparError(
                 f"step {step} was not taken: {', '.join(names)} got a gradient after the unit's gradient had been "
                 "handed on as final, because the backward pass used it more often than in earlier steps. Nothing was "
@@ -82,7 +98,7 @@ class Agreement:
             )
         return GptparError(
             f"step {step} was not taken: processes ran different units, so that they gathered each other's parameters "
-            f"in another order. {_first_difference([passes for passes, _ in everyone])} {REMEDY}"
+            f"in another order. {_first_difference([one.passes for one in everyone])} {REMEDY}"
         )
 
 

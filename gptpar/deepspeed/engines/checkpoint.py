@@ -195,6 +195,7 @@ class _Named:
         extra: path of a module with extra state -> that state as JSON, or ``None`` where it is not asked for.
         problems: values of extra states that JSON cannot hold.
         frozen: names of the weights that are not trained.
+        missed: name -> steps that the parameter missed while it was frozen.
     """
 
     members: list[list[str]]
@@ -202,6 +203,7 @@ class _Named:
     extra: dict[str, Any]
     problems: list[str]
     frozen: list[str]
+    missed: Mapping[str, int]
 
 
 def _named(engine: EngineState, *, with_extra: bool = False) -> _Named:
@@ -215,7 +217,8 @@ def _named(engine: EngineState, *, with_extra: bool = False) -> _Named:
         for path, module in _with_extra_state(engine)
     }
     members = [[names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
-    return _Named(members, engine.weights.aliases, extra, problems, sorted(engine.weights.frozen))
+    weights = engine.weights
+    return _Named(members, weights.aliases, extra, problems, sorted(weights.frozen), engine._frozen.missed)
 
 
 def _named_on_all_stages(ranks: Ranks, engine: EngineState, of_process: Callable[[], _Named]) -> _Named:
@@ -224,11 +227,13 @@ def _named_on_all_stages(ranks: Ranks, engine: EngineState, of_process: Callable
     members = [list(dict.fromkeys(chain(*group))) for group in zip(*(one.members for one in each), strict=True)]
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
+    missed: dict[str, int] = {}
     for one in reversed(each):  # the first process counts
         aliases |= one.aliases
         extra |= one.extra
+        missed |= one.missed
     problems, frozen = ([*chain(*every)] for every in ([one.problems for one in each], [one.frozen for one in each]))
-    return _Named(members, aliases, extra, problems, sorted(set(frozen)))
+    return _Named(members, aliases, extra, problems, sorted(set(frozen)), missed)
 
 
 def _state_of(
@@ -246,6 +251,7 @@ def _state_of(
         scheduler=scheduler_to_json(engine.lr_scheduler, problems),
         aliases=held.aliases,
         frozen=held.frozen,
+        missed=dict(held.missed),
         extra=held.extra,
         skip_step=None if engine.skip_step is None else engine.skip_step.state(),
         client=to_json({} if client_state is None else client_state, "client_state", problems, tensors),
@@ -369,6 +375,7 @@ def _take_over(engine: EngineState, state: StoredState, chosen: Chosen) -> None:
     if chosen.moments:
         engine.engine.optimizer.steps_taken = state.counts["optimizer_steps"]
         load_groups(state.groups, engine.optimizer.param_groups)
+        engine._frozen.load(state.missed)
     if chosen.schedule and engine.lr_scheduler is not None and state.scheduler is not None:
         engine.lr_scheduler.load_state_dict(from_json(state.scheduler["state"]))
     if not chosen.module_only:

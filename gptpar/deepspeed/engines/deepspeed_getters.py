@@ -14,22 +14,27 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptpar.deepspeed.engines.dataset import make_loader
 from gptpar.deepspeed.engines.engine_state import EngineState
+from gptpar.deepspeed.settings import DeepSpeedConfig
 from gptpar.errors import ConfigError
 from gptpar.topology.mesh import DATA
 
 _ZERO, _OPTIMIZER, _FP16 = "zero_optimization", "zero_optimization.offload_optimizer", "fp16"
 
 SETTINGS: Mapping[str, tuple[str, Any]] = {
+    "amp_enabled": ("amp.enabled", False),
     "communication_data_type": ("communication_data_type", None),
     "dump_state": ("dump_state", False),
+    "elasticity_enabled": ("elasticity.enabled", False),
     "flops_profiler_enabled": ("flops_profiler.enabled", False),
     "fp16_auto_cast": (f"{_FP16}.auto_cast", False),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "memory_breakdown": ("memory_breakdown", False),
     "optimizer_name": ("optimizer.type", None),
     "optimizer_params": ("optimizer.params", None),
+    "prescale_gradients": ("prescale_gradients", False),
     "scheduler_name": ("scheduler.type", None),
     "scheduler_params": ("scheduler.params", None),
+    "sparse_gradients_enabled": ("sparse_gradients", False),
     "wall_clock_breakdown": ("wall_clock_breakdown", False),
     "zero_allgather_bucket_size": (f"{_ZERO}.allgather_bucket_size", 500_000_000),
     "zero_allgather_partitions": (f"{_ZERO}.allgather_partitions", True),
@@ -88,6 +93,11 @@ class DeepSpeedGetters(EngineState):
         return dict(self.options.config)
 
     @property
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration as DeepSpeed's object."""
+        return DeepSpeedConfig(self.options.config)
+
+    @property
     def is_closed(self) -> bool:
         """Whether the module has its weights back."""
         return bool(self.__dict__.get("_closed"))
@@ -96,6 +106,9 @@ class DeepSpeedGetters(EngineState):
     def sparse_tensor_module_names(self) -> set[str]:
         """Modules whose gradients are sparse: none."""
         return set()
+
+    has_moe_layers = False
+    """Whether a layer is DeepSpeed's ``MoE``."""
 
     def empty_partition_cache(self) -> None:
         """Nothing: a forward pass gives back what it gathered."""

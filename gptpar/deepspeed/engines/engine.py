@@ -361,6 +361,10 @@ class ModuleEngine(TrainingEngine):
         super().close()
         self.__dict__.pop("_stage", None)
 
+    def _let_go_of_recording(self) -> None:
+        if self._recorded is not None:
+            self._recorded.release()
+
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
             self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))

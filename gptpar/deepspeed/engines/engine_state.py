@@ -12,6 +12,7 @@ from gptpar.adapter.options import EngineOptions
 from gptpar.adapter.weights import Weights
 from gptpar.checkpoint.saver import Saver
 from gptpar.deepspeed.engines.batches import BatchSource
+from gptpar.deepspeed.engines.frozen_parameters import FrozenParameters
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
 from gptpar.engine.engine import Engine
 from gptpar.optim.loss_scale import LossScale
@@ -47,6 +48,7 @@ class EngineState(nn.Module):
     skip_step: SkipStep | None
     data: BatchSource
     global_steps: int
+    _frozen: FrozenParameters
     _saver: Saver
     _watch: OrderWatch
     _count: int

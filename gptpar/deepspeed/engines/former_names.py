@@ -1,7 +1,7 @@
-"""Translates names in checkpoints of former versions, which named a pipeline's layers by their places.
+"""Translates checkpoints of former versions, which named a pipeline's layers by their places.
 
 A pipeline of one stage had groups, buffers and extra states of ``chunks.0.layers.3``; the layer is ``layers.3``, or has
-the name that the user gave it. Weights and moments had the layers' names.
+the name that the user gave it. Weights and moments had the layers' names. Groups were frozen as a whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from gptpar.adapter.pipeline_module import PipelineModule
 from gptpar.deepspeed.engines.stored_state import StoredState
 
 _PLACE = re.compile(r"chunks\.0\.layers\.(\d+)(?=\.|$)")
+_MISSED = "missed_steps"
+"""Key of a group that was frozen as a whole: the steps that its parameters missed."""
 
 
 def layers_in_order(module: nn.Module) -> list[str]:
@@ -37,11 +39,14 @@ def present_name(name: str, layers: list[str]) -> str:
 
 
 def present_state(state: StoredState, layers: list[str]) -> StoredState:
-    """A state whose groups and extra states have the names of today."""
-    groups = [
-        {**group, "params": [present_name(str(name), layers) for name in group["params"]]} for group in state.groups
-    ]
-    return replace(state, groups=groups, extra={present_name(path, layers): one for path, one in state.extra.items()})
+    """A state whose groups and extra states have the names of today, and each parameter the steps that it missed."""
+    groups, missed = [], dict(state.missed)
+    for group in state.groups:
+        names = [present_name(str(name), layers) for name in group["params"]]
+        missed |= dict.fromkeys(names, group[_MISSED]) if _MISSED in group else {}
+        groups.append({name: value for name, value in group.items() if name != _MISSED} | {"params": names})
+    extra = {present_name(path, layers): one for path, one in state.extra.items()}
+    return replace(state, groups=groups, missed=missed, extra=extra)
 
 
 def stored_names(tensors: Mapping[str, object], layers: list[str]) -> dict[str, str]:

@@ -56,7 +56,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     Attributes:
         updates: see above.
         parameter_offload: DeepSpeed's hooks of ZeRO-3.
+        offload_states, reload_states: the engine's.
     """
+
+    offload_states: Callable[..., None]
+    reload_states: Callable[..., None]
 
     def __init__(
         self,
@@ -95,6 +99,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._scaler.value
 
     loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the factor of losses changes by itself."""
+        return self._scaler.dynamic
+
+    @property
+    def bit16_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters of each group; the name is DeepSpeed's, whatever their number format."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    fp16_groups = bit16_groups
 
     def needs_scaler(self) -> bool:
         """Whether a loss has to be scaled (``engine.scale(loss).backward()``), as fp16 needs."""

@@ -12,10 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.checkpoint.manifest import Manifest
-from gptpar.deepspeed.engines.frozen_groups import MISSED
 from gptpar.deepspeed.engines.plain_values import from_json, to_json
 from gptpar.errors import CheckpointError
-from gptpar.optim.skip_step import NO_STEPS, is_window
+from gptpar.optim.skip_step import is_window
 
 WRITER = "gptpar.initialize"
 """Distinguishes an engine's checkpoints from those of a GPT run."""
@@ -78,6 +77,7 @@ class StoredState:
         client: the user's own state.
         skip_step: the window of outliers; ``None``: no step is judged.
         frozen: names of the weights that are not trained; older checkpoints lack them.
+        missed: name -> steps that the parameter missed while it was frozen; older checkpoints lack them.
     """
 
     tag: str
@@ -90,6 +90,7 @@ class StoredState:
     client: Any
     skip_step: dict[str, Any] | None = None
     frozen: list[str] = field(default_factory=list)
+    missed: dict[str, int] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, Any]:
         """The checkpoint's ``meta``."""
@@ -119,11 +120,7 @@ def read_state(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.
     """
     if tag_of(meta) is None:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
-    unfit = [name for name, fits in _FITS.items() if name not in meta or not fits(meta[name])]
-    if not is_window(meta.get("skip_step", NO_STEPS)):
-        unfit.append("skip_step")
-    if not _are_texts(meta.get("frozen", [])):
-        unfit.append("frozen")
+    unfit = [name for name, fits in _FITS.items() if not (fits(meta[name]) if name in meta else name in _OLDER_LACK)]
     problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra")])
@@ -142,8 +139,11 @@ def room_for_client(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def _are_counts(value: Any) -> bool:
-    whole = _has(value, dict.fromkeys(COUNTS, int)) and all(type(one) is int for one in value.values())
-    return whole and min(value.values()) >= 0
+    return _has(value, dict.fromkeys(COUNTS, int)) and _are_numbers(value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(one) is int and one >= 0 for one in value.values())
 
 
 def _are_texts(value: Any) -> bool:
@@ -169,8 +169,14 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
     "extra": lambda value: isinstance(value, dict),
     "client": lambda value: True,
+    "skip_step": is_window,
+    "frozen": _are_texts,
+    "missed": _are_numbers,
 }
 """Field of :class:`StoredState` -> a function that checks whether a value can be the field's."""
+
+_OLDER_LACK = ("skip_step", "frozen", "missed")
+"""Fields that need not be there: older checkpoints lack the last two."""
 
 
 # Groups of the optimizer.
@@ -200,7 +206,6 @@ def group_differences(stored: Sequence[Mapping[str, Any]], members: Sequence[Seq
 def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
     """Load the groups' hyperparameters; a tensor remains the same object, because others may hold it."""
     for group, saved in zip(groups, stored, strict=True):
-        group.pop(MISSED, None)
         for name, value in saved.items():
             if name == "params":
                 continue

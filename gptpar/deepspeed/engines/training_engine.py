@@ -26,8 +26,9 @@ from gptpar.checkpoint.saver import Saver
 from gptpar.deepspeed.engines.batches import Batches, BatchSource
 from gptpar.deepspeed.engines.checkpoint_verbs import CheckpointVerbs
 from gptpar.deepspeed.engines.engine_state import StepGradient
-from gptpar.deepspeed.engines.frozen_groups import FrozenGroups
+from gptpar.deepspeed.engines.frozen_parameters import FrozenParameters
 from gptpar.deepspeed.engines.getters import Getters
+from gptpar.deepspeed.engines.moved_states import MovedStates
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
 from gptpar.deepspeed.engines.step_settings import StepSettings
 from gptpar.deepspeed.engines.step_work import StepResult, Work
@@ -40,11 +41,11 @@ from gptpar.optim.skip_step import NOT_FINITE, make_skip_step
 TIMEOUT_MINUTES = 30.0
 """The longest time that a process waits for the others, at the start and for a step's numbers."""
 
-_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_step", "_saver", "_frozen_groups")
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_step", "_saver", "_frozen")
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs):
+class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointVerbs, MovedStates):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step :meth:`full_gradient` has a parameter's gradient, under every ZeRO stage.
@@ -97,7 +98,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             of_param,
             lambda: self._skipped == NOT_FINITE,
         )
-        self._frozen_groups = FrozenGroups(self.optimizer, self.engine, trained)
+        self.optimizer.offload_states, self.optimizer.reload_states = self.offload_states, self.reload_states
+        self._frozen = FrozenParameters(self.optimizer, self.engine, trained)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
@@ -125,8 +127,8 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
         self._saver.poll()
-        self._frozen_groups.begin_step()
-        self.engine.optimizer.expect_step(self._frozen_groups.hyperparameters(), self._divisor)
+        self._frozen.begin_step(self._read_last_step)
+        self.engine.optimizer.expect_step(self._frozen.hyperparameters(), self._divisor)
         # Divided before the backward pass, so that hooks see what they see in plain torch; the mean over processes
         # follows the backward pass, as in DistributedDataParallel.
         self._work.scale.fill_(self.loss_scaler.value / self.options.batch.accumulation_steps)
@@ -142,7 +144,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
         self.weights.require_unchanged()
-        self._frozen_groups.require_unchanged()
+        self._frozen.require_unchanged()
         if not self.options.ignore_unused:
             self._require_all_used()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
@@ -152,9 +154,9 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._mean_loss, self._readings = self._step.take(
             square,
             self._addend_of_mean(result.loss),
-            self._frozen_groups.hyperparameters(),
+            self._frozen.hyperparameters(),
             self._divisor,
-            self._agreement.evidence(result.passes, result.late, square).unbind(),
+            self._agreement.evidence(result.passes, result.late, self._frozen.names, square).unbind(),
             self._judged,
         )
         self._follow(result.passes)
@@ -176,7 +178,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
 
     def _require_all_used(self) -> None:
         collector = self.engine.gradients
-        unused = sorted(self._frozen_groups.trained - collector.arrived)
+        unused = sorted(self._frozen.trained - collector.arrived)
         count = torch.tensor(float(len(unused)), device=self.device)
         if self._sum_over_all(count) > 0:
             raise GptparError(
@@ -282,7 +284,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         if (monitor := monitor or self._monitor) is not None:
             monitor.write(replace(self._point, lm_loss=loss))
         if not self._skipped:
-            self._frozen_groups.count_step()
+            self._frozen.count_step()
         self.skipped_steps += self._skipped == NOT_FINITE
         self.loss_scaler.update(self._skipped == NOT_FINITE)
         every = self.options.steps_per_print

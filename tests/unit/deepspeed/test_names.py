@@ -46,6 +46,13 @@ def test_a_name_that_deepspeed_lacks_is_no_attribute() -> None:
         importlib.import_module("gptpar.deepspeed.runtime.nothing")
 
 
+def test_an_absent_module_says_what_to_do_instead() -> None:
+    with pytest.raises(ImportError, match=r"deepspeed.launcher.launch is not in gptpar: start programs by `gptpar la"):
+        importlib.import_module("gptpar.deepspeed.launcher.launch")
+    with pytest.raises(ImportError, match=r"cannot import name 'call_to_str' from .*deepspeed\.toml"):
+        from gptpar.deepspeed.runtime.utils import call_to_str  # noqa: F401
+
+
 def test_functions_of_torch_distributed_are_in_comm() -> None:
     import torch.distributed as dist
 

@@ -55,6 +55,9 @@ def test_what_was_configured(make: Any) -> None:
     assert engine.gradient_accumulation_steps() == 2
     assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (False, 0)
     assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, False)
+    assert (engine._config.gradient_clipping, engine.prescale_gradients()) == (0.25, False)
+    assert [len(group) for group in engine.optimizer.bit16_groups] == [2]
+    assert not engine.optimizer.dynamic_loss_scale
     assert (engine.gradient_clipping(), engine.steps_per_print()) == (0.25, 50)
     assert (engine.get_lr(), engine.get_mom()) == ([0.1], [(0.8, 0.9)])
     assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)

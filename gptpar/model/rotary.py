@@ -135,7 +135,8 @@ def rotate(
     frequencies_R = rotary.frequencies(device, exact)
     positions = torch.arange(length, device=device)[None] if positions_BS is None else positions_BS
     angles_B1SR = (positions[:, :, None].to(exact) * frequencies_R)[:, None]
-    cos, sin = (compiled_cos_and_sin if torch.compiler.is_compiling() else cos_and_sin)(angles_B1SR, rotary.amplitude, first_BHSK.dtype)
+    table = compiled_cos_and_sin if torch.compiler.is_compiling() else cos_and_sin
+    cos, sin = table(angles_B1SR, rotary.amplitude, first_BHSK.dtype)
 
     def turned(x_BHSK: torch.Tensor) -> torch.Tensor:
         first, second, rest = x_BHSK.split([rotated // 2, rotated // 2, x_BHSK.shape[-1] - rotated], dim=-1)

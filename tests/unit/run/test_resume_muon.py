@@ -76,9 +76,7 @@ def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "sentence"),
     [
-        pytest.param(
-            ROUNDED, "the values of exp_avg are fp32, exactly as they were in bf16", marks=pytest.mark.slow
-        ),
+        pytest.param(ROUNDED, "the values of exp_avg are fp32, exactly as they were in bf16", marks=pytest.mark.slow),
         ("--bf16", "the values of exp_avg_sq are bf16: fp32 was rounded to nearest once"),
     ],
 )

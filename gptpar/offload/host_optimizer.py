@@ -243,8 +243,7 @@ class HostOptimizer:
             with record_function("wait for the CPU optimizer"):
                 self.shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
         self.waited_s += time.perf_counter() - started
-        if self.shared.failure is not None:
-            raise self.shared.failure
+        self.shared.raise_failure()
         for bucket in buckets:
             sent, bucket.sent = bucket.sent, None
             if sent is not None:

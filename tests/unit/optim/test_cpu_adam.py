@@ -224,7 +224,7 @@ def test_all_problems_are_told_at_once():
             low=torch.zeros(2, 5, dtype=torch.float64),
         )
     assert str(caught.value).split("; ") == [
-        "m is float64, not float32 or bfloat16",
+        "m is float64, not float32 or bfloat16 or uint8",
         "v is not contiguous: its strides are (2,)",
         "into[2] is on meta, not on the CPU",
         "grad is int32, not float32 or bfloat16 or float16",

@@ -84,3 +84,25 @@ def test_a_partial_gradient_changes_no_bit(ratio: float, passes: int, options: d
     assert buckets == 1 and len(log.of(What.SUBMITTED_PARTIAL, unit=UNIT)) == STEPS
     assert len(log.of(What.COMPLETION_BEGUN, unit=UNIT)) == STEPS  # the looked-up rows, or all of them
     assert not log.of(What.UPDATE_BEGUN, unit=UNIT)
+
+
+def test_a_head_without_a_gradient_is_waited_for_by_nobody() -> None:
+    """The head is called and its output is not used: the gradient comes from the embedding alone."""
+    torch.manual_seed(0)
+    model = Model().double()
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+    }
+    with logged() as log:
+        engine, *_ = gptpar.initialize(model=model, config=config)
+        before = model.embedding.weight.detach().clone()
+        engine(torch.arange(9).expand(3, 9))
+        assert model.embedded is not None
+        engine.backward(model.embedded.sum())
+        engine.step()
+        engine.close()
+    assert not log.of(What.SUBMITTED_PARTIAL)
+    moved = (model.embedding.weight.detach() != before).any(dim=1).nonzero().flatten().tolist()
+    assert moved == list(range(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gptpar.errors import GptparError
 from tests.any_module.case import SAMPLES, Setup, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, initializer
@@ -156,3 +158,22 @@ def test_joint_loss(bench: Bench, setup: Setup) -> None:
         for got, net in zip(found, nets, strict=True):
             for name, value in net.named_parameters():
                 assert (got[name] - value).abs().max() <= TOLERANCE * value.abs().max(), name
+
+
+def step_without_backward(rank: int) -> str:
+    """What an engine says that takes a step after another engine's backward pass alone."""
+    engines: list[Any] = [
+        initializer(GPTPAR)(model=net, config=Setup().config(CASES["mlp"]))[0] for net in networks(recomputes=False)
+    ]
+    engines[1].backward(engines[1](engines[0](batch_of(0, slice(None))[1])).square().mean())
+    engines[1].step()
+    try:
+        engines[0].step()
+    except GptparError as error:
+        return str(error)
+    return ""
+
+
+def test_each_engine_needs_its_own_backward(bench: Bench) -> None:
+    (said,) = bench.on_ranks(1, step_without_backward)
+    assert "no engine.backward(loss)" in said

@@ -231,3 +231,30 @@ def test_the_random_state_of_the_process_stays():
     torch.manual_seed(3)
     made(Oddities)
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_contexts_in_each_other():
+    with gptpar.deferred_init(seed=0) as outer, gptpar.deferred_init(seed=1) as inner:
+        tensor = torch.randn(3)
+    assert outer.knows(tensor) and inner.knows(tensor)
+    assert not torch.equal(outer.make(tensor), inner.make(tensor))
+
+
+def test_a_generator_of_the_constructor_is_not_used():
+    def build(seed: int) -> nn.Module:
+        layer = nn.Linear(8, 8)
+        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(seed))
+        layer.bias = nn.Parameter(torch.rand(8, generator=torch.Generator().manual_seed(seed)))
+        return layer
+
+    first, second = made(lambda: build(1)), made(lambda: build(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_lazy_modules_get_their_shapes_in_the_context():
+    def build() -> nn.Module:
+        layer = nn.LazyLinear(8)
+        layer(torch.ones(1, 64))
+        return layer
+
+    assert_same_distributions(made(build), build)

@@ -149,3 +149,12 @@ def test_the_context_ends_with_an_error_in_the_constructor():
     with pytest.raises(ZeroDivisionError), gptpar.deferred_init():
         nn.Linear(1 // 0, 1)
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_memory_that_nobody_wrote_is_zero():
+    class Unwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(1000))
+
+    assert made(Unwritten)["weight"].count_nonzero() == 0

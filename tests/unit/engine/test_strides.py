@@ -152,3 +152,14 @@ def whole(parts: TensorParts) -> torch.Tensor:
     for offsets, part in parts.parts:
         found[box_of(offsets, part)] = part
     return found
+
+
+def test_memory_that_is_not_dense_is_refused() -> None:
+    dense = torch.zeros(4, 6)
+    for wrong in (dense[:, :3], dense[::2], dense[:1].expand(4, 6)):
+        with pytest.raises(ValueError, match="does not fill its memory"):
+            ParameterInfo(wrong.shape, Constant(0.0), strides=wrong.stride())
+    with pytest.raises(ValueError, match="does not fill its memory"):
+        ParameterInfo(dense.shape, Constant(0.0), strides=(1,))
+    for right in (dense, dense.t(), dense[:, :1].clone(), dense[:1, :1], dense[:0], dense[0, 0]):
+        ParameterInfo(right.shape, Constant(0.0), strides=right.stride())

@@ -222,3 +222,27 @@ def test_without_arguments_the_file_and_what_to_add_are_told(tmp_path: Path, the
         file.unlink()
         save(file, content | {"args": Namespace(**{name: getattr(content["args"], name) for name in NEEDED})})
     assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+
+
+def test_weights_and_numbers_that_cannot_be_are_told(tmp_path: Path) -> None:
+    _, weights = our_model(GPT2)
+    weights["layers.1.mlp.up.weight"].view(-1)[[0, -1]] = torch.tensor([float("nan"), float("inf")])
+    weights["final_norm.weight"][3] = float("nan")
+    save_core(tmp_path / "theirs", weights, GPT2)
+    told = (
+        r"(?s)theirs/iter_0000030 has weights that no model can compute with:\n"
+        r"tensor 'weights/final_norm.weight, part 0' has 1 NaN and 0 infinite values\n"
+        r"tensor 'weights/layers.1.mlp.up.weight, part 0' has 1 NaN and 0 infinite values\n"
+        r"tensor 'weights/layers.1.mlp.up.weight, part 1' has 0 NaN and 1 infinite values\ntake weights from before"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+    for path in (tmp_path / "theirs").rglob("*.pt"):
+        content = load_torch_file(path)
+        vars(content["args"]).update(norm_epsilon=0.0, rotary_base=0, hidden_dropout=float("nan"))
+        path.unlink()  # its tensors are mapped
+        torch.save(content, path)
+    told = "(?s)rotary_base is 0, where more than 0.*norm_epsilon is 0.0, where more than 0.*hidden_dropout is nan"
+    with pytest.raises(CheckpointError, match=told):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])

@@ -18,6 +18,7 @@ from gptpar.checkpoint import read_tensors
 from gptpar.cli.convert import main as convert
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.data.build import MockDataset
+from gptpar.errors import CheckpointError
 from gptpar.pipeline import Stage
 from tests.helpers import TINY
 from tests.unit.exchange.hf_models import contents
@@ -258,3 +259,37 @@ def test_partitioned_state_goes_on_as_plain_torch(pipeline: bool, fragment: type
     plain.train(range(BEFORE, BEFORE + AFTER))
     for name, value in plain.states()["fp32"].items():
         torch.testing.assert_close(ours[f"weights/{name}"], value, rtol=0, atol=1e-12)
+
+
+def refused(root: Path) -> str:
+    with pytest.raises(CheckpointError) as told:
+        convert([str(root / "theirs"), str(root / "run")])
+    assert {one.name for one in root.iterdir()} == {"theirs"}
+    return str(told.value)
+
+
+def test_partitioned_state_that_is_damaged_or_of_another_form(
+    fragment: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Plain.begin(torch.float32)
+    plain.train(range(1))
+    save_zero(tmp_path / "theirs", plain, fragment, pipeline=False)
+    file = tmp_path / f"theirs/global_step{BEFORE}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    state = content["optimizer_state_dict"]
+    groups = state["base_optimizer_state"]["state"]
+    for change, told in (
+        ({"single_partition_of_fp32_groups": [torch.zeros(3), torch.zeros(3)]}, "weights of group 0 ends before"),
+        ({"param_slice_mappings": [{"x": 3}, {}]}, "is no pair of whole numbers"),
+        ({"param_slice_mappings": [{}, {}]}, "in the model, and the 2 ranks have"),
+        ({"base_optimizer_state": {"state": {}, "param_groups": [{"step": BEFORE}]}}, "not an optimizer's state"),
+        (
+            {"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}},
+            "of different steps",
+        ),
+    ):
+        save(file, {"optimizer_state_dict": {**state, **change}})
+        assert told in refused(tmp_path), told
+    save(file, {"optimizer_state_dict": {"fp32_flat_groups": []}})  # ZeRO-3
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert "it holds weights alone" in capsys.readouterr().out

@@ -12,9 +12,11 @@ import torch
 
 from gptpar.checkpoint import read_tensors
 from gptpar.cli.convert import main as convert
+from gptpar.config.flags import parse_flags
 from gptpar.errors import CheckpointError
 from gptpar.exchange.hf_folder import open_hf, shapes_of
 from gptpar.exchange.hf_import import fill_from_hf
+from gptpar.exchange.start_from_hf import take_model_of_hf
 from gptpar.topology.tensor_parts import whole
 from tests.unit.exchange.hf_models import contents, save_theirs
 
@@ -137,3 +139,32 @@ def test_nothing_is_made_in_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"empty holds no checkpoint, which gptpar cannot convert: give"):
         convert([str(tmp_path / "empty"), str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [
+        ("GPT-2", "use at most 16"),
+        (
+            "Llama",
+            "use at most 16, or stretch them, such as by --rope-scaling-type yarn --rope-scaling-factor 4 "
+            "--original-max-position-embeddings 16, or by a larger --rotary-base",
+        ),
+    ],
+)
+def test_a_longer_sequence_than_the_folders_is_told_with_a_remedy_that_works(
+    family: str, remedy: str, tmp_path: Path
+) -> None:
+    def problems(length: int, more: str = "") -> list[str]:
+        parsed = parse_flags(f"--load-hf {tmp_path} --seq-length {length} --micro-batch-size 1 {more}".split())
+        take_model_of_hf(parsed)
+        return parsed.problems
+
+    save_theirs(tmp_path, family)
+    assert problems(64) == [f"--seq-length 64 goes past the 16 positions of the model of --load-hf: {remedy}."]
+    assert problems(16) == problems(8) == []
+    if family == "GPT-2":
+        assert problems(64, "--rotary-base 10000") == problems(64)
+    else:
+        offered = "--rope-scaling-type" + remedy.split("--rope-scaling-type")[1].split(",")[0]
+        assert problems(64, offered) == problems(64, "--rotary-base 500000") == []

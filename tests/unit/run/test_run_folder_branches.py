@@ -210,3 +210,26 @@ def die_at(instant: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counting(getattr(os, name)))
+
+
+def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: Run) -> None:
+    for number in (6, 8):
+        (folder / f"iter_{number:07d}" / "rank00000.bin").write_bytes(b"short")
+    said = pretrain(f"--train-iters 8 --load {folder} --save {folder} --save-interval 2 --keep-checkpoints 2")
+    assert "skipped a damaged checkpoint" in said and "goes on from iteration 4" in said
+    assert "1-from-0000004 (damaged: no run can go on from there)" in said
+    assert numbers(folder) == [6, 8] and steps(folder) == list(range(1, 9))
+    assert all(verify_checkpoint(path) == [] for _, path in find_checkpoints(folder))
+    assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
+
+
+@pytest.mark.slow
+def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Run) -> None:
+    """The weights break at iteration 5; what was saved before is what its user needs."""
+    same = f"--load {tmp_path} --save {tmp_path} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"
+    pretrain(f"--train-iters 4 {same}")
+    said = pretrain(f"--train-iters 12 --lr 1e30 --clip-grad 0 --lr-decay-style constant {same}")
+    assert numbers(tmp_path) == [2, 4, 6, 8, 10, 12]
+    assert said.count("no older checkpoint is deleted while steps are skipped") == 1
+    pretrain(f"--train-iters 8 {same} --ckpt-step 4")
+    assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -181,3 +182,19 @@ def test_losses_of_a_users_own_calls_are_judged_as_outliers() -> None:
         engine.backward(loss + 1e3 * (step == 5))  # a loss far above the others', with a gradient like theirs
         engine.step()
         assert engine.was_step_applied() == (step != 5)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.unit.deepspeed.engines.test_monitor import batches, make, monitors
+engine = make(**monitors(Path(sys.argv[1])))
+engine._take_note_of_last_step = lambda: None  # as on a GPU, whose numbers are read a step later
+engine.train_batch(batches(1))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_closes_nothing_has_written_its_last_step(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
+    assert [step for step, _ in csv_of(tmp_path, LOSS)] == [6]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -52,9 +52,15 @@ class FrozenParameters:
         self._told: tuple[int, ...] = ()  # the missed steps that the engine knows
         self._loaded: Mapping[str, int] | None = None
 
-    def begin_step(self) -> None:
-        """Find the frozen parameters; they stay the same until the step's end."""
+    def begin_step(self, read_last_step: Callable[[], None]) -> None:
+        """Find the frozen parameters; they stay the same until the step's end.
+
+        Args:
+            read_last_step: reads the last step's numbers, if nobody has, and counts that step.
+        """
         frozen = self._now()
+        if frozen or self._frozen:
+            read_last_step()  # by those who were frozen then
         if frozen != self._frozen or self._loaded is not None:
             self._divide(frozen, self.missed)
             self._frozen, self._loaded = frozen, None

@@ -125,9 +125,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
         self._saver.poll()
-        if self._frozen.names:
-            self._read_last_step()  # had it changed anything, the frozen ones missed it
-        self._frozen.begin_step()
+        self._frozen.begin_step(self._read_last_step)
         self.engine.optimizer.expect_step(self._frozen.hyperparameters(), self._divisor)
         # Divided before the backward pass, so that hooks see what they see in plain torch; the mean over processes
         # follows the backward pass, as in DistributedDataParallel.

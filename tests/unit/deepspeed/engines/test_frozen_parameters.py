@@ -65,6 +65,24 @@ def test_frozen_parameters_miss_steps_as_in_torch(tmp_path: Path, name: str, rat
         assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_numbers_that_are_read_late_count_the_steps_of_those_frozen_then(by_batch: bool) -> None:
+    """A GPU's engine reads a step's numbers in the next step."""
+    engine = make("AdamW", 0.6)
+    update = engine.optimizer._update
+
+    def update_alone() -> None:
+        engine._take_note_of_last_step = lambda: None
+        update()
+        del engine._take_note_of_last_step
+
+    engine.optimizer._update = update_alone
+    train(engine, 0, STEPS, by_batch)
+    engine.close()
+    for got, want in zip(engine.module.parameters(), in_plain_torch("AdamW", groups_of, STEPS, freeze), strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
 def test_what_cannot_be_frozen_or_trained() -> None:
     model = network()
     model[2].bias.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.unit.adapter.beside_torch import KINDS, batch, in_plain_torch, loss_o
 STEPS = 10
 FROZEN = {"0.weight": range(0, 4), "0.bias": range(2, 7), "2.weight": (5,), "2.bias": range(5, 8)}
 """Parameter -> steps in which it is frozen: a whole group in steps 2, 3 and 5."""
+Freeze = Callable[[nn.Sequential, int], None]
 NAMES = ("AdamW", "AMSGrad, L2", "momentum", "Adagrad", "RMSprop, all")
 
 
@@ -34,7 +36,7 @@ def make(name: str, ratio: float) -> Any:
     return gptpar.initialize(model=model, config=make_config(ratio), optimizer=optimizer)[0]
 
 
-def train(engine: Any, start: int, stop: int, by_batch: bool) -> None:
+def train(engine: Any, start: int, stop: int, by_batch: bool, freeze: Freeze = freeze) -> None:
     for step in range(start, stop):
         freeze(engine.module, step)
         if by_batch:
@@ -76,8 +78,11 @@ def test_numbers_that_are_read_late_count_the_steps_of_those_frozen_then(by_batc
         update()
         del engine._take_note_of_last_step
 
+    def freeze(model: nn.Sequential, step: int) -> None:
+        model[0].weight.requires_grad_(step not in (2, 3, 6))  # nobody is frozen before
+
     engine.optimizer._update = update_alone
-    train(engine, 0, STEPS, by_batch)
+    train(engine, 0, STEPS, by_batch, freeze)
     engine.close()
     for got, want in zip(engine.module.parameters(), in_plain_torch("AdamW", groups_of, STEPS, freeze), strict=True):
         assert torch.allclose(got, want, rtol=0, atol=1e-12)

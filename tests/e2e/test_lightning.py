@@ -33,7 +33,8 @@ class Module(lightning.LightningModule):
     def configure_model(self):
         torch.manual_seed(1)
         self.losses = []
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+        with torch.device("cpu"):  # on a GPU, Lightning alone would draw other initial values there
+            self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
 
     def training_step(self, batch, number):
         loss = torch.nn.functional.mse_loss(self.net(batch), batch)

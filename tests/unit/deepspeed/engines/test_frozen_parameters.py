@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.unit.adapter.beside_torch import KINDS, batch, in_plain_torch, loss_o
 STEPS = 10
 FROZEN = {"0.weight": range(0, 4), "0.bias": range(2, 7), "2.weight": (5,), "2.bias": range(5, 8)}
 """Parameter -> steps in which it is frozen: a whole group in steps 2, 3 and 5."""
+Freeze = Callable[[nn.Sequential, int], None]
 NAMES = ("AdamW", "AMSGrad, L2", "momentum", "Adagrad", "RMSprop, all")
 
 
@@ -34,7 +36,7 @@ def make(name: str, ratio: float) -> Any:
     return gptpar.initialize(model=model, config=make_config(ratio), optimizer=optimizer)[0]
 
 
-def train(engine: Any, start: int, stop: int, by_batch: bool) -> None:
+def train(engine: Any, start: int, stop: int, by_batch: bool, freeze: Freeze = freeze) -> None:
     for step in range(start, stop):
         freeze(engine.module, step)
         if by_batch:
@@ -62,6 +64,27 @@ def test_frozen_parameters_miss_steps_as_in_torch(tmp_path: Path, name: str, rat
     first.close()
     second.close()
     for got, want in zip(second.module.parameters(), in_plain_torch(name, groups_of, STEPS, freeze), strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_numbers_that_are_read_late_count_the_steps_of_those_frozen_then(by_batch: bool) -> None:
+    """A GPU's engine reads a step's numbers in the next step."""
+    engine = make("AdamW", 0.6)
+    update = engine.optimizer._update
+
+    def update_alone() -> None:
+        engine._take_note_of_last_step = lambda: None
+        update()
+        del engine._take_note_of_last_step
+
+    def freeze(model: nn.Sequential, step: int) -> None:
+        model[0].weight.requires_grad_(step not in (2, 3, 6))  # nobody is frozen before
+
+    engine.optimizer._update = update_alone
+    train(engine, 0, STEPS, by_batch, freeze)
+    engine.close()
+    for got, want in zip(engine.module.parameters(), in_plain_torch("AdamW", groups_of, STEPS, freeze), strict=True):
         assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 

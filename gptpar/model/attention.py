@@ -231,12 +231,14 @@ class Attention(nn.Module):
         queries, keys = heads * self.head_width, groups * self.head_width
         over_width, added = isinstance(self.query_norm, WidthRMSNorm), self._added_channels(batch)
         projected = self.qkv.weight.shape[0]
-        kept = projected if has_norms or not added else 0  # values are a view of it
+        kept: float = projected if has_norms or not added else 0  # values are a view of it
         if added:
             kept += (heads + 2 * groups) * (self.head_width + added)
         elif has_norms or self.rotary:
             kept += queries + keys
         kept += (queries + keys) * over_width  # before the norms' factor
+        if self.rotary:  # cosines and sines, of which all samples have the same
+            kept += self.rotary.rotated * batch.seq_length / batch.tokens
         if self.rotary or self.gated or added:  # the projection reads a copy of the kernel's output
             kept += heads * (self.head_width + added) + queries * self.gated
         if self._calls_by_document(batch) and (self.gated or not (self.rotary or added)):

@@ -237,8 +237,8 @@ class Attention(nn.Module):
         elif has_norms or self.rotary:
             kept += queries + keys
         kept += (queries + keys) * over_width  # before the norms' factor
-        if self.rotary:  # cosines and sines, of which all samples have the same
-            kept += self.rotary.rotated * batch.seq_length / batch.tokens
+        # Cosines and sines, of which all samples have the same.
+        kept += getattr(self.rotary, "rotated", 0) * batch.seq_length / batch.tokens
         if self.rotary or self.gated or added:  # the projection reads a copy of the kernel's output
             kept += heads * (self.head_width + added) + queries * self.gated
         if self._calls_by_document(batch) and (self.gated or not (self.rotary or added)):

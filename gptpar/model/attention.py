@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from einops import rearrange
@@ -118,6 +119,19 @@ Attend = Callable[..., torch.Tensor]
 """A function that takes the arguments of :func:`core_attention` by position, and returns the same."""
 
 
+class Exchange(Protocol):
+    """Attention that exchanges tokens with other processes, see :class:`gptpar.context_parallel.HeadExchange`."""
+
+    def pack(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
+        """What :meth:`attend` takes."""
+
+    def attend(self, packed: torch.Tensor, *how: Any) -> torch.Tensor:
+        """Attention; ``how`` is what :func:`core_attention` takes after the values."""
+
+    def unpack(self, y: torch.Tensor) -> torch.Tensor:
+        """y_BHSK from what :meth:`attend` returns."""
+
+
 class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
 
@@ -138,6 +152,7 @@ class Attention(nn.Module):
 
     Attributes:
         attend: :func:`core_attention`; while text is generated, a cache of keys and values instead.
+        exchange: attention that exchanges tokens, instead of ``attend``.
     """
 
     def __init__(
@@ -155,6 +170,7 @@ class Attention(nn.Module):
         self.axis, self.scale = axis, attention_scale(config)
         self.has_distances = config.position_embedding_type == "alibi"
         self.attend: Attend = core_attention
+        self.exchange: Exchange | None = None
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         heads = config.num_attention_heads * config.kv_channels
         queries, one = self.queries_per_group * self.head_width, self.head_width
@@ -206,7 +222,11 @@ class Attention(nn.Module):
             first, num_heads = (count * self.queries_per_group for count in (self.first_group, self.num_groups))
             slopes_H = head_slopes(first, q_BHSK.shape[1], num_heads, q_BHSK.device)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale, self.sinks)
+        how = cu_seqlens, dropout, self.window, scale, self.sinks
+        if self.exchange is None:
+            y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, *how)
+        else:
+            y_BHSK = self.exchange.unpack(self.exchange.attend(self.exchange.pack(q_BHSK, k_BGSK, v_BGSK), *how))
         if self.has_distances:
             y_BHSK = y_BHSK[..., : self.head_width]
         for gate_BHSK in gates:

@@ -157,7 +157,7 @@ MODEL_OPTIONS = [
     Mutation(
         "sinks-of-the-first-heads-on-every-context-rank",
         "gptpar/context_parallel.py",
-        "sinks_H.unflatten(0, (size, -1))[split.rank]",
+        "sinks_H.unflatten(0, (size, -1))[self.split.rank]",
         "sinks_H.unflatten(0, (size, -1))[0]",
         ("tests/ranks/test_experts.py",),
     ),

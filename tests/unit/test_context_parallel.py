@@ -14,7 +14,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.sections import parallel
 from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
-from gptpar.context_parallel import ContextSplit, attend_by_gathering, copies_of_groups
+from gptpar.context_parallel import ContextSplit, HeadExchange, attend_by_gathering, copies_of_groups
 from gptpar.data.loader import MicroBatch
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
@@ -242,3 +242,38 @@ def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:
     words = TINY.replace("--context-parallel-size 4", f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'}")
     config, _ = resolve(parse_flags([*words.split(), "--num-attention-heads", "4", "--seq-length", "8"]), 4)
     assert config.parallel.mesh(4) == Mesh(2, context=2)
+
+
+class _Group:
+    """A group that notes which messages need no copy; each rank gets its own back."""
+
+    def __init__(self) -> None:
+        self.in_order: list[bool] = []
+
+    def exchange(self, x: torch.Tensor, group: Any) -> torch.Tensor:
+        self.in_order.append(x.is_contiguous())
+        return x.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 2), (8, 2, 2), (8, 2, 4)])
+def test_attention_by_heads_reads_and_sends_messages_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int
+) -> None:
+    ranks, read = _Group(), []
+    monkeypatch.setattr(context_parallel, "all_to_all", ranks.exchange)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
+        read.extend([q, k, v])
+        return torch.empty_like(q).copy_(q)  # as kernels allocate it: in the order of the queries' strides
+
+    monkeypatch.setattr(context_parallel, "core_attention", attention)
+    exchange = HeadExchange(ContextSplit(size), cast(Any, ranks), heads, groups)
+    q, k, v = (torch.randn(1, n, 6, 8, dtype=torch.float64) for n in (heads, groups, groups))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    y = exchange.unpack(exchange.attend(exchange.pack(*leaves)))
+    assert len({x.untyped_storage().data_ptr() for x in read}) == 1
+    assert [x.shape[1] for x in read] == [heads // size, *[max(1, groups // size)] * 2]
+    assert torch.equal(y, q)  # each rank had its own back
+    grad = torch.randn_like(y)
+    assert torch.equal(torch.autograd.grad(y, leaves, grad, allow_unused=True)[0], grad)
+    assert ranks.in_order == [True, True, False, True]  # the compiled layer copies the output's gradient

@@ -13,7 +13,6 @@ Legend: B batch, S sequence, H query heads, G key/value heads, K head width; c r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +30,9 @@ from gptpar.model.attention import Attention
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids, not_compiled
 from gptpar.model.experts.routing import Router
+from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
-from gptpar.tensor_parallel.axis import Collective, all_to_all, gather, reduce_scatter
+from gptpar.tensor_parallel.axis import gather, reduce_scatter
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import CONTEXT
 
@@ -99,7 +99,8 @@ def divide_samples(modules: Iterable[nn.Module], topology: Topology, split: Cont
                 module.attend = partial(attend_by_gathering, split, group)
             else:
                 groups = module.num_groups // module.axis.size
-                module.exchange = HeadExchange(split, group, groups * module.queries_per_group, groups)
+                heads = groups * module.queries_per_group
+                module.exchange = HeadExchange(split.size, split.rank, group, heads, groups)
         elif group is not None and isinstance(module, Router):
             module.context = DividedSamples(split, group)
 
@@ -135,73 +136,6 @@ class DividedSamples:
     def own(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
         """The rows of this rank's tokens; the inverse of :meth:`whole`."""
         return self.split.own(x_ND.unflatten(0, (-1, seq_length))).flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class HeadExchange:
-    """Attention that exchanges tokens for heads.
-
-    Where ranks are more than groups, several ranks get a group's keys and values, and divide its queries. The compiled
-    layer packs and unpacks, beside its other passes over queries, keys and output. A token's heads lie side by side in
-    a message, so that attention reads what arrives, and its output leaves, without a copy (where B = 1).
-
-    Attributes:
-        heads, groups: H and G before the exchange.
-    """
-
-    split: ContextSplit
-    group: dist.ProcessGroup
-    heads: int
-    groups: int
-
-    @property
-    def copies(self) -> int:
-        """Number of copies of each group's keys and values that are sent."""
-        return copies_of_groups(self.groups, self.split.size)
-
-    def pack(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values for each rank, [c, B, T, heads of a rank, K]."""
-        if self.copies > 1:
-            k_BGTK, v_BGTK = (x.repeat_interleave(self.copies, 1) for x in (k_BGTK, v_BGTK))
-        parts = (x.unflatten(1, (self.split.size, -1)).permute(1, 0, 3, 2, 4) for x in (q_BHTK, k_BGTK, v_BGTK))
-        return torch.cat([x.flatten(3) for x in parts], 3).unflatten(3, (-1, q_BHTK.shape[-1]))
-
-    @not_compiled  # its messages interrupt a compiled layer in any case
-    def attend(
-        self,
-        packed: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
-        dropout: AttentionDropout | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute :func:`core_attention` of what :meth:`pack` returns, for all heads of this rank's tokens.
-
-        Returns:
-            y of each rank's heads, [c, B, T, H / c, K].
-        """
-        size, width = self.split.size, packed.shape[-1]
-        heads, groups = self.heads // size, self.groups * self.copies // size
-        exchanged = Collective.apply(packed.flatten(3), self.group, all_to_all, all_to_all)
-        parts = exchanged.split([heads * width, groups * width, groups * width], 3)
-        q_BHSK, k_BGSK, v_BGSK = (x.unflatten(3, (-1, width)).permute(1, 3, 0, 2, 4).flatten(2, 3) for x in parts)
-        if dropout is not None:
-            first = dropout.first_group * self.copies + self.split.rank * groups
-            dropout = dropout._replace(first_group=first, num_groups=dropout.num_groups * self.copies)
-        own_sinks = None if sinks_H is None else sinks_H.unflatten(0, (size, -1))[self.split.rank]
-        y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, window, scale, own_sinks)
-        y_cBTHK = y_BHSK.unflatten(2, (size, -1)).permute(2, 0, 3, 1, 4)
-        return Collective.apply(y_cBTHK, self.group, all_to_all, all_to_all)
-
-    def unpack(self, y_cBTHK: torch.Tensor) -> torch.Tensor:
-        """y_BHTK of all heads."""
-        return y_cBTHK.permute(1, 0, 3, 2, 4).flatten(1, 2)
-
-
-def copies_of_groups(groups: int, size: int) -> int:
-    """Number of copies of each group's keys and values that are sent, so that every rank gets equally many."""
-    return size // math.gcd(groups, size)
 
 
 @not_compiled

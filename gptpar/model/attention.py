@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from einops import rearrange
@@ -22,6 +21,7 @@ from gptpar.kernels.head_norm import HeadShape, normed_heads
 from gptpar.model.attention_sinks import SINK_CHANNELS
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
+from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, norm_over_width
@@ -119,19 +119,6 @@ Attend = Callable[..., torch.Tensor]
 """A function that takes the arguments of :func:`core_attention` by position, and returns the same."""
 
 
-class Exchange(Protocol):
-    """Attention that exchanges tokens with other processes, see :class:`gptpar.context_parallel.HeadExchange`."""
-
-    def pack(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
-        """What :meth:`attend` takes."""
-
-    def attend(self, packed: torch.Tensor, *how: Any) -> torch.Tensor:
-        """Attention; ``how`` is what :func:`core_attention` takes after the values."""
-
-    def unpack(self, y: torch.Tensor) -> torch.Tensor:
-        """y_BHSK from what :meth:`attend` returns."""
-
-
 class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
 
@@ -170,7 +157,7 @@ class Attention(nn.Module):
         self.axis, self.scale = axis, attention_scale(config)
         self.has_distances = config.position_embedding_type == "alibi"
         self.attend: Attend = core_attention
-        self.exchange: Exchange | None = None
+        self.exchange: HeadExchange | None = None
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         heads = config.num_attention_heads * config.kv_channels
         queries, one = self.queries_per_group * self.head_width, self.head_width

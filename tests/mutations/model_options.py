@@ -156,9 +156,9 @@ MODEL_OPTIONS = [
     ),
     Mutation(
         "sinks-of-the-first-heads-on-every-context-rank",
-        "gptpar/context_parallel.py",
-        "sinks_H.unflatten(0, (size, -1))[self.split.rank]",
-        "sinks_H.unflatten(0, (size, -1))[0]",
+        "gptpar/model/head_exchange.py",
+        "sinks_H.unflatten(0, (parts, -1))[place]",
+        "sinks_H.unflatten(0, (parts, -1))[0]",
         ("tests/ranks/test_experts.py",),
     ),
     Mutation(

@@ -14,14 +14,17 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.sections import parallel
 from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
-from gptpar.context_parallel import ContextSplit, HeadExchange, attend_by_gathering, copies_of_groups
+from gptpar.context_parallel import ContextSplit, attend_by_gathering
 from gptpar.data.loader import MicroBatch
+from gptpar.model import head_exchange
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
+from gptpar.model.head_exchange import HeadExchange, copies_of_groups
 from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
+from gptpar.tensor_parallel import axis
 from gptpar.tensor_parallel.cost import Cost
 from gptpar.topology.mesh import Mesh
 from tests.one_by_one import OneByOne
@@ -244,36 +247,47 @@ def test_deepspeed_s_key_is_the_size(tmp_path: Path) -> None:
     assert config.parallel.mesh(4) == Mesh(2, context=2)
 
 
-class _Group:
-    """A group that notes which messages need no copy; each rank gets its own back."""
+class _Exchange:
+    """Messages: whether each needs no copy, and how many are under way. Each rank gets its own back."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.in_order: list[bool] = []
+        self.under_way = 0
+        monkeypatch.setattr(axis.Message, "send", self.send)
+        monkeypatch.setattr(axis.Message, "wait", self.wait)
 
-    def exchange(self, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def send(self, x: torch.Tensor) -> torch.Tensor:
         self.in_order.append(x.is_contiguous())
+        self.under_way += 1
         return x.clone(memory_format=torch.contiguous_format)
 
+    def wait(self) -> None:
+        self.under_way -= 1
 
-@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 2), (8, 2, 2), (8, 2, 4)])
-def test_attention_by_heads_reads_and_sends_messages_without_a_copy(
-    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "messages"), [(4, 4, 2, 2), (8, 2, 2, 1), (8, 2, 4, 1), (16, 12, 2, 2)]
+)
+def test_attention_by_heads_copies_no_message_and_computes_while_one_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int, messages: int
 ) -> None:
-    ranks, read = _Group(), []
-    monkeypatch.setattr(context_parallel, "all_to_all", ranks.exchange)
+    ranks, read, under_way = _Exchange(monkeypatch), [], []
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
-        read.extend([q, k, v])
+        read.append((q, k, v))
+        under_way.append(ranks.under_way)
         return torch.empty_like(q).copy_(q)  # as kernels allocate it: in the order of the queries' strides
 
-    monkeypatch.setattr(context_parallel, "core_attention", attention)
-    exchange = HeadExchange(ContextSplit(size), cast(Any, ranks), heads, groups)
-    q, k, v = (torch.randn(1, n, 6, 8, dtype=torch.float64) for n in (heads, groups, groups))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    y = exchange.unpack(exchange.attend(exchange.pack(*leaves)))
-    assert len({x.untyped_storage().data_ptr() for x in read}) == 1
-    assert [x.shape[1] for x in read] == [heads // size, *[max(1, groups // size)] * 2]
+    monkeypatch.setattr(head_exchange, "core_attention", attention)
+    exchange = HeadExchange(size, 0, None, heads, groups)
+    q, k, v = (torch.randn(1, n, 6, 8, dtype=torch.float64).requires_grad_() for n in (heads, groups, groups))
+    y = exchange.unpack(exchange.attend(exchange.pack(q, k, v)))
+    assert exchange.messages == messages == len(read)
+    for each in read:
+        assert len({x.untyped_storage().data_ptr() for x in each}) == 1
+        assert [x.shape[1] * messages for x in each] == [heads // size, *[max(1, groups // size)] * 2]
+    assert under_way == [1, 1][:messages] if messages == 2 else [0]
     assert torch.equal(y, q)  # each rank had its own back
     grad = torch.randn_like(y)
-    assert torch.equal(torch.autograd.grad(y, leaves, grad, allow_unused=True)[0], grad)
-    assert ranks.in_order == [True, True, False, True]  # the compiled layer copies the output's gradient
+    assert torch.equal(torch.autograd.grad(y, q, grad)[0], grad)
+    assert ranks.in_order == [True] * 2 * messages + [False] * messages + [True] * messages  # y's gradient is copied

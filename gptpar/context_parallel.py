@@ -3,7 +3,8 @@
 All other layers treat each token by itself. There are two ways for a token to see those of other ranks:
 
 - ``a2a`` (Jacobs et al. 2023): before attention each rank gives away its tokens for some heads, and gets all tokens for
-  its own heads; afterwards back. Attention is that of one process: any kernel, documents, windows and dropout.
+  its own heads; afterwards back (:mod:`gptpar.model.head_exchange`). Attention is that of one process: any kernel,
+  documents, windows and dropout.
 - ``allgather`` (Grattafiori et al. 2024): each rank keeps its queries, and gathers all keys and values, for some heads
   at a time, and in the backward pass again. A rank has the chunks r and 2c - 1 - r of 2c chunks, so that all ranks'
   tokens see equally many others.

@@ -41,6 +41,8 @@ def take_up_moments(
     found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for name in (name.partition("/")[2] for name in targets if kind_of(name) == STATES[0]):
         both = [f"{kind}/{name}" for kind in STATES]
+        if any(one not in manifest.tensors for one in both):  # of Lion or Muon, fp32 on both sides
+            continue
         stored = [manifest.tensors[one].dtype for one in both]
         here = [targets[one].dtype if one in targets else manifest.tensors[one].dtype for one in both]
         if stored == here:

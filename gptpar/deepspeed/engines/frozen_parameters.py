@@ -82,6 +82,7 @@ class FrozenParameters:
         groups = [one.group for one in subgroups]
         if subgroup_of != self._subgroup_of or groups != [one.group for one in self._subgroups]:
             self._engine.divide_groups(subgroup_of, groups)
+            self._told = ()  # the missed steps belonged to the former groups
         self._subgroups, self._subgroup_of = subgroups, subgroup_of
 
     @property

@@ -59,6 +59,25 @@ def test_adamw_s_moments_become_momenta(ratio: str, tmp_path: Path) -> None:
     muon.close()
 
 
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_states_without_a_second_moment_go_on(name: str, tmp_path: Path) -> None:
+    first = run_of(tmp_path, f"--optimizer {name} --bf16")
+    train(first, 0, 2)
+    save(first, 2)
+    second, told = run_of(tmp_path, f"--optimizer {name} --bf16"), list[str]()
+    assert resume.load(second, inputs_of(second.config), told.append).iteration == 2
+    assert not any("the values of" in sentence for sentence in told)
+    before, after = (run.engine.optimizer.state_tensors() for run in (first, second))
+    assert before.keys() == after.keys() and all(
+        torch.equal(whole(view), whole(before[kind][name]))
+        for kind, views in after.items()
+        for name, view in views.items()
+    )
+    assert train(first, 2, 4) == train(second, 2, 4)
+    first.close()
+    second.close()
+
+
 @pytest.mark.slow
 def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
     muon = run_of(tmp_path, MUON)

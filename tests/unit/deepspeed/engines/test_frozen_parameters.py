@@ -67,6 +67,21 @@ def test_frozen_parameters_miss_steps_as_in_torch(tmp_path: Path, name: str, rat
         assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+def test_parameters_frozen_in_turns_miss_steps_as_in_torch(ratio: float) -> None:
+    """Other groups of the engine may have missed as many steps as the former ones, one by one."""
+
+    def freeze(model: nn.Sequential, step: int) -> None:
+        for place, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(step % 5 != place + 1)
+
+    engine = make("AdamW", ratio)
+    train(engine, 0, STEPS, by_batch=False, freeze=freeze)
+    engine.close()
+    for got, want in zip(engine.module.parameters(), in_plain_torch("AdamW", groups_of, STEPS, freeze), strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("by_batch", [True, False])
 def test_numbers_that_are_read_late_count_the_steps_of_those_frozen_then(by_batch: bool) -> None:
     """A GPU's engine reads a step's numbers in the next step."""

@@ -122,7 +122,8 @@ class StepGraph(Generic[Given, Result]):
         return self._replay(given)
 
     def launch(self, given: Given) -> Result:
-        """Do the work without the recording, again or for other micro-batches."""
+        """Do a step again without the recording, whose memory holds the activations of a whole step: it is released."""
+        self.release()
         return self._launch(outline(given), given)
 
     def _launch(self, kind: Outline, given: Given) -> Result:

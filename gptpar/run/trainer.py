@@ -167,10 +167,7 @@ class Trainer:
         if not self.topology.sum_over_all(self._limit.exceeded.double()).item():
             return loss
         self.steps_done_again += 1
-        if self._graph is None:
-            return self._forward_backward(given)
-        self._graph.release()  # its memory holds a whole set of activations, of which this step needs another
-        return self._graph.launch(given)
+        return self._forward_backward(given) if self._graph is None else self._graph.launch(given)
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()

@@ -39,10 +39,8 @@ def take_up_moments(
         DamagedCheckpoint: a piece of a moment is damaged.
     """
     found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-    for name in (name.partition("/")[2] for name in targets if kind_of(name) == STATES[0]):
+    for name in _with_both(manifest, targets):
         both = [f"{kind}/{name}" for kind in STATES]
-        if any(one not in manifest.tensors for one in both):  # of Lion or Muon, fp32 on both sides
-            continue
         stored = [manifest.tensors[one].dtype for one in both]
         here = [targets[one].dtype if one in targets else manifest.tensors[one].dtype for one in both]
         if stored == here:
@@ -55,6 +53,12 @@ def take_up_moments(
             exact, old = now.itemsize > was.itemsize, _NAMES[was]
             how = f", exactly as they were in {old}" if exact else f": {old} was rounded to nearest once"
             say(f" > the values of {kind} are {_NAMES[now]}{how}")
+
+
+def _with_both(manifest: Manifest, targets: Mapping[str, TensorParts]) -> list[str]:
+    """Parameters that have both moments in the checkpoint; a first one alone, of Lion or Muon, is not rounded."""
+    names = (name.partition("/")[2] for name in targets if kind_of(name) == STATES[0])
+    return [name for name in names if f"{STATES[1]}/{name}" in manifest.tensors]
 
 
 def _convert(

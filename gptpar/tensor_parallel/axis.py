@@ -120,58 +120,12 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-class Message:
-    """Rows that go to the ranks they are numbered by, under way between :class:`Sent` and :class:`Arrived`."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.work: Any = None
-        self.kept: torch.Tensor | None = None
-
-    def send(self, x: torch.Tensor) -> torch.Tensor:
-        """Row r goes to rank r; what arrives is complete after :meth:`wait`."""
-        self.kept = x.contiguous()  # until it is sent
-        arriving = torch.empty_like(self.kept)
-        self.work = dist.all_to_all_single(arriving, self.kept, group=self.group, async_op=True)
-        return arriving
-
-    def wait(self) -> None:
-        """Until what was sent last has arrived; on a GPU, the current stream waits."""
-        if self.work is not None:
-            self.work.wait()
-        self.work = self.kept = None
-
-    def __del__(self) -> None:
-        """Recomputation ends before it waits for what its backward pass does not need."""
-        self.wait()
-
-
-class Sent(torch.autograd.Function):
-    """Sends in the forward pass; waits for the gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, message: Message) -> torch.Tensor:
-        ctx.message = message
-        return message.send(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.message.wait()
-        return grad, None
-
-
-class Arrived(torch.autograd.Function):
-    """Waits in the forward pass; sends the gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, message: Message) -> torch.Tensor:
-        ctx.message = message
-        message.wait()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.message.send(grad), None
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row r of each rank goes to rank r; the result has the rows from all ranks, in the order of ranks."""
+    x = x.contiguous()
+    exchanged = torch.empty_like(x)
+    dist.all_to_all_single(exchanged, x, group=group)
+    return exchanged
 
 
 class Collective(torch.autograd.Function):

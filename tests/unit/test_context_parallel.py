@@ -19,11 +19,10 @@ from gptpar.model import head_exchange
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
-from gptpar.model.head_exchange import HeadExchange, copies_of_groups
+from gptpar.model.head_exchange import HeadExchange
 from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
-from gptpar.tensor_parallel import axis
 from gptpar.tensor_parallel.cost import Cost
 from tests.one_by_one import OneByOne
 from tests.pairs import every_pair
@@ -234,47 +233,27 @@ def test_what_attention_has_of_others_tokens_is_in_the_plan() -> None:
     assert kept_of_all - kept == 1024 * 2 * 8 * 8 * 2 * 3
 
 
-class _Exchange:
-    """Messages: whether each needs no copy, and how many are under way. Each rank gets its own back."""
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 2), (8, 2, 2), (8, 2, 4), (16, 12, 2)])
+def test_attention_by_heads_copies_no_message(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int
+) -> None:
+    in_order, read = [], []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.in_order: list[bool] = []
-        self.under_way = 0
-        monkeypatch.setattr(axis.Message, "send", self.send)
-        monkeypatch.setattr(axis.Message, "wait", self.wait)
-
-    def send(self, x: torch.Tensor) -> torch.Tensor:
-        self.in_order.append(x.is_contiguous())
-        self.under_way += 1
+    def each_gets_its_own_back(x: torch.Tensor, group: Any) -> torch.Tensor:
+        in_order.append(x.is_contiguous())
         return x.clone(memory_format=torch.contiguous_format)
 
-    def wait(self) -> None:
-        self.under_way -= 1
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "size", "messages"), [(4, 4, 2, 2), (8, 2, 2, 1), (8, 2, 4, 1), (16, 12, 2, 2)]
-)
-def test_attention_by_heads_copies_no_message_and_computes_while_one_is_under_way(
-    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int, messages: int
-) -> None:
-    ranks, read, under_way = _Exchange(monkeypatch), [], []
-
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
-        read.append((q, k, v))
-        under_way.append(ranks.under_way)
+        read.extend([q, k, v])
         return torch.empty_like(q).copy_(q)  # as kernels allocate it: in the order of the queries' strides
 
+    monkeypatch.setattr(head_exchange, "all_to_all", each_gets_its_own_back)
     monkeypatch.setattr(head_exchange, "core_attention", attention)
     exchange = HeadExchange(size, 0, None, heads, groups)
     q, k, v = (torch.randn(1, n, 6, 8, dtype=torch.float64).requires_grad_() for n in (heads, groups, groups))
     y = exchange.unpack(exchange.attend(exchange.pack(q, k, v)))
-    assert exchange.messages == messages == len(read)
-    for each in read:
-        assert len({x.untyped_storage().data_ptr() for x in each}) == 1
-        assert [x.shape[1] * messages for x in each] == [heads // size, *[max(1, groups // size)] * 2]
-    assert under_way == [1, 1][:messages] if messages == 2 else [0]
-    assert torch.equal(y, q)  # each rank had its own back
+    assert len({x.untyped_storage().data_ptr() for x in read}) == 1
+    assert [x.shape[1] for x in read] == [heads // size, *[max(1, groups // size)] * 2]
     grad = torch.randn_like(y)
-    assert torch.equal(torch.autograd.grad(y, q, grad)[0], grad)
-    assert ranks.in_order == [True] * 2 * messages + [False] * messages + [True] * messages  # y's gradient is copied
+    assert torch.equal(y, q) and torch.equal(torch.autograd.grad(y, q, grad)[0], grad)
+    assert in_order == [True, True, False, True]  # y's gradient is copied

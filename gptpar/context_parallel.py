@@ -3,7 +3,8 @@
 All other layers treat each token by itself. There are two ways for a token to see those of other ranks:
 
 - ``a2a`` (Jacobs et al. 2023): before attention each rank gives away its tokens for some heads, and gets all tokens for
-  its own heads; afterwards back. Attention is that of one process: any kernel, documents, windows and dropout.
+  its own heads; afterwards back (:mod:`gptpar.model.head_exchange`). Attention is that of one process: any kernel,
+  documents, windows and dropout.
 - ``allgather`` (Grattafiori et al. 2024): each rank keeps its queries, and gathers all keys and values, for some heads
   at a time, and in the backward pass again. A rank has the chunks r and 2c - 1 - r of 2c chunks, so that all ranks'
   tokens see equally many others.
@@ -13,7 +14,6 @@ Legend: B batch, S sequence, H query heads, G key/value heads, K head width; c r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +31,9 @@ from gptpar.model.attention import Attention
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids, not_compiled
 from gptpar.model.experts.routing import Router
+from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
-from gptpar.tensor_parallel.axis import Collective, all_to_all, gather, reduce_scatter
+from gptpar.tensor_parallel.axis import gather, reduce_scatter
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import CONTEXT
 
@@ -93,10 +94,14 @@ class ContextSplit:
 def divide_samples(modules: Iterable[nn.Module], topology: Topology, split: ContextSplit) -> None:
     """Let the attention layers among some modules see the tokens of all ranks, and routers judge whole samples."""
     group = topology.group(CONTEXT)
-    attend = partial(attend_by_gathering if split.gathers else attend_by_heads, split, group)
     for module in modules:
         if group is not None and isinstance(module, Attention):
-            module.attend = attend
+            if split.gathers:
+                module.attend = partial(attend_by_gathering, split, group)
+            else:
+                groups = module.num_groups // module.axis.size
+                heads = groups * module.queries_per_group
+                module.exchange = HeadExchange(split.size, split.rank, group, heads, groups)
         elif group is not None and isinstance(module, Router):
             module.context = DividedSamples(split, group)
 
@@ -132,46 +137,6 @@ class DividedSamples:
     def own(self, x_ND: torch.Tensor, seq_length: int) -> torch.Tensor:
         """The rows of this rank's tokens; the inverse of :meth:`whole`."""
         return self.split.own(x_ND.unflatten(0, (-1, seq_length))).flatten(0, 1)
-
-
-@not_compiled  # its messages interrupt a compiled layer in any case
-def attend_by_heads(
-    split: ContextSplit,
-    group: dist.ProcessGroup,
-    q_BHTK: torch.Tensor,
-    k_BGTK: torch.Tensor,
-    v_BGTK: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
-    dropout: AttentionDropout | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute :func:`core_attention` by exchanging tokens for heads; returns y_BHTK.
-
-    Where ranks are more than groups, several ranks get a group's keys and values, and divide its queries.
-    """
-    size = split.size
-    copies = copies_of_groups(k_BGTK.shape[1], size)
-    if copies > 1:
-        k_BGTK, v_BGTK = (x.repeat_interleave(copies, 1) for x in (k_BGTK, v_BGTK))
-    parts = [x.unflatten(1, (size, -1)) for x in (q_BHTK, k_BGTK, v_BGTK)]
-    lengths = [part.shape[2] for part in parts]
-    packed = torch.cat(parts, 2).transpose(0, 1)  # [c, B, heads of a rank, T, K]
-    exchanged = Collective.apply(packed, group, all_to_all, all_to_all)
-    q_BHSK, k_BGSK, v_BGSK = exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3).split(lengths, 1)
-    if dropout is not None:
-        first = dropout.first_group * copies + split.rank * lengths[1]
-        dropout = dropout._replace(first_group=first, num_groups=dropout.num_groups * copies)
-    own_sinks = None if sinks_H is None else sinks_H.unflatten(0, (size, -1))[split.rank]
-    y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, window, scale, own_sinks)
-    back = Collective.apply(y_BHSK.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4), group, all_to_all, all_to_all)
-    return back.transpose(0, 1).flatten(1, 2)
-
-
-def copies_of_groups(groups: int, size: int) -> int:
-    """Number of copies of each group's keys and values that are sent, so that every rank gets equally many."""
-    return size // math.gcd(groups, size)
 
 
 @not_compiled

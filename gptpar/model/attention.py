@@ -21,6 +21,7 @@ from gptpar.kernels.head_norm import HeadShape, normed_heads
 from gptpar.model.attention_sinks import SINK_CHANNELS
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
+from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.mup import attention_scale
 from gptpar.model.norm import Norm, WidthRMSNorm, make_norm, norm_arguments, norm_over_width
@@ -138,6 +139,7 @@ class Attention(nn.Module):
 
     Attributes:
         attend: :func:`core_attention`; while text is generated, a cache of keys and values instead.
+        exchange: attention that exchanges tokens, instead of ``attend``.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Attention(nn.Module):
         self.axis, self.scale = axis, attention_scale(config)
         self.has_distances = config.position_embedding_type == "alibi"
         self.attend: Attend = core_attention
+        self.exchange: HeadExchange | None = None
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         heads = config.num_attention_heads * config.kv_channels
         queries, one = self.queries_per_group * self.head_width, self.head_width
@@ -206,7 +209,11 @@ class Attention(nn.Module):
             first, num_heads = (count * self.queries_per_group for count in (self.first_group, self.num_groups))
             slopes_H = head_slopes(first, q_BHSK.shape[1], num_heads, q_BHSK.device)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, self.window, scale, self.sinks)
+        how = cu_seqlens, dropout, self.window, scale, self.sinks
+        if self.exchange is None:
+            y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, *how)
+        else:
+            y_BHSK = self.exchange.unpack(self.exchange.attend(self.exchange.pack(q_BHSK, k_BGSK, v_BGSK), *how))
         if self.has_distances:
             y_BHSK = y_BHSK[..., : self.head_width]
         for gate_BHSK in gates:

@@ -15,9 +15,11 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
 from gptpar.context_parallel import ContextSplit, attend_by_gathering
 from gptpar.data.loader import MicroBatch
+from gptpar.model import head_exchange
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
+from gptpar.model.head_exchange import HeadExchange
 from gptpar.plan.hardware import make_cluster
 from gptpar.plan.job import Job
 from gptpar.plan.timing import step_time
@@ -229,3 +231,29 @@ def test_what_attention_has_of_others_tokens_is_in_the_plan() -> None:
     assert of_all.attention == cost.attention and longer > time
     assert of_all.masked + of_all.attention == 4 * (cost.masked + cost.attention)
     assert kept_of_all - kept == 1024 * 2 * 8 * 8 * 2 * 3
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 4, 2), (8, 2, 2), (8, 2, 4), (16, 12, 2)])
+def test_attention_by_heads_copies_no_message(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, size: int
+) -> None:
+    in_order, read = [], []
+
+    def each_gets_its_own_back(x: torch.Tensor, group: Any) -> torch.Tensor:
+        in_order.append(x.is_contiguous())
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
+        read.extend([q, k, v])
+        return torch.empty_like(q).copy_(q)  # as kernels allocate it: in the order of the queries' strides
+
+    monkeypatch.setattr(head_exchange, "all_to_all", each_gets_its_own_back)
+    monkeypatch.setattr(head_exchange, "core_attention", attention)
+    exchange = HeadExchange(size, 0, None, heads, groups)
+    q, k, v = (torch.randn(1, n, 6, 8, dtype=torch.float64).requires_grad_() for n in (heads, groups, groups))
+    y = exchange.unpack(exchange.attend(exchange.pack(q, k, v)))
+    assert len({x.untyped_storage().data_ptr() for x in read}) == 1
+    assert [x.shape[1] for x in read] == [heads // size, *[max(1, groups // size)] * 2]
+    grad = torch.randn_like(y)
+    assert torch.equal(y, q) and torch.equal(torch.autograd.grad(y, q, grad)[0], grad)
+    assert in_order == [True, True, False, True]  # y's gradient is copied

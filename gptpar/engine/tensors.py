@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -32,15 +32,18 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         inside = [mapped(inner, change) for inner in value]
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
-    if type(value) is dict:
-        return {name: mapped(inner, change) for name, inner in value.items()}
-    if isinstance(value, MutableMapping):  # transformers' batches and outputs, for one
+    if isinstance(value, MutableMapping) and type(value) is not dict:  # transformers' batches and outputs, for one
         changed = copy(value)
         for name, inner in value.items():
             changed[name] = mapped(inner, change)
         return changed
-    if _is_instance_of_dataclass(value) and not isinstance(value, Mapping):
-        return replace(value, **{field.name: mapped(getattr(value, field.name), change) for field in fields(value)})
+    if isinstance(value, Mapping):
+        return {name: mapped(inner, change) for name, inner in value.items()}
+    if _is_instance_of_dataclass(value):
+        changed = copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, mapped(getattr(value, field.name), change))  # also of frozen ones
+        return changed
     return value
 
 

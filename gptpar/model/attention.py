@@ -301,14 +301,18 @@ class Attention(nn.Module):
         """(q_BHSK, k_BGSK, v_BGSK), and gate_BHSK if there are gates; normalised if the model normalises them."""
         shape = HeadShape(seq_length, self.queries_per_group, self.head_width, self.gated)
         bias, query_norm, key_norm = self.qkv.unsummed_bias, self.query_norm, self.key_norm
-        if query_norm is not None and key_norm is not None and not isinstance(query_norm, WidthRMSNorm):
-            return normed_heads(qkv, bias, query_norm.of_head, key_norm.of_head, shape, query_norm.eps)
+        if query_norm is not None and key_norm is not None:
+            of_query, of_key = query_norm.of_head, key_norm.of_head
+            if of_query is not None and of_key is not None:
+                return normed_heads(qkv, bias, of_query, of_key, shape, query_norm.eps)
         if self.gated:
             q_BHSK, k_BGSK, *others = heads_and_gate(qkv, *shape[:3])
         else:
             q_BHSK, k_BGSK, *others = split_heads(qkv, bias, *shape[:3])
         if isinstance(query_norm, WidthRMSNorm) and isinstance(key_norm, WidthRMSNorm):
             q_BHSK, k_BGSK = norm_over_width(query_norm, key_norm, q_BHSK, k_BGSK, self.axis)
+        elif query_norm is not None and key_norm is not None:
+            q_BHSK, k_BGSK = query_norm(q_BHSK), key_norm(k_BGSK)
         return q_BHSK, k_BGSK, *others
 
 

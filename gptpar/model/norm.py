@@ -54,9 +54,9 @@ class Norm(nn.Module):
         return self.weight + 1 if self.from_one else self.weight
 
     @property
-    def of_head(self) -> HeadNorm:
-        """The parameters as :func:`gptpar.kernels.head_norm.normed_heads` takes them."""
-        return HeadNorm(self.factor, None)
+    def of_head(self) -> HeadNorm | None:
+        """The parameters as :func:`gptpar.kernels.head_norm.normed_heads` takes them, if it has such a kernel."""
+        return None
 
     def cost(self, batch: BatchShape) -> Cost:
         """The cost of what it keeps of a vector; a layer that has the norm counts the elements that it moves."""
@@ -76,7 +76,7 @@ class LayerNorm(Norm):
 
     @property
     def of_head(self) -> HeadNorm:
-        """Same shape as ``x``; see :class:`Norm`."""
+        """See :class:`Norm`."""
         return HeadNorm(self.factor, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,11 @@ class RMSNorm(Norm):
 
     def __init__(self, width: int, *, eps: float, placement: Placement, from_one: bool = False):
         super().__init__(width, placement, eps=eps, from_one=from_one)
+
+    @property
+    def of_head(self) -> HeadNorm:
+        """See :class:`Norm`."""
+        return HeadNorm(self.factor, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as ``x``."""

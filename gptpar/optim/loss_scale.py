@@ -13,12 +13,12 @@ from gptpar.errors import GptparError
 class LossScale:
     """A constant scale (``dynamic`` false), or Megatron's dynamic one.
 
-    The dynamic scale halves after ``hysteresis`` overflows and at each further overflow. After ``window`` good steps in
-    a row it doubles, and the hysteresis starts anew.
+    The first ``hysteresis - 1`` overflows leave the dynamic scale; each later one halves it. ``window`` good steps in a
+    row double it and reset the count of overflows.
 
     Attributes:
         good_steps: in a row since the scale doubled, or since the last overflow.
-        tolerance: overflows until the scale halves, from the hysteresis downwards; below zero after further ones.
+        tolerance: overflows left until the scale halves; 0 or less: each overflow halves it.
     """
 
     value: float
@@ -60,7 +60,8 @@ class LossScale:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's scale; minimum, window and hysteresis are this run's."""
         if self.dynamic and state["dynamic"]:
-            self.value, self.good_steps, self.tolerance = state["value"], state["good_steps"], state["tolerance"]
+            self.value, self.good_steps = state["value"], state["good_steps"]
+            self.tolerance = min(state["tolerance"], self.hysteresis)
 
 
 def make_loss_scale(config: PrecisionConfig) -> LossScale:

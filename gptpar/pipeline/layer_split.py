@@ -74,6 +74,6 @@ def split_layers(
     if parameters is None:
         parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
     kinds, num_parts = [spec.cls.__name__ for spec in specs], num_stages * num_virtual_stages
-    bounds = partition(method, num_parts, parameters=parameters, flops=flops, kinds=kinds, num_stages=num_stages)
-    costs = balance(flops or parameters, bounds, num_stages)
-    return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)
+    costs = flops or parameters
+    bounds = partition(method, num_parts, parameters=parameters, flops=costs, kinds=kinds, num_stages=num_stages)
+    return LayerSplit(bounds, *(balance(each, bounds, num_stages) for each in (parameters, costs)))

@@ -115,11 +115,11 @@ def partition(
     if re.fullmatch(r"[-+\d,\s]+", name) and not pattern:
         return _explicit(_numbers(name), num_parts, len(kinds))
     match name.lower():
-        case "uniform":
+        case "uniform" if not pattern:
             return uniform(len(kinds), num_parts)
-        case "parameters":
+        case "parameters" if not pattern:
             weights: Sequence[float] = parameters
-        case "flops":
+        case "flops" if not pattern:
             weights = flops
         case "type" if pattern:
             weights = _matches(pattern, kinds)

@@ -105,7 +105,8 @@ class Runtime:
             self.losses.append(y.detach())
         else:
             self._leaving["activation", micro_batch, virtual_stage] = y.detach()
-            if y.requires_grad and y._base is None:  # free the values: autograd needs ``y`` as a node of the graph only
+            # Free the values, unless others own them: autograd needs ``y`` as a node of the graph only.
+            if y.requires_grad and not y.is_leaf and y._base is None:
                 y.data = y.new_empty(1).expand(y.shape)
         if torch.is_grad_enabled():
             self._alive[micro_batch, virtual_stage] = (y, received)

@@ -313,3 +313,27 @@ def chain(*, dtypes: tuple[torch.dtype | None, ...] = (None, None)) -> list[Any]
         LayerSpec(As, dtypes[1]),
         LayerSpec(nn.Linear, INNER, WIDTH, dtype=dtypes[1]),
     ]
+
+
+class Queries(nn.Module):
+    """Learned vectors, whatever it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.queries
+
+
+def learned_queries(rank: int, stages: int) -> tuple[list[float], Named]:
+    """Losses of three steps, and this process's parameters."""
+    with fp64():
+        torch.manual_seed(4)
+        model = PipelineModule([Queries(), nn.Linear(4, 1)], num_stages=stages, loss_fn=square)
+        engine, *_ = gptpar.initialize(model=model, config={**small_config(stages), "pipeline": {}})
+        data = itertools.repeat((torch.zeros(3, 4), torch.zeros(3, 1)))
+        losses = [engine.train_batch(data).item() for _ in range(3)]
+        mine = parameters_here(engine)
+        engine.close()
+    return losses, mine

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from gptpar.checkpoint.load import read_tensors
-from tests.any_module.pipeline_layers import MICRO_BATCHES, Divided, chained, counted, gone_on, reference, train
+from tests.any_module.pipeline_layers import (
+    MICRO_BATCHES,
+    Divided,
+    chained,
+    counted,
+    gone_on,
+    learned_queries,
+    reference,
+    train,
+)
 from tests.fixtures.write_checkpoints import HERE
 from tests.spawn import RankPool
 
@@ -101,3 +110,13 @@ def test_a_former_checkpoint_of_one_stage_goes_on_anywhere(pools: dict[int, Rank
         if divided.world == divided.stages:  # data-parallel processes count fewer calls
             torch.testing.assert_close(losses, expected["losses"], rtol=1e-12, atol=0)
     assert sum(len(counts) for _, counts, _ in found) == divided.world // divided.stages
+
+
+def test_a_parameter_that_a_stage_returns_keeps_its_values(pools: dict[int, RankPool]) -> None:
+    """Learned queries, for one: what a stage sends on is freed, if nobody owns it."""
+    losses, weights = pools[1].run(learned_queries, 1)[0]
+    for of_rank, _ in pools[2].run(learned_queries, 2):
+        torch.testing.assert_close(of_rank, losses, rtol=1e-12, atol=0)
+    here = pools[2].run(learned_queries, 2)[0][1]
+    torch.testing.assert_close(here, {name: weights[name] for name in here}, rtol=1e-12, atol=0)
+    assert "layers.0.queries" in here and losses[0] > losses[-1]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from gptpar.kernels import plain_loss
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.model.gpt import gpt_model
+from gptpar.model.norm import RMSNorm
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.axis import ALONE
@@ -195,3 +196,17 @@ def test_seeds_are_stable() -> None:
     """A change here would silently change every run's initial weights and dropout."""
     assert seed_of(1234, "embedding.weight") == 6915944740240564239
     assert seed_of(1234, "dropout", 0, 1) != seed_of(1234, "dropout", 1, 0)
+
+
+def test_a_norm_without_a_kernel_for_heads_normalises_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = random_tokens(2, 16, 32)[:, :-1]
+    fields = {"labels": tokens, "loss_mask": torch.ones(tokens.shape, dtype=torch.float64), "seq_length": 16}
+
+    def computed() -> list[torch.Tensor]:
+        stage = build(OPTIONS["head norms, rotary"])
+        loss = stage(tokens, fields)
+        return [loss, *torch.autograd.grad(loss.sum(), list(stage.global_parameters().values()))]
+
+    with_kernel = computed()
+    monkeypatch.setattr(RMSNorm, "of_head", None)
+    torch.testing.assert_close(computed(), with_kernel, rtol=1e-11, atol=1e-13)

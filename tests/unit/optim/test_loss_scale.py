@@ -39,3 +39,10 @@ def test_loss_scale_at_its_minimum_stops_the_run() -> None:
     scale.update(True)
     with pytest.raises(GptparError, match="already at its minimum"):
         scale.update(True)
+
+
+def test_a_hysteresis_shortened_on_resume_counts_at_once() -> None:
+    scale = LossScale(8.0, dynamic=True, hysteresis=1, tolerance=1)
+    scale.load(LossScale(8.0, dynamic=True, hysteresis=5, tolerance=5).state())
+    scale.update(True)
+    assert scale.value == 4.0

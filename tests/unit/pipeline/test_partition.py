@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 
 from gptpar.errors import ConfigError
+from gptpar.model.layer_spec import LayerSpec
+from gptpar.pipeline.layer_split import split_layers
 from gptpar.pipeline.partition import balance, balanced, balanced_interleaved, partition, uniform
 
 KINDS = ["Embedding", *["Block"] * 6, "Norm", "Head"]
@@ -78,6 +81,7 @@ def test_methods() -> None:
         ("parameters", 10, "9 layers cannot fill 10 pipeline parts"),
         ("flops", 0, "cannot be cut into 0 parts"),
         ("type:", 3, "method 'type:' is unknown"),
+        ("uniform:2", 3, "method 'uniform:2' is unknown"),
         ("type:(", 3, r"type:\( is no regular expression"),
         ("0,4,9", 3, "3 parts need 4 partition boundaries, but 0,4,9 has 3"),
         ("0,4,8", 2, "0,4,8 must end at 9, the number of layers"),
@@ -88,3 +92,9 @@ def test_methods() -> None:
 def test_what_cannot_be_done_is_said(method: str | list[int], num_parts: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parts_of(method, num_parts)
+
+
+def test_layers_of_unknown_flops_cost_what_their_parameters_do() -> None:
+    specs = [LayerSpec(torch.nn.Linear, n, 1) for n in (20, 1, 1, 7)]
+    for method in ("flops", "parameters"):
+        assert split_layers(specs, 2, 1, method, flops=[]).bounds == [0, 1, 4]

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from gptpar.config.fields import FlagField, completed, fields_of
 from gptpar.config.sections.batch import BatchConfig, BatchFlags
-from gptpar.config.sections.checkpoint import CheckpointConfig
+from gptpar.config.sections.checkpoint import CheckpointConfig, RecoveryConfig
 from gptpar.config.sections.data import DataConfig, DataFlags
 from gptpar.config.sections.deepspeed import DeepSpeedFlags
 from gptpar.config.sections.health import HealthConfig
@@ -37,7 +37,6 @@ from gptpar.config.sections.optimizer import OptimizerConfig, OptimizerFlags
 from gptpar.config.sections.parallel import ParallelConfig, ParallelFlags
 from gptpar.config.sections.precision import PrecisionConfig
 from gptpar.config.sections.recompute import RecomputeConfig, RecomputeFlags
-from gptpar.config.sections.recovery import RecoveryConfig
 from gptpar.config.sections.tokenizer import TokenizerConfig
 
 

@@ -28,8 +28,8 @@ from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.host_activations import HostActivations, offloaded_blocks
 from gptpar.pipeline.layer_split import LayerSplit, split_model
-from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
+from gptpar.pipeline.runtime import Pipeline
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.plan.graph import wants_graph
 from gptpar.plan.job import Job

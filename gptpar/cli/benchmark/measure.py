@@ -19,10 +19,9 @@ from gptpar.cli.benchmark.machine import peak_memory
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags
-from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.batch_sizes import BatchSizes, read_schedule, without_lengths
 from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
-from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
 from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model

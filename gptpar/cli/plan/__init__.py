@@ -12,10 +12,10 @@ from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
+from gptpar.config.batch_sizes import without_lengths
 from gptpar.config.derive import expand_preset
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import run_file_text
-from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import range_problems
 from gptpar.data.documents import lengths_in_corpora
 from gptpar.errors import ConfigError, DataError

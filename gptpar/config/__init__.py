@@ -146,35 +146,3 @@ def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig
 @functools.cache
 def _section_types() -> dict[str, type]:
     return typing.get_type_hints(Config)
-
-
-__all__ = [
-    "BatchConfig",
-    "BatchFlags",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DataFlags",
-    "DeepSpeedFlags",
-    "Flags",
-    "HealthConfig",
-    "LoggingConfig",
-    "LoggingFlags",
-    "ModelConfig",
-    "ModelFlags",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "OptimizerFlags",
-    "ParallelConfig",
-    "ParallelFlags",
-    "PrecisionConfig",
-    "RecomputeConfig",
-    "RecomputeFlags",
-    "RecoveryConfig",
-    "TokenizerConfig",
-    "complete",
-    "complete_model",
-    "flag_fields",
-    "padded_vocab",
-    "softmax_vocab",
-]

@@ -22,10 +22,10 @@ from gptpar.config import Config, Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule, without_lengths
 from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.sections.precision import wants_graph
 from gptpar.config.validate import resolve
 from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
-from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
 from gptpar.reporting.records import IterationRecord
 from gptpar.reporting.sinks import Sink

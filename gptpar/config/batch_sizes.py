@@ -170,11 +170,18 @@ LENGTHS = (
     *("lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "scheduler"),
 )
 """Fields of the optimizer's section that say how long a part of the schedule is."""
+NO_CORPUS = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
 
 
-def without_lengths(flags: Flags) -> Flags:
-    """Flags for a few steps that are no run: nothing is warmed up, and what decays does so over these steps."""
+def on_made_up_data(flags: Flags) -> Flags:
+    """Flags for a few steps that are no run: no corpus is read, no rate need be given, nothing is warmed up.
+
+    What decays does so over these steps.
+    """
     default = type(flags.optimizer)()
+    flags = flags.update("data", mock_data=True, **NO_CORPUS)
+    if flags.optimizer.lr is None:
+        flags = flags.update("optimizer", lr=3e-4)
     if flags.optimizer.lr_decay_style == "WSD":  # cannot be without a length
         flags = flags.update("optimizer", lr_decay_style="constant")
     return flags.update("optimizer", **{name: getattr(default, name) for name in LENGTHS})

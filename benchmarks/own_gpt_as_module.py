@@ -30,12 +30,12 @@ from gptpar.cli.benchmark.machine import about_machine, peak_memory
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.runner import append_line, run_command, terminated_like_ctrl_c
 from gptpar.config import Config
+from gptpar.config.sections.precision import wants_graph
 from gptpar.config.validate import resolve
 from gptpar.engine.readings import TimingEvent
 from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
-from gptpar.plan.graph import wants_graph
 from gptpar.run.data import vocabulary_of, with_vocabulary
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.initial_values import initialise

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gptpar.cli import main
-from gptpar.cli.launch.worker import end_with_launcher, is_worker
+from gptpar.cli.launch import is_worker
+from gptpar.cli.launch.worker import end_with_launcher
 from gptpar.system.quiet_end import leave
 
 

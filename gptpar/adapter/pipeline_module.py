@@ -15,12 +15,11 @@ from gptpar.adapter.built_layers import BuiltLayer, FunctionLayer, tie_functions
 from gptpar.errors import ConfigError, GptparError, is_whole, wrong_type
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline.layer_split import LayerSplit, split_layers
-from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep
-from gptpar.pipeline.runtime import Boundary
+from gptpar.pipeline.runtime import Boundary, Pipeline
 from gptpar.pipeline.stage import Fields
+from gptpar.system.hashes import seed_of
 from gptpar.topology.groups import Topology, make_topology
-from gptpar.topology.initial_values import seed_of
 from gptpar.topology.mesh import EXPERT, TENSOR, Mesh
 from gptpar.topology.placement import REPLICATED
 

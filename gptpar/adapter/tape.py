@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gptpar.errors import GptparError
-from gptpar.topology.initial_values import seed_of
+from gptpar.system.hashes import seed_of
 
 aten = torch.ops.aten
 # Operators that overwrite every element of their first argument without reading it.

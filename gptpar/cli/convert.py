@@ -9,50 +9,21 @@ from pathlib import Path
 from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
 from gptpar.checkpoint.folders import files_of
 from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.cli.flags import parser_of
 from gptpar.cli.given_tokenizer import add_tokenizer_flags, given_files
 from gptpar.errors import CheckpointError
 from gptpar.exchange import DTYPES, ExportOptions, holds_ours, import_model, prepare_export
 from gptpar.reporting.banner import format_bytes
-from gptpar.system.command_line import Parser, not_negative_int
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 from gptpar.system.quantities import positive_bytes
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The verb's flags."""
-    parser = Parser(
-        prog="gptpar convert",
-        description="Convert a checkpoint of gptpar to a Hugging Face folder, or another program's model to a "
-        "checkpoint.\nThe files of SOURCE tell its kind. SOURCE stays as it is; TARGET appears whole or not at all.\n"
-        "A Hugging Face folder comes back byte for byte if nothing was trained and its safetensors files hold each\n"
-        "weight once and nothing else. Otherwise the weights come back in files as transformers writes them.",
-        epilog="examples:\n  gptpar convert runs/350M hf/350M --dtype bf16\n  gptpar convert hf/Llama-3 runs/Llama-3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a run folder or checkpoint, or a foreign model")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="a new folder")
-    to_hf = parser.add_argument_group("to Hugging Face")
-    to_hf.add_argument("--ckpt-step", type=not_negative_int, metavar="N", help="this iteration instead of the newest")
-    to_hf.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="number format of the weights (default: as imported, else the run's)"
-    )
-    to_hf.add_argument(
-        "--max-shard-size",
-        type=positive_bytes,
-        metavar="SIZE",
-        help="largest weight file (default: as imported, else 5GB)",
-    )
-    to_hf.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
-    to_hf.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help="this type instead of the checkpoint's"
-    )
-    add_tokenizer_flags(to_hf)
-    return parser
-
-
 def main(argv: list[str]) -> int:
     """Convert, and say what was written."""
-    args = make_parser().parse_args(argv)
+    facts = {"dtypes": tuple(DTYPES), "types": TOKENIZER_TYPES, "positive_bytes": positive_bytes}
+    parser = parser_of("convert", **facts)
+    add_tokenizer_flags(parser.add_argument_group("tokenizer files to Hugging Face"))
+    args = parser.parse_args(argv)
     started = time.monotonic()
     if holds_ours(args.source):
         path = _checkpoint(args.source, args.ckpt_step)

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from gptpar.config.fields import FlagField, completed, fields_of
 from gptpar.config.sections.batch import BatchConfig, BatchFlags
-from gptpar.config.sections.checkpoint import CheckpointConfig
+from gptpar.config.sections.checkpoint import CheckpointConfig, RecoveryConfig
 from gptpar.config.sections.data import DataConfig, DataFlags
 from gptpar.config.sections.deepspeed import DeepSpeedFlags
 from gptpar.config.sections.health import HealthConfig
@@ -37,7 +37,6 @@ from gptpar.config.sections.optimizer import OptimizerConfig, OptimizerFlags
 from gptpar.config.sections.parallel import ParallelConfig, ParallelFlags
 from gptpar.config.sections.precision import PrecisionConfig
 from gptpar.config.sections.recompute import RecomputeConfig, RecomputeFlags
-from gptpar.config.sections.recovery import RecoveryConfig
 from gptpar.config.sections.tokenizer import TokenizerConfig
 
 
@@ -147,35 +146,3 @@ def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig
 @functools.cache
 def _section_types() -> dict[str, type]:
     return typing.get_type_hints(Config)
-
-
-__all__ = [
-    "BatchConfig",
-    "BatchFlags",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DataFlags",
-    "DeepSpeedFlags",
-    "Flags",
-    "HealthConfig",
-    "LoggingConfig",
-    "LoggingFlags",
-    "ModelConfig",
-    "ModelFlags",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "OptimizerFlags",
-    "ParallelConfig",
-    "ParallelFlags",
-    "PrecisionConfig",
-    "RecomputeConfig",
-    "RecomputeFlags",
-    "RecoveryConfig",
-    "TokenizerConfig",
-    "complete",
-    "complete_model",
-    "flag_fields",
-    "padded_vocab",
-    "softmax_vocab",
-]

@@ -15,6 +15,7 @@ from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.sections.batch import check_batch, check_duration, check_first_step
+from gptpar.config.sections.checkpoint import check_recovery
 from gptpar.config.sections.data import check_data, check_files
 from gptpar.config.sections.model import check_model
 from gptpar.config.sections.offload import check_offload
@@ -22,7 +23,6 @@ from gptpar.config.sections.optimizer import check_schedule, check_schedule_leng
 from gptpar.config.sections.parallel import check_parallel
 from gptpar.config.sections.precision import check_precision
 from gptpar.config.sections.recompute import check_recompute
-from gptpar.config.sections.recovery import check_recovery
 from gptpar.errors import ConfigError
 
 MAX_WHOLE = 2**63 - 1

@@ -62,7 +62,6 @@ def build_train_valid_test(
     split_data_paths: Sequence[Sequence[str] | None] = (None, None, None),
     split: str = "969,30,1",
     split_rule: SplitRule = "mcore",
-    drop_last_valid: bool = True,
     mock_vocab_size: int | None = None,
 ) -> Sources:
     """The three data sets of a run; each is None if it needs no samples or has no data.
@@ -75,7 +74,6 @@ def build_train_valid_test(
         split_data_paths: three such lists instead, each used whole; None for a split without data.
         split: weights of train, valid and test, such as "969,30,1".
         split_rule: Megatron's present ("mcore") or former ("legacy") rule for ranges and blend sizes.
-        drop_last_valid: False keeps the validation split's last, padded sample.
         mock_vocab_size: make up samples with this vocabulary instead of reading a corpus.
 
     Raises:
@@ -98,8 +96,7 @@ def build_train_valid_test(
             built[which] = MockDataset(wanted, spec.seq_length, mock_vocab_size, spec.seed, which)
         elif path is not None:
             cut = split if data_path is not None else None
-            source = _Source(spec, which, cut, split_rule, drop_last_valid or which != 1, corpora)
-            built[which] = source.build(path, wanted)
+            built[which] = _Source(spec, which, cut, split_rule, corpora).build(path, wanted)
     return built[0], built[1], built[2]
 
 
@@ -132,7 +129,6 @@ class _Source:
     which: int
     cut: str | None
     rule: SplitRule
-    drop_last: bool
     corpora: dict[str, IndexedDataset]
 
     def build(self, path: Sequence[str], wanted: int | None) -> SampleSource | None:
@@ -174,6 +170,5 @@ class _Source:
             self.spec.seed,
             add_extra_token=self.spec.add_extra_token,
             split_name=SPLIT_NAMES[self.which],
-            drop_last=self.drop_last,
             cache_dir=self.spec.cache_dir,
         )

@@ -67,22 +67,16 @@ def plan_index(
     requested: int | None,
     seq_length: int,
     extra: int,
-    drop_last: bool,
 ) -> IndexPlan:
     """Megatron's arithmetic.
 
     Args:
         requested: number of samples that the run will read; None: one epoch.
-        drop_last: False keeps a last, padded sample.
     """
     needed = (requested or 0) * seq_length + extra
     num_epochs = 1 if requested is None else max(1, -(-needed // tokens_per_epoch))
     usable = num_epochs * tokens_per_epoch - extra
     num_samples = usable // seq_length
-    if not drop_last:
-        # Megatron's ceiling of a float32 quotient, but without a sample that has no token.
-        rounded = int(np.ceil(np.float32(usable) / np.float32(seq_length)))
-        num_samples = min(rounded, -(-usable // seq_length))
     separate_last, first = False, num_samples
     if num_epochs > 1 and requested is not None:
         before_last = (usable - tokens_per_epoch) // seq_length
@@ -148,7 +142,6 @@ class GPTDataset:
         seed: the run's seed, the same for every split and every corpus.
         add_extra_token: 1 if a sample's last label is the following token, 0 if samples do not overlap.
         split_name: the split's name in messages.
-        drop_last: False keeps a last, padded sample (Megatron offers this for validation).
         cache_dir: folder of the index cache, used from about 4 million entries on; None: ``cache`` beside the
             corpus.
 
@@ -166,7 +159,6 @@ class GPTDataset:
         *,
         add_extra_token: int = 1,
         split_name: str = "train",
-        drop_last: bool = True,
         cache_dir: str | Path | None = None,
     ):
         self.indexed, self.split_name, self.seq_length = indexed, split_name, seq_length
@@ -179,9 +171,7 @@ class GPTDataset:
                 f"{end}) of {len(indexed):,} hold no token; change --split, use a larger corpus, or "
                 "turn evaluation off with --eval-iters 0"
             )
-        self.plan = plan_index(
-            len(self._lengths), max(num_tokens, 1), num_samples, seq_length, add_extra_token, drop_last
-        )
+        self.plan = plan_index(len(self._lengths), max(num_tokens, 1), num_samples, seq_length, add_extra_token)
         if self.plan.num_samples < 1 and num_samples != 0:
             raise DataError(
                 f"{self._name()}: one sample takes {seq_length} + {add_extra_token} tokens, but its "

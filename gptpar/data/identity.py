@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from gptpar.data.blend import normalize, parse_data_path
+from gptpar.data.index_cache import file_and_ends
 from gptpar.data.indexed import DTYPES, HEADER, MAGIC
 from gptpar.system.files import open_regular
-
-FINGERPRINT_BYTES = 1 << 16
-"""Bytes at a file's start, and at its end, that are hashed."""
 
 
 def blend_of(data_path: Sequence[str]) -> list[dict[str, Any]]:
@@ -48,11 +46,8 @@ def corpus_identity(prefix: str) -> dict[str, Any]:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     digest = hashlib.sha256()
     for path in (index, tokens):
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(f"{size} ".encode() + file.read(FINGERPRINT_BYTES))
-            file.seek(max(size - FINGERPRINT_BYTES, 0))
-            digest.update(file.read(FINGERPRINT_BYTES))
+        status, ends = file_and_ends(path)
+        digest.update(f"{status.st_size} ".encode() + ends)
     sequences, itemsize = _sequences_and_itemsize(index)
     return {"sequences": sequences, "tokens": os.stat(tokens).st_size // itemsize, "sha256": digest.hexdigest()}
 

@@ -37,14 +37,19 @@ class DamagedIndex(Exception):
     """Files of the cache that are not as they were written."""
 
 
-def file_identity(path: Path) -> dict[str, Any]:
-    """Identifies a file and its version: size, modification time, and a hash of its first and last 64 KiB."""
+def file_and_ends(path: Path) -> tuple[os.stat_result, bytes]:
+    """What the system says of a file, and its first and last 64 KiB."""
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
-        digest = hashlib.sha256(file.read(FINGERPRINT_BYTES))
+        start = file.read(FINGERPRINT_BYTES)
         file.seek(max(status.st_size - FINGERPRINT_BYTES, 0))
-        digest.update(file.read(FINGERPRINT_BYTES))
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": digest.hexdigest()}
+        return status, start + file.read(FINGERPRINT_BYTES)
+
+
+def file_identity(path: Path) -> dict[str, Any]:
+    """Identifies a file and its version: size, modification time, and a hash of its first and last 64 KiB."""
+    status, ends = file_and_ends(path)
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": hashlib.sha256(ends).hexdigest()}
 
 
 class IndexCache:

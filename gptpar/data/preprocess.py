@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import TextIO
 
 import numpy as np
 
@@ -290,16 +289,14 @@ class CorpusProgress:
     Args:
         total: bytes of all inputs on disk.
         log_interval: without a terminal, the number of documents after which to print a line instead.
-        stream: where the lines go, stderr by default.
     """
 
-    def __init__(self, total: int, log_interval: int | None = None, stream: TextIO | None = None):
+    def __init__(self, total: int, log_interval: int | None = None):
         self.documents = self.tokens = self.text_bytes = 0
         self._total = total
         self._consumed = 0
         self._log_interval = log_interval
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
+        self._terminal = sys.stderr.isatty()
         self._start = self._shown = time.monotonic()
         self._shown_documents = 0
 
@@ -316,7 +313,7 @@ class CorpusProgress:
         """Show the final progress, and end the terminal's line."""
         if self._terminal:
             self._show()
-            print(file=self._stream, flush=True)
+            print(file=sys.stderr, flush=True)
 
     def rates(self) -> str:
         """Documents, megabytes of text and tokens per second since the start."""
@@ -342,7 +339,7 @@ class CorpusProgress:
         print(
             f"\r{line}\x1b[K" if self._terminal else line,
             end="" if self._terminal else "\n",
-            file=self._stream,
+            file=sys.stderr,
             flush=True,
         )
 

@@ -26,7 +26,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit, group_by_decay
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.optim.update import Hyperparameters, Update
-from gptpar.pipeline.module import Pipeline
+from gptpar.pipeline.runtime import Pipeline
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel.layers import SplitLinear
 

@@ -10,8 +10,7 @@ from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.optim.skip_step import SkipStep, step_unless_outlier
 from gptpar.optim.update import Hyperparameters
-from gptpar.pipeline.module import Pipeline
-from gptpar.pipeline.runtime import MicroBatch, Observer
+from gptpar.pipeline.runtime import MicroBatch, Observer, Pipeline
 
 Numbers = Sequence[torch.Tensor]
 """Scalars on the device."""

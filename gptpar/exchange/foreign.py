@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -67,14 +67,7 @@ class Foreign:
 
 
 class _Format(NamedTuple):
-    """A program's checkpoint.
-
-    Attributes:
-        names: alternatives; an entry of one folder must match each word of one of them. Folders end in "/".
-        certain: nothing else has such names, whatever the folder is called.
-        reader: what ``gptpar convert`` reads it with, if anything. Hugging Face's is given the folder of the files.
-        their_way: the program of their own that makes a Hugging Face folder of it, if one is known.
-    """
+    """A program's checkpoint; ``foreign.toml`` explains the fields."""
 
     what: str
     names: Sequence[str]
@@ -83,47 +76,13 @@ class _Format(NamedTuple):
     their_way: str = ""
 
 
-_HUGGING_FACE = (
-    *("model.safetensors", "model-*-of-*.safetensors", "*.safetensors.index.json"),
-    *("pytorch_model*.bin", "pytorch_model.bin.index.json"),
-)
-_DCP = "a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it"
-_TORCHTITAN = "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py (for what torchtitan saved)"
-_NANOTRON = ("model/ checkpoint_metadata.json", "model/ model_config.json")
-_LLM_C = ("model_????????.bin", "state_????????_?????.bin")
-_LITGPT = "litgpt convert_from_litgpt (its model.pth renamed to pytorch_model.bin, beside config.json)"
-_OLMO_CORE = "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py"
-_META = "transformers' models/llama/convert_llama_weights_to_hf.py (for Llama)"
-_PUBLISHED = "weights as Meta and Mistral publish them"
-_MEGATRON = partial(_Format, reader=ForeignReader.MEGATRON)
-_LIKELY = partial(_Format, certain=False)
-_FORMATS = (
-    _MEGATRON("a Megatron-LM checkpoint, torch_dist format", (".metadata common.pt", "*.distcp common.pt")),
-    _Format("a Megatron-LM checkpoint, zarr format", ["metadata.json common.pt"]),
-    _MEGATRON("a Megatron-LM checkpoint, legacy format", ["mp_rank_*/"]),
-    _MEGATRON("a DeepSpeed universal checkpoint", ["*model_states.pt zero/"]),
-    _MEGATRON("a DeepSpeed checkpoint", ("*model_states.pt", "*zero_pp_rank_*_optim_states.pt")),
-    _Format(_DCP, ("*.distcp", ".metadata"), their_way=_TORCHTITAN),
-    _Format("an Orbax checkpoint", ["_CHECKPOINT_METADATA"]),
-    _Format("an OLMo-core checkpoint", ["model_and_optim/"], their_way=_OLMO_CORE),
-    _Format("a nanotron checkpoint", _NANOTRON, their_way="nanotron's examples/llama/convert_nanotron_to_hf.py"),
-    _Format("a picotron checkpoint", ["weights_tp_rank_*.pth"]),
-    _Format("an llm.c checkpoint", _LLM_C, their_way="llm.c's dev/eval/export_hf.py"),
-    _Format("a LitGPT checkpoint", ["lit_model.pth"], their_way=_LITGPT),
-    _LIKELY("a Hugging Face model", _HUGGING_FACE, reader=ForeignReader.HUGGING_FACE),
-    _LIKELY("a Hugging Face model", ("tf_model.h5", "flax_model.msgpack")),
-    _LIKELY("a Hugging Face adapter", ["adapter_model.*"]),
-    _LIKELY(_PUBLISHED, ["consolidated*.pth"], their_way=_META),
-    _LIKELY(_PUBLISHED, ["consolidated*.safetensors"]),
-    _LIKELY("a nanoGPT checkpoint", ["ckpt.pt"]),
-    _LIKELY("a NeMo checkpoint", ["*.nemo"]),
-    _LIKELY("a PyTorch Lightning checkpoint", ["*.ckpt"]),
-    _LIKELY("a llama.cpp model", ["*.gguf"]),
-    _LIKELY("a TensorFlow checkpoint", ["*.data-?????-of-?????"]),
-    _LIKELY("a PyTorch file", ("*.pt", "*.pth")),
-    _LIKELY("a safetensors file", ["*.safetensors"]),
-)
-"""The first that matches counts."""
+def _formats() -> Iterator[_Format]:
+    for fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["formats"]:
+        reader = ForeignReader(fields["reader"]) if "reader" in fields else None
+        yield _Format(**{**fields, "reader": reader})
+
+
+_FORMATS = tuple(_formats())
 
 
 def foreign_checkpoint(path: str | Path) -> Foreign | None:

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gptpar.model.attention_sinks import attention_to_seen
 from gptpar.model.dropout import PROBABILITIES, LayerSeeds, kept
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
-from gptpar.topology.initial_values import seed_of
+from gptpar.system.hashes import seed_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """cuDNN's attention is left out: on an H200, masks of different calls were related and gradients were not finite."""

@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gptpar.kernels.lowbias import FIRST, SECOND, fold, mixed
 from gptpar.model.layer_spec import LayerSpec
+from gptpar.system.hashes import FIRST, SECOND, fold, mixed, seed_of
 from gptpar.tensor_parallel import ALONE, TensorAxis
-from gptpar.topology.initial_values import seed_of
 
 EMBEDDINGS, PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT = range(4)
 KINDS = ("embeddings", "attention probabilities", "attention output", "MLP output")

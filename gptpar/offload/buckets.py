@@ -15,7 +15,6 @@ import torch
 
 from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
-from gptpar.offload.index_ranges import between, outside
 from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, StagingBuffer
 from gptpar.optim.elementwise import HostKernel
@@ -73,7 +72,7 @@ class Buffers:
 
 @dataclass(slots=True)
 class PartialRanges:
-    """The ranges (:mod:`~gptpar.offload.index_ranges`) of a partial gradient that may still change, and the others.
+    """The ranges (:mod:`~gptpar.offload.buckets`) of a partial gradient that may still change, and the others.
 
     The training loop computes both when it submits the gradient: in the updating thread, numpy would wait for Python's
     lock. If nobody knows in advance what will change, nothing is left open, and the final gradient comes with a list of
@@ -163,8 +162,9 @@ class Bucket:
         self.state = following
 
     def take_partial(self, grad: D2HCopy, open_ranges: np.ndarray) -> None:
-        """Use a gradient that is final outside of ``open_ranges``."""
-        self.grad, self.partial = grad, PartialRanges(open_ranges, outside(open_ranges, self.stop - self.start))
+        """Use a gradient that is final outside of ``open_ranges``, which are ranges of the unit."""
+        left_open = between(open_ranges, self.start, self.stop) - self.start
+        self.grad, self.partial = grad, PartialRanges(left_open, outside(left_open, self.stop - self.start))
 
     def take_changes(self, changed: Callable[[], np.ndarray]) -> None:
         """Note where the final gradient differs from the partial one, if the bucket has a partial one.
@@ -350,3 +350,35 @@ def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
     finally:
         os.close(handle)
         os.unlink(name)
+
+
+# Sets of elements: int64 arrays [ranges, 2] of (start, stop), ascending and disjoint; for thousands of ranges.
+
+
+def ranges_of_rows(rows: np.ndarray, num_rows: int, width: int) -> np.ndarray:
+    """The elements of some rows of a matrix [num_rows, width]; neighbouring rows are one range.
+
+    Args:
+        rows: row numbers, in any order, also repeated.
+    """
+    marked = np.zeros(num_rows, dtype=np.int8)
+    marked[rows] = 1
+    return ranges_of_marked(marked, width)
+
+
+def ranges_of_marked(marked: np.ndarray, width: int) -> np.ndarray:
+    """The elements of the rows [num_rows] that are 1 (int8, else 0); neighbouring rows are one range."""
+    edges = np.diff(marked, prepend=np.int8(0), append=np.int8(0))
+    return np.flatnonzero(edges).reshape(-1, 2) * width
+
+
+def between(ranges: np.ndarray, low: int, high: int) -> np.ndarray:
+    """The intersection of the ranges with [low, high)."""
+    first, last = np.searchsorted(ranges[:, 1], low, "right"), np.searchsorted(ranges[:, 0], high, "left")
+    return ranges[first:last].clip(low, high)
+
+
+def outside(ranges: np.ndarray, length: int) -> np.ndarray:
+    """The complement of the ranges in [0, length)."""
+    gaps = np.concatenate([[0], ranges.ravel(), [length]]).reshape(-1, 2)
+    return gaps[gaps[:, 0] < gaps[:, 1]]

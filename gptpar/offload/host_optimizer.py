@@ -27,9 +27,8 @@ from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
 from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of, square_of_weights
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_sums import HostSums
-from gptpar.offload.index_ranges import NOTHING, between
 from gptpar.offload.kernel_queue import KernelQueue
-from gptpar.offload.row_comparison import RowComparison
+from gptpar.offload.row_comparison import NOTHING, RowComparison
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
@@ -164,8 +163,7 @@ class HostOptimizer:
                     bucket.take(self._transfers.fetch(part, bucket.own_staging))
                     self.shared.advance(bucket, What.SUBMITTED)
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
-                    its_open_ranges = between(open_ranges, bucket.start, bucket.stop) - bucket.start
-                    bucket.take_partial(self._transfers.fetch(part), its_open_ranges)
+                    bucket.take_partial(self._transfers.fetch(part), open_ranges)
                     self.shared.advance(bucket, What.SUBMITTED_PARTIAL)
             self.shared.changed.notify_all()
         self._transfers.hold_back()  # without the lock, which the thread needs while this waits

@@ -8,9 +8,11 @@ from functools import cache
 import numpy as np
 import torch
 
-from gptpar.offload.buckets import Bucket
-from gptpar.offload.index_ranges import ranges_of_marked
+from gptpar.offload.buckets import Bucket, ranges_of_marked
 from gptpar.offload.transfers import Transfers
+
+NOTHING = np.empty((0, 2), dtype=np.int64)
+"""The ranges that are left open where a comparison finds what changes."""
 
 
 class RowComparison:
@@ -47,7 +49,7 @@ class RowComparison:
             final: [elements] on the device.
 
         Returns:
-            A function that waits for the device and returns the ranges (:mod:`~gptpar.offload.index_ranges`) of the
+            A function that waits for the device and returns the ranges (:mod:`~gptpar.offload.buckets`) of the
             rows that differ, within the offloaded elements.
         """
         assert self._partial is not None

@@ -169,7 +169,7 @@ class HostKernel(Protocol):
             ranges: (start, stop, result of :meth:`step_of`), ascending.
             into: memory for the new state; default: in place.
             low: [n] gets the new weights, rounded to its dtype; it may be ``grad`` itself.
-            only: the ranges (:mod:`~gptpar.offload.index_ranges`) whose outputs are needed; default: all.
+            only: the ranges (:mod:`~gptpar.offload.buckets`) whose outputs are needed; default: all.
 
         Returns:
             A call that waits for the end of the update; to be called once.

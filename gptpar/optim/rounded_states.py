@@ -10,7 +10,7 @@ state. For an element with the old moments m and v, as they are kept, in step t 
     m     = upper 16 bits of (bits of the new m + the lower 16 bits of draws)
     v     = upper 16 bits of (bits of the new v + the upper 16 bits of draws)
 
-``mixed`` is a permutation of 32 bits (:mod:`gptpar.kernels.lowbias`). All of it is integer arithmetic: torch, Triton
+``mixed`` is a permutation of 32 bits (:mod:`gptpar.system.hashes`). All of it is integer arithmetic: torch, Triton
 and ``csrc/cpu_adam_loop.h`` give the same bits. The weights follow the new moments before these are rounded.
 
 The old moments take the place of the element's position. They are the same bits in every layout, at every ratio and
@@ -36,7 +36,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gptpar.kernels.lowbias import mixed, mixed_number
+from gptpar.system.hashes import mixed, mixed_number
 
 BF16, FP8 = torch.bfloat16, torch.uint8
 KEPT_IN = {"bf16": BF16, "fp8": FP8}

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from gptpar.config import Config
-from gptpar.config.batch_sizes import BatchSizes
-from gptpar.config.schedule_lengths import schedule_lengths
+from gptpar.config.batch_sizes import BatchSizes, schedule_lengths
 from gptpar.optim.step_schedules import FORMULAS, one_cycle_betas
 
 

@@ -12,6 +12,7 @@ import torch
 
 from gptpar.config import Config, ModelConfig, RecomputeConfig
 from gptpar.config.sections.parallel import groups_gathered
+from gptpar.config.sections.precision import wants_graph
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -23,7 +24,6 @@ from gptpar.pipeline import schedules
 from gptpar.pipeline.host_activations import offloaded_blocks
 from gptpar.pipeline.layer_split import LayerSplit, split_model
 from gptpar.pipeline.recompute import recompute_groups
-from gptpar.plan.graph import wants_graph
 from gptpar.plan.layers import Layers, costs_of, layers_of, model_of, table_of
 from gptpar.plan.states import state_bytes
 from gptpar.tensor_parallel import TensorAxis

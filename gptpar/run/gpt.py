@@ -10,6 +10,7 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.roles import Role
+from gptpar.config.sections.precision import wants_graph
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
@@ -28,10 +29,9 @@ from gptpar.optim.matrix_update import MatrixUpdate
 from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.host_activations import HostActivations, offloaded_blocks
 from gptpar.pipeline.layer_split import LayerSplit, split_model
-from gptpar.pipeline.module import Pipeline
 from gptpar.pipeline.recompute import Keep, recompute_groups
+from gptpar.pipeline.runtime import Pipeline
 from gptpar.pipeline.stage import Fields, Stage
-from gptpar.plan.graph import wants_graph
 from gptpar.plan.job import Job
 from gptpar.plan.memory import activations_on_host, copied_size
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gptpar.config import Config, DataConfig, DataFlags, Flags
@@ -35,65 +37,8 @@ class Rule(Enum):
     FREE = auto()  # how the same is computed, for how long, or what is shown of it; or only ever read at a fresh start
 
 
-_BY_RULE = {
-    Rule.MODEL: (
-        "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
-        "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
-        "model.rotary_percent model.rope_pattern model.rope_scaling_type model.rope_scaling_factor "
-        "model.original_max_position_embeddings model.low_freq_factor model.high_freq_factor model.yarn_beta_fast "
-        "model.yarn_beta_slow model.yarn_attention_factor model.yarn_correction_range_round_to_int "
-        "model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
-        "model.apply_layernorm_1p model.embed_layernorm model.norm_placement "
-        "model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
-        "model.window_size model.window_pattern model.mlp_activation model.logit_softcap model.softmax_type "
-        "model.activation_func_clamp_value model.glu_linear_offset "
-        "model.mup model.mup_base_hidden_size model.mup_base_kv_channels "
-        "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
-        "model.num_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_layer_freq "
-        "model.moe_router_score_function model.moe_router_pre_softmax model.moe_router_topk_scaling_factor "
-        "model.moe_shared_expert_intermediate_size model.moe_shared_expert_gate model.moe_router_enable_expert_bias "
-        "model.moe_router_num_groups model.moe_router_group_topk "
-        "model.softmax_vocab_size data.reset_position_ids data.reset_attention_mask"
-    ),
-    Rule.DATA: (
-        "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed "
-        "data.calculate_per_token_loss"
-    ),
-    Rule.REPORTED: (
-        "model.attention_dropout model.hidden_dropout model.z_loss_weight model.moe_router_bias_update_rate "
-        "model.moe_router_load_balancing_type model.moe_aux_loss_coeff model.moe_z_loss_coeff "
-        "model.moe_expert_capacity_factor model.moe_token_drop_policy batch.micro_batch_size "
-        "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
-        "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype "
-        "optimizer.optimizer optimizer.clip_grad optimizer.weight_decay_override optimizer.lr_override "
-        "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
-    ),
-    Rule.ELSEWHERE: (
-        "data.data_sharding data.data_path data.train_data_path data.valid_data_path data.test_data_path "
-        "batch.train_iters batch.train_samples batch.batch_sizes batch.sample_limit "
-        "optimizer.decoupled_lr optimizer.decoupled_min_lr optimizer.lr optimizer.min_lr "
-        "optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
-        "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
-        "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "
-        "optimizer.lr_wsd_decay_samples optimizer.weight_decay optimizer.start_weight_decay "
-        "optimizer.end_weight_decay optimizer.weight_decay_incr_style optimizer.scheduler "
-        "tokenizer.tokenizer_type tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file "
-        "tokenizer.vocab_size tokenizer.tiktoken_pattern tokenizer.tiktoken_num_special_tokens"
-    ),
-    Rule.FREE: (
-        # shapes what a field above says; of the initial weights
-        "model.make_vocab_size_divisible_by model.pad_vocab_size_to model.softmax_over_padding model.init_method_std "
-        "data.data_cache_path data.num_workers data.override_data "
-        "batch.train_iters_needed "
-        "batch.exit_interval batch.exit_duration_in_mins batch.kill_switch_path "
-        "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
-        # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
-        "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
-        "precision.compile precision.cuda_graph precision.deterministic_mode "
-        "precision.gradient_accumulation_fusion "
-        "precision.disable_bf16_reduced_precision_matmul"
-    ),
-}
+_FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_BY_RULE = {Rule[name]: " ".join(fields) for name, fields in _FACTS.items()}
 RULES: dict[str, Rule] = {
     **{name: rule for rule, names in _BY_RULE.items() for name in names.split()},
     **{f"optimizer.{flag}": Rule.REPORTED for one in OPTIMIZERS.values() for flag in one.flags},

@@ -6,13 +6,13 @@ the device, nor the order of construction changes a single value.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
+from gptpar.system.hashes import seed_of
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
@@ -31,12 +31,6 @@ class Constant:
 
 
 Init = Normal | Constant
-
-
-def seed_of(seed: int, *words: object) -> int:
-    """A 63-bit seed that depends on the seed and the words alone."""
-    text = "\0".join([str(seed), *map(str, words)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def draw(init: Init, shape: torch.Size, seed: int, name: str) -> torch.Tensor:

@@ -19,14 +19,13 @@ from gptpar.cli.benchmark.machine import peak_memory
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags
-from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.batch_sizes import BatchSizes, on_made_up_data, read_schedule
 from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
-from gptpar.config.schedule_lengths import without_lengths
+from gptpar.config.sections.precision import wants_graph
 from gptpar.config.validate import resolve
 from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
-from gptpar.plan.graph import wants_graph
 from gptpar.plan.hardware import mfu
 from gptpar.reporting.records import IterationRecord
 from gptpar.reporting.sinks import Sink
@@ -90,12 +89,8 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     flags = parsed.flags
     if flags.tokenizer.tokenizer_type is None and flags.tokenizer.vocab_size is None:
         flags = flags.update("tokenizer", vocab_size=50257)
-    if flags.optimizer.lr is None:
-        flags = flags.update("optimizer", lr=3e-4)
-    nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
-    flags = flags.update("data", mock_data=True, **nothing)
     flags = flags.update("checkpoint", load=None, use_checkpoint_args=False)  # steps are timed, no run goes on
-    flags, derived = _of_one_size(without_lengths(flags))
+    flags, derived = _of_one_size(on_made_up_data(flags))
     flags = flags.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
     flags = flags.update("logging", eval_iters=0, log_interval=max(1, steps))
     return dataclasses.replace(parsed, flags=flags, derived=[*parsed.derived, *derived])

@@ -22,7 +22,6 @@ from gptpar.cli.launch.memory import folder_in_memory, keep_copies, owned_folder
 from gptpar.cli.launch.program import Program
 from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, print_message
 from gptpar.cli.launch.supervisor import Supervisor
-from gptpar.cli.launch.worker import end_with_launcher, is_worker
 from gptpar.errors import GptparError
 from gptpar.system.activity import all_activities
 from gptpar.system.host import several_without_rank
@@ -30,19 +29,13 @@ from gptpar.system.limits import usable_cores
 from gptpar.system.restart import was_stopped
 from gptpar.system.stop import Stopped
 
-__all__ = [
-    "LaunchJob",
-    "Program",
-    "end_with_launcher",
-    "is_worker",
-    "main",
-    "run_job",
-    "start_workers",
-    "workers_wanted",
-]
-
 ACTIVITIES = "gptpar-activity-"
 """Prefix of the names of folders with the workers' records of activity."""
+
+
+def is_worker() -> bool:
+    """Whether this process was started by torchrun or by a launcher of this package."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:

@@ -15,11 +15,6 @@ LAUNCHER_VARIABLE = "GPTPAR_LAUNCHER"
 PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
 
 
-def is_worker() -> bool:
-    """Whether this process was started by torchrun or by a launcher of this package."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
-
-
 def end_with_launcher() -> None:
     """Let a worker take the launcher's death (kill -9) as a request to stop.
 

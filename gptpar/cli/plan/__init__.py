@@ -12,10 +12,10 @@ from gptpar.adapter.user_module import is_named_in
 from gptpar.cli.flags import add_flags, description_of
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
+from gptpar.config.batch_sizes import on_made_up_data
 from gptpar.config.derive import expand_preset
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import run_file_text
-from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import range_problems
 from gptpar.data.documents import lengths_in_corpora
 from gptpar.errors import ConfigError, DataError
@@ -44,20 +44,12 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     flags = parsed.flags
     if flags.tokenizer.vocab_size is None:
         flags = flags.update("tokenizer", vocab_size=50257)
-    if flags.optimizer.lr is None:
-        flags = flags.update("optimizer", lr=3e-4)
     if flags.batch.train_iters is None and not (flags.batch.train_samples or flags.batch.train_tokens):
-        flags = flags.update("batch", **_length(parsed))
-    nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
-    flags = without_lengths(flags.update("data", mock_data=True, **nothing))
-    flags = dataclasses.replace(flags, checkpoint=CheckpointConfig())
+        ramp = flags.batch.rampup_batch_size
+        flags = flags.update("batch", **({"train_iters": 1} if ramp is None else {"train_samples": sum(ramp)}))
+    flags = dataclasses.replace(on_made_up_data(flags), checkpoint=CheckpointConfig())
     flags = flags.update("logging", eval_iters=0, skip_train=False)
     return dataclasses.replace(parsed, flags=flags)
-
-
-def _length(parsed: ParsedFlags) -> dict[str, int]:
-    ramp = parsed.flags.batch.rampup_batch_size
-    return {"train_iters": 1} if ramp is None else {"train_samples": sum(ramp)}
 
 
 def _batch_of_tokens(parsed: ParsedFlags, problems: list[str]) -> Changes:

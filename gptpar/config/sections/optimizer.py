@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeAlias
 
-from gptpar.config.batch_sizes import BatchSizes, run_samples
+from gptpar.config.batch_sizes import BatchSizes, run_samples, schedule_lengths
 from gptpar.config.fields import Missing, Open, completed, flag, flag_name, on_unless
-from gptpar.config.schedule_lengths import schedule_lengths
 from gptpar.config.sections.batch import BatchConfig
 
 if TYPE_CHECKING:

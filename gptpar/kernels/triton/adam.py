@@ -38,7 +38,7 @@ def _power(base, exponent, BITS: tl.constexpr):
 
 @triton.jit
 def _mixed(x):
-    """:mod:`gptpar.kernels.lowbias` of uint32."""
+    """:mod:`gptpar.system.hashes` of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

@@ -19,7 +19,7 @@ from gptpar.model.experts.dispatch import ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.pipeline.layer_split import split_model
-from gptpar.pipeline.module import Pipeline
+from gptpar.pipeline.runtime import Pipeline
 from gptpar.pipeline.stage import Fields, Stage
 from gptpar.run.generation import LoadedStages, load_stages
 from gptpar.tensor_parallel import TensorAxis

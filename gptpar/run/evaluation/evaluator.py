@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.pipeline.module import Pipeline
+from gptpar.pipeline.runtime import Pipeline
 from gptpar.reporting.records import TaskScores
 from gptpar.run.evaluation.tasks import Task, TokenRow
 from gptpar.topology.groups import Topology

@@ -1,6 +1,5 @@
 """GPTDataset against a plain-loop reference of Megatron's rules, written from their description alone."""
 
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def corpus(folder: Path, lengths: list[int], dtype: str = "int32") -> IndexedDat
     return IndexedDataset(prefix)
 
 
-def reference(lengths: list[int], n: int | None, seq: int, seed: int, x: int, drop_last: bool = True) -> tuple:
+def reference(lengths: list[int], n: int | None, seq: int, seed: int, x: int) -> tuple:
     """(documents, sample index rows, shuffle index, separate_last), as plain loops."""
     tokens = sum(lengths)
     epochs = 1
@@ -50,10 +49,7 @@ def reference(lengths: list[int], n: int | None, seq: int, seed: int, x: int, dr
     else:
         documents = np.tile(ids, epochs)
         random.shuffle(documents)
-    if drop_last:
-        count = (epochs * tokens - x) // seq
-    else:
-        count = math.ceil(float(np.float32(epochs * tokens - x) / np.float32(seq)))
+    count = (epochs * tokens - x) // seq
     rows, place, offset = [(0, 0)], 0, 0
     while len(rows) <= count:
         remaining = seq + x
@@ -63,10 +59,6 @@ def reference(lengths: list[int], n: int | None, seq: int, seed: int, x: int, dr
             if remaining <= 0:
                 offset += remaining + length - x
                 remaining = 0
-            elif place == len(documents) - 1:
-                assert len(rows) == count and not drop_last
-                offset = lengths[documents[place]] - x
-                break
             else:
                 place, offset = place + 1, 0
         rows.append((place, offset))
@@ -117,17 +109,6 @@ def test_indices_and_samples_are_megatrons(tmp_path: Path, shape: Any, sample: t
         sample = dataset[i]
         assert sample.dtype == np.int64 and sample.shape == (seq + 1,)
         assert sample.tolist() == reference_sample(lengths, documents, rows, int(shuffle[i]), seq, x)
-
-
-@pytest.mark.parametrize("lengths", [[10], [4, 4, 1], [0, 7, 6]])
-@pytest.mark.parametrize("x", [0, 1])
-def test_a_kept_last_sample_is_padded(tmp_path: Path, lengths: list[int], x: int) -> None:
-    documents, rows, shuffle, _ = reference(lengths, None, 4, 5, x, drop_last=False)
-    dataset = GPTDataset(corpus(tmp_path, lengths), (0, len(lengths)), None, 4, 5, add_extra_token=x, drop_last=False)
-    assert np.array_equal(dataset._shuffle, shuffle)
-    assert [dataset.boundary(k) for k in range(len(rows))] == rows
-    for i in range(len(dataset)):
-        assert dataset[i].tolist() == reference_sample(lengths, documents, rows, int(shuffle[i]), 4, x)
 
 
 def test_too_little_data_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from gptpar.model.dropout import (
 )
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
+from gptpar.system.hashes import seed_of
 from gptpar.tensor_parallel import TensorAxis
-from gptpar.topology.initial_values import initialise, seed_of
+from gptpar.topology.initial_values import initialise
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 CPU = torch.device("cpu")

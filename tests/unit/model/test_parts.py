@@ -11,10 +11,11 @@ from gptpar.kernels.plain_loss import LossTerms
 from gptpar.model.gpt import gpt_model
 from gptpar.model.norm import RMSNorm
 from gptpar.pipeline import Stage
+from gptpar.system.hashes import seed_of
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.axis import ALONE
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
-from gptpar.topology.initial_values import Normal, draw, initialise, seed_of
+from gptpar.topology.initial_values import Normal, draw, initialise
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 OPTIONS = {

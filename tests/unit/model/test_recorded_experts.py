@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.config.sections.precision import graph_obstacles
+from gptpar.config.sections.precision import graph_obstacles, wants_graph
 from gptpar.data.loader import make_micro_batch
 from gptpar.engine.step_graph import LAUNCHED_STEPS, StepGraph
 from gptpar.model.experts import products, routing
-from gptpar.plan.graph import wants_graph
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.python_recorder import PythonRecorder
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from gptpar.checkpoint.background import num_copiers
-from gptpar.config.sections.precision import graph_obstacles
+from gptpar.config.sections.precision import graph_obstacles, wants_graph
 from gptpar.offload.buckets import buckets_of
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.schedule import make_schedule
-from gptpar.plan.graph import wants_graph
 from gptpar.run.auto_offload import any_batches, bytes_saved_without_host, smallest_ratio
 from gptpar.run.trainer import Trainer
 from gptpar.system import host, limits

@@ -54,7 +54,9 @@ def test_gradients_of_the_user_count_as_in_torch(edit: Edit, accumulates: int, u
     model, other = Network(), Network()
     config = {"train_batch_size": 4 * accumulates, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
     optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
-    engine: Any = gptpar.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters(), 1e-2))[0]
+    engine: Any = gptpar.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters(), 1e-2))[
+        0
+    ]
     for place in range(5 * accumulates):
         used = place > 0 and place % uses_rare == 0
         engine.backward(engine(batch(place), used).square().mean())

@@ -250,6 +250,7 @@ class Weights(NotCopied):
             GptparError: this process trains no parameter of that name, or the value has another shape.
         """
         param = self._to_change(name, value, local)
+        self._engine.gatherer.keep_last_step()  # the CPU may have worked ahead with the old values
         self._engine.finish()
         ranges = self._ranges_of(param, kind)
         self._engine.optimizer.guard.before_write(values for _, values in ranges)
@@ -344,8 +345,7 @@ class Weights(NotCopied):
         return torch.zeros(shape, dtype=self._engine.settings.wide, device=self._engine.device)
 
     def _to_change(self, name: str, value: torch.Tensor, local: bool) -> Param:
-        param = self._trained(name)
-        if param is None:
+        if (param := self._trained(name)) is None:
             raise GptparError(f"{name} is no parameter that is trained on this process.")
         here = sum(one.length for one in self._engine.table.ranges() if one.param == param.name)
         shape = torch.Size([here]) if local else param.info.full_shape

@@ -147,7 +147,7 @@ def test_a_run_goes_on_to_and_from_8_bits(before: str, after: str, sentences: li
     second.close()
 
 
-def test_a_run_that_does_not_want_damaged_second_moments_itself_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
+def test_second_moments_that_only_the_conversion_reads_may_be_damaged(tmp_path: Path) -> None:
     """Muon's matrices have none, but first moments in 8 bits are relative to them."""
     first, told = run_of(tmp_path, EIGHT), list[str]()
     train(first, 0, 2)

@@ -25,8 +25,8 @@ class ParameterGradients:
     def __init__(self, engine: Engine, parameters: Mapping[str, nn.Parameter], num_processes: int):
         self._engine, self._parameters, self._num_processes = engine, parameters, num_processes
         self._views: dict[str, torch.Tensor] = {}
-        self._shown: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._shown: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # (parameter, view, what its .grad has)
+        self._hidden: list[tuple[str, torch.Tensor]] = []
 
     @property
     def are_shown(self) -> bool:
@@ -52,25 +52,41 @@ class ParameterGradients:
         if not self._views or next(iter(self._views.values())).dtype != memory.shard.dtype:
             for unit in self._engine.table.units:
                 self._views |= unit.views(memory.sum_of(unit))
-        names = self._views if becomes_mean else arrived
-        self._hidden = [(self._parameters[name], self._views[name]) for name in names]
+        trained = (name for name in self._views if self._parameters[name].requires_grad)
+        self._hidden = [(name, self._views[name]) for name in (trained if becomes_mean else arrived)]
         self.show_again()
         return becomes_mean
 
     def show_again(self) -> None:
         """After :meth:`hide`, if nothing has come since: the same gradients as before."""
         hidden, self._hidden = self._hidden, []
-        for parameter, view in hidden:
-            parameter.grad = view
-        self._shown += hidden
+        for name, view in hidden:
+            grad = self._parameters[name].grad = view.detach()  # a tensor of its own: the user may give it other memory
+            self._shown.append((name, view, grad))
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Empty ``.grad``, to which autograd would add, and use other tensors that the user has put there."""
-        self._shown, self._hidden = [], self._shown
-        for parameter, view in self._hidden:
+        """Empty ``.grad``, to which autograd would add, and use what the user has put there instead."""
+        shown, self._shown = self._shown, []
+        self._hidden = [(name, view) for name, view, _ in shown]
+        for name, view, before in shown:
+            parameter = self._parameters[name]
             grad, parameter.grad = parameter.grad, None
             if grad is None:
                 view.zero_()
-            elif grad is not view:
+            elif grad is not before or grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
+        if shown:
+            self._take_given()
+
+    def _take_given(self) -> None:
+        """Use gradients that the user has given to parameters without one."""
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            parameter.grad = None
+            if parameter.requires_grad:
+                self._views[name].copy_(grad)
+                self._engine.gradients.count(name)
+                self._hidden.append((name, self._views[name]))

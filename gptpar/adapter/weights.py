@@ -183,7 +183,8 @@ class Weights(NotCopied):
     def _changed(self) -> list[str]:
         versions = self._read_versions()
         changed = [name for name, version in versions.items() if version != self._versions[name]]
-        self._versions = versions
+        if self._engine.parameters.transient:  # released memory forgets what is not taken over now
+            self._versions = versions
         return changed
 
     @torch.no_grad()
@@ -200,6 +201,7 @@ class Weights(NotCopied):
             low = self._engine.table.place.shard(unit) * unit.shard_length
             guard.before_write([memory.shards[unit.name]])
             memory.shards[unit.name].copy_(memory.full[unit.name][low : low + unit.shard_length])
+        self._versions = self._read_versions()  # last: a change that could not be taken over waits for the next step
 
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
@@ -228,8 +230,7 @@ class Weights(NotCopied):
         changed = self._changed()
         if modifier_rank is not None:
             changed = list(self._stage.parameters)
-            group = self._topology.group(DATA)
-            if group is not None:
+            if (group := self._topology.group(DATA)) is not None:
                 first = dist.get_global_rank(group, modifier_rank)
                 for name in changed:
                     dist.broadcast(self._stage.parameters[name].data, first, group=group)
@@ -249,6 +250,7 @@ class Weights(NotCopied):
             GptparError: this process trains no parameter of that name, or the value has another shape.
         """
         param = self._to_change(name, value, local)
+        self._engine.gatherer.keep_last_step()  # the CPU may have worked ahead with the old values
         self._engine.finish()
         ranges = self._ranges_of(param, kind)
         self._engine.optimizer.guard.before_write(values for _, values in ranges)
@@ -293,8 +295,7 @@ class Weights(NotCopied):
 
     def whole_here(self, name: str, kind: str) -> torch.Tensor | None:
         """The same of a parameter that this process has; only its stage's processes call it. Untrained: ``None``."""
-        param = self._trained(name)
-        if param is None:
+        if (param := self._trained(name)) is None:
             return None
         found = self._zeros(*param.info.full_shape)
         for one, values in self._ranges_of(param, kind):
@@ -344,8 +345,7 @@ class Weights(NotCopied):
         return torch.zeros(shape, dtype=self._engine.settings.wide, device=self._engine.device)
 
     def _to_change(self, name: str, value: torch.Tensor, local: bool) -> Param:
-        param = self._trained(name)
-        if param is None:
+        if (param := self._trained(name)) is None:
             raise GptparError(f"{name} is no parameter that is trained on this process.")
         here = sum(one.length for one in self._engine.table.ranges() if one.param == param.name)
         shape = torch.Size([here]) if local else param.info.full_shape

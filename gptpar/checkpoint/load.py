@@ -55,6 +55,7 @@ def load_checkpoint(
     strict: bool = True,
     may_stay: Callable[[str], bool] = lambda name: False,
     may_cast: Callable[[str, torch.dtype], bool] = lambda name, stored: False,
+    complete: Callable[[Path, Manifest], object] = lambda path, manifest: None,
     prove_first: bool = False,
     remedy: str = "",
     apart: Path | None = None,
@@ -77,6 +78,7 @@ def load_checkpoint(
         may_stay: names in the checkpoint that need not be loaded, however strict.
         may_cast: (name, stored dtype) -> whether the tensor may have another dtype here. Its values are then rounded
             to nearest even.
+        complete: is called with each checkpoint that has filled this process's targets, and may read more of it.
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.
@@ -101,7 +103,8 @@ def load_checkpoint(
                 raise DamagedCheckpoint("\n".join(problems))
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # targets are filled on other threads' streams
-            _read(ranks, path, manifest, {name: targets[name] for name in targets if name in manifest.tensors})
+            known = {name: targets[name] for name in targets if name in manifest.tensors}
+            _read(ranks, path, manifest, known, complete)
             return LoadedCheckpoint(manifest.meta, path, number, skipped)
         except DamagedCheckpoint as error:
             skipped.append(f"{path}: {error}")
@@ -261,9 +264,20 @@ def _mismatches(
     return problems
 
 
-def _read(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
+def _read(
+    ranks: Ranks,
+    path: Path,
+    manifest: Manifest,
+    targets: Mapping[str, torch.Tensor | TensorParts],
+    complete: Callable[[Path, Manifest], object] = lambda path, manifest: None,
+) -> None:
     parts = {name: as_parts(target) for name, target in targets.items()}
-    ranks.through_main(lambda: fill(path, manifest, parts), lambda filled: filled)
+
+    def read() -> None:
+        fill(path, manifest, parts)
+        complete(path, manifest)
+
+    ranks.through_main(read, lambda filled: filled)
 
 
 def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:

@@ -173,6 +173,10 @@ class GradientCollector:
         """Parameters that have got a gradient in this step."""
         return self._arrived | self._arrived_before
 
+    def count(self, name: str) -> None:
+        """Count a parameter whose gradient was put into its unit's sum from outside."""
+        self._arrived.add(name)
+
     @property
     def late_units(self) -> list[bool]:
         """For each unit whether a pass has read its parameters after their gradient, on this process."""

@@ -245,9 +245,10 @@ class Engine:
             group_of: global name -> number of the new group.
             origins: of each new group, the number of the first group.
         """
+        divide = self.optimizer.divide_groups  # first: while its states are away it refuses, and nothing has changed
         self.finish()
         self.table.divide_groups(group_of)
-        self.optimizer.divide_groups(origins)
+        divide(origins)
 
     @property
     def can_add_gradients(self) -> bool:
@@ -256,10 +257,11 @@ class Engine:
 
     def add_gradients(self) -> None:
         """Give sums over several micro-batches memory, between two steps."""
+        read_gradients = self.optimizer.read_gradients  # first, as in divide_groups
         self.finish()
         self.settings = replace(self.settings, adds_gradients=True)
         self.gradients.memory.allocate(self.settings.gradient_dtype)
-        self.optimizer.read_gradients(self.gradients.memory.shard)
+        read_gradients(self.gradients.memory.shard)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """Begin a step."""

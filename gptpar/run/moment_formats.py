@@ -6,7 +6,7 @@ is relative to its second one, so that both are read together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,33 +26,34 @@ def may_differ(name: str, stored: torch.dtype, here: torch.dtype) -> bool:
     return kind_of(name) in STATES and {stored, here} <= _NAMES.keys()
 
 
-def take_up_moments(
-    path: Path, manifest: Manifest, targets: Mapping[str, TensorParts], say: Callable[[str], None]
-) -> None:
-    """Convert what a cast cannot, moments in 8 bits on either side, and report moments in another number format.
+def take_up_moments(path: Path, manifest: Manifest, targets: Mapping[str, TensorParts]) -> list[str]:
+    """Convert what a cast cannot: moments in 8 bits on either side.
 
     Args:
         path, manifest: the checkpoint that was loaded into the targets.
         targets: tensors by name, as in a checkpoint.
 
+    Returns:
+        A sentence about each moment in another number format.
+
     Raises:
         DamagedCheckpoint: a piece of a moment is damaged.
     """
-    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    found: set[tuple[int, torch.dtype, torch.dtype]] = set()
     for name in _with_both(manifest, targets):
         both = [f"{kind}/{name}" for kind in STATES]
         stored = [manifest.tensors[one].dtype for one in both]
         here = [targets[one].dtype if one in targets else manifest.tensors[one].dtype for one in both]
-        if stored == here:
-            continue
-        found.update(zip(STATES, zip(stored, here, strict=True), strict=True))
-        if FP8 in (*stored, *here):
+        found.update(one for one in zip(range(len(STATES)), stored, here, strict=True) if one[1] != one[2])
+        if stored != here and FP8 in (*stored, *here):
             _convert(path, manifest, both, here, targets)
-    for kind, (was, now) in found.items():
-        if was != now:
-            exact, old = now.itemsize > was.itemsize, _NAMES[was]
-            how = f", exactly as they were in {old}" if exact else f": {old} was rounded to nearest once"
-            say(f" > the values of {kind} are {_NAMES[now]}{how}")
+    return [_sentence(STATES[place], was, now) for place, was, now in sorted(found, key=lambda one: one[0])]
+
+
+def _sentence(kind: str, was: torch.dtype, now: torch.dtype) -> str:
+    exact, old = now.itemsize > was.itemsize, _NAMES[was]
+    how = f", exactly as they were in {old}" if exact else f": {old} was rounded to nearest once"
+    return f"the values of {kind} are {_NAMES[now]}{how}"
 
 
 def _with_both(manifest: Manifest, targets: Mapping[str, TensorParts]) -> list[str]:

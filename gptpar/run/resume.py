@@ -165,12 +165,14 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
         )
+    formats: list[list[str]] = []  # the sentences of each checkpoint that was read, the last one's at the end
     loaded = load_checkpoint(
         *(folders_to_load(config, c.load), targets),
         iteration=c.ckpt_step,
         strict=not weights_only,
         may_stay=lambda name: _is_dropped(config, name),
         may_cast=lambda name, stored: may_differ(name, stored, targets[name].dtype),
+        complete=lambda path, manifest: formats.append(take_up_moments(path, manifest, targets)),
         apart=memory_folder(),
         report=_only_missing(say),
     )
@@ -190,8 +192,9 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     report_differences(config, inputs, stored, say)
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
+    for sentence in formats[-1]:
+        say(f" > {sentence}")
     if not weights_only:
-        take_up_moments(loaded.path, read_manifest(loaded.path), targets, say)
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 MOMENT_DTYPES = ("fp32", "bf16", "fp8")
+FIRST_IN_ROOTS = 7.71875
+"""The largest first moment in 8 bits, 31/2 - 1/16 times the power of 2 below the second one's root, in such roots."""
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
@@ -272,6 +274,16 @@ def _moments(o: OptimizerFlags) -> Iterator[str]:
             f"{flag_name(f'{name}_dtype')} {one} is built for --optimizer adam alone, and this run has --optimizer "
             f"{o.optimizer}: leave one of them out."
         )
+    beta1, beta2 = o.adam_beta1, o.adam_beta2
+    if o.exp_avg_dtype == "fp8" and o.optimizer == "adam" and 0 <= beta1 < 1 and 0 <= beta2 < 1:
+        # By Cauchy and Schwarz, whatever the gradients are: E2 and E3 of gptpar.optim.adam_update.
+        spread = (1 - beta2) * (1 - (beta1**2 / beta2 if beta2 else math.ceil(beta1)))
+        largest = (1 - beta1) / math.sqrt(spread) if spread > 0 else math.inf
+        if largest > FIRST_IN_ROOTS:
+            yield (
+                f"--exp-avg-dtype fp8 keeps a first moment up to {FIRST_IN_ROOTS:g} roots of the second one, and with "
+                f"--adam-beta1 {beta1:g} and --adam-beta2 {beta2:g} it may be {largest:.3g} of them: take bf16 or fp32."
+            )
 
 
 def _muon(o: OptimizerFlags) -> Iterator[str]:

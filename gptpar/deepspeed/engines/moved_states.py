@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from gptpar.deepspeed.engines.engine_state import EngineState
 from gptpar.errors import GptparError
 
 _STATES, _MASTERS, _GRADIENTS = ("optim_states",), ("hp_params",), ("lp_grads", "contiguous_grad_buffer")
+_KINDS = (*_STATES, *_MASTERS, *_GRADIENTS, "lp_params")
 
 
 class _Away:
@@ -35,7 +36,7 @@ class MovedStates(EngineState):
 
     def offload_states(
         self,
-        include: Container[str] | None = None,
+        include: Collection[str] | None = None,
         device: str = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
@@ -53,7 +54,7 @@ class MovedStates(EngineState):
 
         Raises:
             GptparError: a step has begun, or the states are away already.
-            ValueError: ``device`` is another one, as in DeepSpeed.
+            ValueError: ``device`` is another one, as in DeepSpeed, or ``include`` has another name.
         """
         self._require_open()
         self._require_no_step()
@@ -61,6 +62,11 @@ class MovedStates(EngineState):
             return
         if device != "cpu":
             raise ValueError(f"engine.offload_states(device={str(device)!r}): states move to 'cpu' alone.")
+        for kind in include or ():
+            if kind not in _KINDS:
+                raise ValueError(
+                    f"engine.offload_states: include has {str(kind)!r}, which is none of {', '.join(_KINDS)}."
+                )
         if self._moved is not None:
             raise GptparError("engine.offload_states() twice: call engine.reload_states() in between.")
         self._take_note_of_last_step()
@@ -95,7 +101,7 @@ class MovedStates(EngineState):
         """A recorded step refers to the memory of gradients."""
 
 
-def _asked(include: Container[str] | None, kinds: tuple[str, ...]) -> bool:
+def _asked(include: Collection[str] | None, kinds: tuple[str, ...]) -> bool:
     return include is None or any(kind in include for kind in kinds)
 
 

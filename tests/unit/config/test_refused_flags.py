@@ -32,6 +32,21 @@ def test_all_problems_of_a_line_are_told_beside_a_word_among_numbers() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("betas", "told"),
+    [
+        ((0.9, 0.999), ""),
+        ((0.0, 0.0), ""),
+        ((0.5, 0.999), "18.3 of"),
+        ((0.9, 0.9999), "22.9 of"),
+        ((0.9, 0.5), "inf of"),
+    ],
+)
+def test_first_moments_that_8_bits_may_not_reach_are_told(betas: tuple[float, float], told: str) -> None:
+    found = problems(f"--exp-avg-dtype fp8 --adam-beta1 {betas[0]} --adam-beta2 {betas[1]}")
+    assert len(found) == bool(told) and all(f"it may be {told} them: take bf16 or fp32." in one for one in found)
+
+
 @pytest.mark.parametrize(("flag", "text"), [("--save", ""), ("--data-path", "  "), ("--seed", "")])
 def test_an_empty_text_is_an_unset_variable(flag: str, text: str) -> None:
     (problem,) = problems([flag, text])

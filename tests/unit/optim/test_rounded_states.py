@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from gptpar.config.sections.optimizer import FIRST_IN_ROOTS
 from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.rounded_states import (
@@ -233,3 +234,19 @@ def test_elements_with_equal_moments_in_8_bits_have_draws_of_their_own() -> None
     wanted = (0.1 * 0.011, 0.001 * 0.011**2)
     for found, true in zip(as_wide([m, v], FP32), wanted, strict=True):
         assert len(found.unique()) == 2 and float(found.mean()) == pytest.approx(true, rel=5e-3)
+
+
+def test_the_largest_first_moment_of_the_usual_betas_is_kept() -> None:
+    """Gradients that make it as large as it can be, beside the root of the second one which is 1 to 2."""
+    beta1, beta2 = 0.9, 0.999
+    gradients = (beta1 / beta2) ** torch.arange(999, -1, -1, dtype=torch.float64)
+    m = v = torch.zeros((), dtype=torch.float64)
+    for g in gradients:
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    size = torch.linspace(1, 2, 999, dtype=torch.float64)[:-1]
+    first, second = (size * m / v.sqrt()).float(), size.square().float()
+    assert 7.2 < float(m / v.sqrt()) < FIRST_IN_ROOTS
+    draw = torch.full((len(size),), 0x8000, dtype=torch.int32)
+    found = first_of_8_bits(first_in_8_bits(first, second, draw), second)
+    assert ((found - first).abs() <= first / 32).all()
+    assert first_of_8_bits(torch.tensor([127], dtype=FP8), torch.ones(1)).item() == 2 * FIRST_IN_ROOTS

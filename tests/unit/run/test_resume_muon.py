@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptpar.checkpoint import read_manifest
 from gptpar.errors import CheckpointError
 from gptpar.optim.adam_update import STATES
 from gptpar.optim.rounded_states import as_wide, in_formats
@@ -142,5 +143,33 @@ def test_a_run_goes_on_to_and_from_8_bits(before: str, after: str, sentences: li
         formats = [one.dtype for one in found] if found[1:] else [torch.float32] * 2
         assert all(map(torch.equal, found, in_formats(*wide, formats, draws))), name
     assert not train(second, 3, 4)[0][2]
+    first.close()
+    second.close()
+
+
+def test_second_moments_that_only_the_conversion_reads_may_be_damaged(tmp_path: Path) -> None:
+    """Muon's matrices have none, but first moments in 8 bits are relative to them."""
+    first, told = run_of(tmp_path, EIGHT), list[str]()
+    train(first, 0, 2)
+    save(first, 2)
+    old = {
+        name: as_wide([whole(first.engine.optimizer.state_tensors()[kind][name]) for kind in STATES], torch.float32)[0]
+        for name in first.engine.optimizer.state_tensors()["weights"]
+    }
+    train(first, 2, 3)
+    save(first, 3)
+    second = run_of(tmp_path, MUON)
+    states = second.engine.optimizer.state_tensors()
+    matrix = next(name for name in states["exp_avg"] if name not in states["exp_avg_sq"])
+    newest = tmp_path / "iter_0000003"
+    chunk = read_manifest(newest).tensors[f"exp_avg_sq/{matrix}"].chunks[0]
+    data = bytearray((newest / chunk.file).read_bytes())
+    data[chunk.start] ^= 1
+    (newest / chunk.file).write_bytes(data)
+    assert resume.load(second, inputs_of(second.config), told.append).iteration == 2
+    assert any("skipped a damaged checkpoint" in one and f"exp_avg_sq/{matrix}" in one for one in told)
+    assert sum("the values of exp_avg are" in one for one in told) == 1
+    for name, view in second.engine.optimizer.state_tensors()["exp_avg"].items():
+        assert torch.equal(whole(view), old[name]), name
     first.close()
     second.close()

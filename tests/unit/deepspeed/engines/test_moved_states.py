@@ -65,11 +65,50 @@ def test_states_come_back_as_they_were(ratio: float, tmp_path: Path) -> None:
     assert torch.equal(engine.module[0].weight, other.module[0].weight)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_what_was_refused_while_states_were_away_changed_nothing(ratio: float, tmp_path: Path) -> None:
+    """More micro-batches, other frozen parameters, changed weights: in bf16, where sums and masters are apart."""
+    config = make_config(ratio, bf16={"enabled": True}, train_micro_batch_size_per_gpu=4)
+    engines: list[Any] = []
+    for _ in range(2):
+        model = network(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engines.append(gptpar.initialize(model=model, config=config, optimizer=optimizer)[0])
+    engine, other = engines
+    train(engine, 0, 1)
+    train(other, 0, 1)
+    refusals = [lambda: engine.backward(loss_of(engine, 1)), lambda: engine.set_train_batch_size(8)]
+    engine.offload_states()
+    engine.module[2].requires_grad_(False)
+    for changes in (False, True):
+        for one in engines if changes else ():
+            with torch.no_grad():
+                one.module[0].weight.mul_(2)
+        for refused in refusals:
+            with pytest.raises(GptparError, match=r"call engine\.reload_states\(\)"):
+                refused()
+    engine.module[2].requires_grad_(True)
+    engine.reload_states()
+    engine.save_checkpoint(tmp_path)
+    for one in engines:
+        one.set_train_batch_size(8)
+        train(one, 1, 7)
+    assert engine.global_steps == other.global_steps == 4
+    for got, want in zip(engine.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(got, want)
+    got, want = (one.optimizer.fp32_partitioned_groups_flat[0] for one in engines)
+    assert torch.equal(got, want)
+    engine.close()
+    other.close()
+
+
 def test_where_states_do_not_move() -> None:
     engine = make(0.3)
     with pytest.raises(ValueError, match="'nvme'.: states move to 'cpu' alone"):
         engine.offload_states(device="nvme")
     engine.offload_states(device="none")
+    with pytest.raises(ValueError, match=r"include has 'optimizer_states', which is none of optim_states, hp_params"):
+        engine.offload_states(include=["optimizer_states", Kind.lp_grads])
     engine.backward(loss_of(engine, 0))
     with pytest.raises(GptparError, match="within a step"):
         engine.offload_states()

@@ -172,13 +172,13 @@ class Trainer:
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
         self.engine.begin_gradients(len(batches))
-        if self.experts.names:
-            self.experts.begin()
         if self._limit is not None:
             self._limit.exceeded.zero_()
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
-        losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])
+        inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
+        losses = self._passes.run(inputs)
+        self.experts.note_choices([fields for _, fields in inputs])
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._passes.scale)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:

@@ -149,8 +149,7 @@ def _sum_of_copies(
             total_ND += copies_ND
         else:
             total_ND.addcmul_(copies_ND.to(wide), weights_NK[:, k, None])
-    # A copy in any format: torch 2.11 compiles a function that returns a tensor it wrote to without its gradients.
-    return total_ND.to(y_MD.dtype, copy=True)
+    return total_ND.to(y_MD.dtype).view_as(total_ND)  # the view: see Collective
 
 
 def scattered(x_ND: torch.Tensor, places: Places) -> torch.Tensor:

@@ -31,6 +31,11 @@ from gptpar.topology.initial_values import initialise
 from gptpar.topology.mesh import COPIES, DATA, TENSOR
 
 
+MAX_TOO_MANY = 8
+"""Steps that were done again, less those that were not, after which steps are not recorded any more. While most are
+done again, that is soon reached; a few among many never reach it."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A step that was launched.
@@ -80,7 +85,7 @@ class Trainer:
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
-        self._limit, self.steps_done_again = made.limit, 0
+        self._limit, self.steps_done_again, self._too_many = made.limit, 0, 0
         self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_samples(self.pipeline.modules(), topology, self._split)
@@ -165,9 +170,18 @@ class Trainer:
             loss = work(given)
         # All processes decide alike, and wait for the step's passes.
         if not self.topology.sum_over_all(self._limit.exceeded.double()).item():
+            self._too_many = max(0, self._too_many - 1)
             return loss
-        self.steps_done_again += 1
-        return self._forward_backward(given) if self._graph is None else self._graph.launch(given)
+        self.steps_done_again, self._too_many = self.steps_done_again + 1, self._too_many + 1
+        loss = self._forward_backward(given) if self._graph is None else self._graph.launch(given)
+        if self._too_many == MAX_TOO_MANY:
+            self._graph = self._limit = None
+        return loss
+
+    @property
+    def limits_rows(self) -> bool:
+        """Whether a recorded step limits the tokens of a process's experts, and may have to be done again."""
+        return self._limit is not None
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()

@@ -30,7 +30,6 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
 from gptpar.topology.mesh import COPIES, DATA, TENSOR
 
-
 MAX_TOO_MANY = 8
 """Steps that were done again, less those that were not, after which steps are not recorded any more. While most are
 done again, that is soon reached; a few among many never reach it."""

@@ -53,7 +53,7 @@ def draw(init: Init, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
 
 
 def drawn_rows(init: Init, shape: torch.Size, seed: int, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """(number of the first row, some rows) of a parameter's initial value, in order, so that it is never there whole."""
+    """(first row, some rows) of a parameter's initial value, in order; so the value is never in memory as a whole."""
     generator, row = torch.Generator().manual_seed(seed_of(seed, name)), prod(shape[1:])
     num_rows = shape[0] if shape else 1
     at_once = max(1, PIECE // row if row and row % BLOCK == 0 else num_rows)

@@ -2,8 +2,8 @@
 
 The choice is made once. It is kept with the micro-batch (:func:`no_choice`), so that a layer that is computed again in
 the backward pass takes the same experts, and so that choices are counted after the passes of a step. A layer writes to
-nothing else: the backward pass of a compiled layer finds its inputs as they were. Experts are chosen by score, and at equal scores by
-their number. A bias for balance enters the choice, and no weight.
+nothing else: the backward pass of a compiled layer finds its inputs as they were. Experts are chosen by score, and at
+equal scores by their number. A bias for balance enters the choice, and no weight.
 
 Losses are means over sequences, or over the tokens of the whole step, so that they depend neither on the micro-batch's
 size nor on the layout; only the loss that balances each micro-batch depends on its size.

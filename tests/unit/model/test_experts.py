@@ -17,7 +17,7 @@ from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.model.block import make_experts
 from gptpar.model.experts import products
 from gptpar.model.experts.balance import ExpertBalance, choice_field
-from gptpar.model.experts.dispatch import ALL_EXPERTS
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, _to_all
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import added, combined, places_of, scattered
 from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
@@ -227,6 +227,14 @@ def test_rows_of_no_expert_may_hold_any_numbers(monkeypatch: pytest.MonkeyPatch)
         assert (one - other).norm() <= 0.03 * one.norm()
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_of_tokens_that_go_to_all_ranks_are_rounded_once(size: int) -> None:
+    x_ND = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)
+    grads = torch.randn(size, 64, 8).bfloat16()
+    (found,) = torch.autograd.grad(_to_all(x_ND, ExpertAxis(size)), x_ND, [grads[0], grads[1:].flatten(0, 1)])
+    assert torch.equal(found, grads.float().sum(0).bfloat16())
+
+
 def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
     places = places_of(torch.tensor([[0, 2], [1, 0]]), 2, has_none=True)
     y_MD, weights_NK = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]]), torch.ones(2, 2, requires_grad=True)
@@ -312,8 +320,10 @@ def counted(balance: ExpertBalance, counts: list[list[int]]) -> list[torch.Tenso
     balance.attach(dict.fromkeys(balance.names, nn.Module()))
     experts = torch.arange(len(counts[0]), dtype=torch.int16)
     chosen = [experts.repeat_interleave(torch.tensor(values))[:, None] for values in counts]
-    batches = [{choice_field(name): of_batch(one) for name, one in zip(balance.names, chosen, strict=True)}
-               for of_batch in (lambda one: one[::2], lambda one: ~one[1::2])]
+    batches = [
+        {choice_field(name): of_batch(one) for name, one in zip(balance.names, chosen, strict=True)}
+        for of_batch in (lambda one: one[::2], lambda one: ~one[1::2])
+    ]
     balance.note_choices(batches)
     return balance.count(lambda tensor: tensor, counts=True)
 

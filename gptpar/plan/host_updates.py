@@ -117,7 +117,8 @@ def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
     elif job.gradients_leave_at_once:
         transfers = copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     transfers += int(activations_on_host(job, job.stages.index(part)))
-    return min(state.elements, max(0.0, free - state.num_bytes - transfers) / state.element_bytes)
+    kept = job.element_size * job.early_elements
+    return min(state.elements, max(0.0, free - state.num_bytes - transfers - kept) / state.element_bytes)
 
 
 def speed_of(job: Job, cluster: Cluster) -> HostSpeed:

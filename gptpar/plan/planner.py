@@ -11,6 +11,7 @@ from gptpar.config import Flags
 from gptpar.plan.floors import Floors, floors
 from gptpar.plan.gradients import GradientChoice, choose_gradients
 from gptpar.plan.hardware import Cluster
+from gptpar.plan.host_updates import speculated_elements
 from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, memory_of_stages
 from gptpar.plan.mirror import MirrorCost, mirror_cost
@@ -73,6 +74,18 @@ class Plan:
         processes = min(self.cluster.gpus_per_node, self.job.mesh.world_size)
         copies = 0.0 if self.mirror is None else self.mirror.machine
         return processes * max(memory.host for memory in self.memory) + copies
+
+    @property
+    def double_buffers(self) -> float:
+        """Bytes of a machine's memory that ``--offload-speculation auto`` takes beside what is needed, if it is free.
+
+        It is no more than what a run may take; 0 where the machine's memory is not known.
+        """
+        job, cluster = self.job, self.cluster
+        if cluster.host_memory is None or job.config.offload.offload_speculation != "auto":
+            return 0.0
+        taken = [speculated_elements(job, cluster, part) * job.host_state(part).element_bytes for part in job.stages]
+        return min(cluster.gpus_per_node, job.mesh.world_size) * max(taken)
 
     @property
     def fits_gpu(self) -> bool:

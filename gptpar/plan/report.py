@@ -135,6 +135,8 @@ def _offload(plan: Plan) -> list[Row]:
         return []
     when = "leave the GPU at once" if job.gradients_leave_at_once else "leave the GPU when they are used"
     when += f", and those of {100 * job.host_sums:g} % of the layers are added up on the host" * (job.host_sums > 0)
+    if plan.double_buffers:
+        moved.append(f"{format_bytes(plan.double_buffers)} of a machine's memory for its double buffers")
     reason = "" if plan.gradients is None else f": {plan.gradients.reason}"
     return [Row("host memory", " and ".join(moved), f"gradients {when}{reason}" if job.ratio else "")]
 
@@ -281,6 +283,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         "remedies": [{"flags": p.flags(), "fits": p.fits, "gib": in_gib(p.need, 3)} for p in remedies],
         "gib": in_gib(plan.need, 3),
         "host_gib_a_machine": in_gib(plan.host_need, 3),
+        "double_buffers_gib_a_machine": in_gib(plan.double_buffers, 3),
         "mirror": plan.mirror
         and {
             "gib_a_process": in_gib(plan.mirror.process, 3),

@@ -134,7 +134,8 @@ class Run:
         if (now := self.trainer.steps_done_again) > before:
             self.say(
                 f" > iteration {self.progress.iteration + 1} was computed again without the graph: the experts of a "
-                f"process got more than {LIMIT:g} times their mean of tokens ({now} such step(s) so far)"
+                f"process got more than {LIMIT:g} times their mean of tokens ({now} such step(s) so far"
+                + (")" if self.trainer.limits_rows else "; from now on, steps are not recorded)")
             )
         return loss
 

@@ -30,6 +30,10 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
 from gptpar.topology.mesh import COPIES, DATA, TENSOR
 
+MAX_TOO_MANY = 8
+"""Steps that were done again, less those that were not, after which steps are not recorded any more. While most are
+done again, that is soon reached; a few among many never reach it."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -80,7 +84,7 @@ class Trainer:
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
-        self._limit, self.steps_done_again = made.limit, 0
+        self._limit, self.steps_done_again, self._too_many = made.limit, 0, 0
         self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_samples(self.pipeline.modules(), topology, self._split)
@@ -165,20 +169,29 @@ class Trainer:
             loss = work(given)
         # All processes decide alike, and wait for the step's passes.
         if not self.topology.sum_over_all(self._limit.exceeded.double()).item():
+            self._too_many = max(0, self._too_many - 1)
             return loss
-        self.steps_done_again += 1
-        return self._forward_backward(given) if self._graph is None else self._graph.launch(given)
+        self.steps_done_again, self._too_many = self.steps_done_again + 1, self._too_many + 1
+        loss = self._forward_backward(given) if self._graph is None else self._graph.launch(given)
+        if self._too_many == MAX_TOO_MANY:
+            self._graph = self._limit = None
+        return loss
+
+    @property
+    def limits_rows(self) -> bool:
+        """Whether a recorded step limits the tokens of a process's experts, and may have to be done again."""
+        return self._limit is not None
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.pipeline.train()
         self.engine.begin_gradients(len(batches))
-        if self.experts.names:
-            self.experts.begin()
         if self._limit is not None:
             self._limit.exceeded.zero_()
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
-        losses = self._passes.run([self._training_input(number, batch) for number, batch in enumerate(batches)])
+        inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
+        losses = self._passes.run(inputs)
+        self.experts.note_choices([fields for _, fields in inputs])
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._passes.scale)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:

@@ -129,13 +129,18 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class Collective(torch.autograd.Function):
-    """One collective forward, another one backward."""
+    """One collective forward, another one backward.
+
+    Of a function that returns a tensor to which it has written, torch 2.11 compiles no backward pass, without an error.
+    So the result is a view.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, there: Any, back: Any) -> torch.Tensor:
         """``there`` and ``back`` take (tensor, group); ``None`` leaves the tensor as it is."""
         ctx.group, ctx.back = group, back
-        return x.view_as(x) if there is None else there(x, group)
+        y = x if there is None else there(x, group)
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

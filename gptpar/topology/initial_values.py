@@ -6,9 +6,10 @@ the device, nor the order of construction changes a single value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -33,12 +34,30 @@ class Constant:
 Init = Normal | Constant
 
 
+PIECE = 1 << 24
+"""Elements that are drawn at once, at least a row: 64 MiB. A layer's experts have 0.5 and 1 GiB in OLMoE."""
+BLOCK = 16
+"""torch draws normal numbers in blocks: of a multiple of this, two calls draw the same numbers as one."""
+
+
 def draw(init: Init, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
     """The initial value of a parameter: fp32, on the CPU."""
-    if isinstance(init, Constant):
-        return torch.full(shape, init.value)
-    generator = torch.Generator().manual_seed(seed_of(seed, name))
-    return torch.empty(shape).normal_(std=init.std, generator=generator)
+    pieces = [rows for _, rows in drawn_rows(init, shape, seed, name)]
+    return torch.cat(pieces) if pieces[1:] else pieces[0]
+
+
+def drawn_rows(init: Init, shape: torch.Size, seed: int, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, some rows) of a parameter's initial value, in order; so the value is never in memory as a whole."""
+    generator, row = torch.Generator().manual_seed(seed_of(seed, name)), prod(shape[1:])
+    num_rows = shape[0] if shape else 1
+    at_once = max(1, PIECE // row if row and row % BLOCK == 0 else num_rows)
+    for first in range(0, max(1, num_rows), at_once):
+        rows = torch.empty((min(at_once, num_rows - first), *shape[1:]) if shape else shape)
+        if isinstance(init, Normal):
+            rows.normal_(std=init.std, generator=generator)
+        else:
+            rows.fill_(init.value)
+        yield first, rows
 
 
 def initialise(targets: Mapping[str, torch.Tensor | TensorParts], inits: Mapping[str, Init], seed: int) -> None:
@@ -52,7 +71,8 @@ def initialise(targets: Mapping[str, torch.Tensor | TensorParts], inits: Mapping
     """
 
     def fill(name: str, target: TensorParts) -> None:
-        target.fill(draw(inits[name], target.shape, seed, name))
+        for first, rows in drawn_rows(inits[name], target.shape, seed, name):
+            target.fill(rows, first)
 
     held = {name: parts for name, target in targets.items() if (parts := as_parts(target)).num_held}
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:

@@ -47,12 +47,14 @@ class TensorParts:
         """Number of elements that this process holds."""
         return sum(part.numel() for _, part in self.parts)
 
-    def fill(self, full: torch.Tensor) -> None:
-        """Copy the held boxes out of the full tensor (any device and dtype)."""
-        origin = (0,) * full.dim()
+    def fill(self, values: torch.Tensor, first: int = 0) -> None:
+        """Copy what is held out of the global tensor, or out of its rows from ``first`` on (any device and dtype)."""
+        origin = (first, *(0 for _ in self.shape[1:]))[: values.dim()]
         with torch.no_grad():
             for offsets, part in self.parts:
-                part.copy_(box_view(full, (offsets, tuple(part.shape)), origin))
+                box = overlap((offsets, tuple(part.shape)), (origin, tuple(values.shape)))
+                if box is not None:
+                    box_view(part, box, offsets).copy_(box_view(values, box, origin))
 
 
 def whole(tensor: torch.Tensor) -> TensorParts:

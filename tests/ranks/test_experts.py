@@ -13,6 +13,7 @@ from gptpar.config import Config
 from gptpar.model.experts import dispatch
 from gptpar.model.experts.dispatch import RowLimit
 from gptpar.model.experts.layer import Experts
+from gptpar.run import trainer
 from gptpar.topology.groups import Topology
 from tests.ranks.layout_cases import Family, assert_equals_one_process, at, run_alone
 
@@ -83,7 +84,7 @@ class LimitedRows(ExtremeLoads):
         super().__init__(config, topology)
         self.trainer._limit = limit = RowLimit(topology.device)
         self.exceeds = config.parallel.zero_stage > 0
-        dispatch.LIMIT = 1.25 if self.exceeds else 2.0
+        dispatch.LIMIT, trainer.MAX_TOO_MANY = 1.25 if self.exceeds else 2.0, 2
         for stage in self.trainer.pipeline.stages_here:
             for module in stage.modules():
                 if isinstance(module, Experts) and module.placed.size > 1:
@@ -93,6 +94,7 @@ class LimitedRows(ExtremeLoads):
         super().train(first, last)
         is_alone = self.topology.mesh.world_size == 1
         assert self.trainer.steps_done_again == (last if self.exceeds and not is_alone else 0)
+        assert self.trainer.limits_rows == (not self.exceeds or is_alone or last < trainer.MAX_TOO_MANY)
 
 
 def family(name: str, model: str, *more: str) -> Family:
@@ -119,6 +121,7 @@ def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_toke
 
 
 def test_a_step_with_more_rows_than_fit_is_done_again(tmp_path: Path) -> None:
+    """After two of two, the limit is given up."""
     cases = [at("dp2 ep2", "--zero-stage 1"), at("dp2 ep2", "--zero-stage 0", "full recompute")]
     assert_equals_one_process(replace(family("sigmoid", "sigmoid"), cases=cases, kind=LimitedRows), tmp_path)
 

@@ -12,6 +12,7 @@ from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis, cross_entropy
+from gptpar.tensor_parallel.axis import copy_to, gather_tokens, scatter_sum_tokens, sum_over
 from gptpar.topology.initial_values import draw
 from gptpar.topology.mesh import TENSOR
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
@@ -212,6 +213,25 @@ def test_compiled_blocks_give_the_same() -> None:
         for (flags, sequence_parallel), got in results.items():
             expected = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), ())
             assert_equal(got, expected, ("compiled", flags, sequence_parallel, rank))
+
+
+COLLECTIVES = sum_over, copy_to, gather_tokens, scatter_sum_tokens
+
+
+def gradients_through(rank: int) -> list[list[torch.Tensor]]:
+    """Of each collective: without and with a compiler."""
+    axis, found = axis_of(rank, 2, False), []
+    for collective in COLLECTIVES:
+        calls = [lambda x, through=collective: through(x.sin() * 2, axis).cos().sum()]
+        calls.append(torch.compile(calls[0], backend="eager"))
+        x = torch.arange(8.0).view(4, 2).add(rank).requires_grad_()
+        found.append([torch.autograd.grad(call(x), x)[0] for call in calls])
+    return found
+
+
+def test_compiled_collectives_have_gradients() -> None:
+    for found in spawn(gradients_through, 2):
+        assert all(torch.equal(one, compiled) and one.any() for one, compiled in found)
 
 
 DROPOUTS = {  # flags, recomputed modules, and which fields the micro-batch has beside labels

@@ -12,7 +12,7 @@ Legend: L layers with experts, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from gptpar.config import ModelConfig
 from gptpar.config.sections.experts import LOAD
 from gptpar.errors import CheckpointError
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.routing import no_choice
+from gptpar.model.experts.routing import counts_of, no_choice
 from gptpar.model.layer_spec import LayerSpec
 
 
@@ -46,30 +46,39 @@ class ExpertBalance:
 
     def __init__(self, config: ModelConfig, specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device):
         self.names = [spec.name for spec in specs if choice_field(spec.name) in spec.batch_fields]
-        self._config, self._names_here = config, list[str]()
+        self._config = config
         shape = len(self.names), config.num_experts
         self._here_LE, self._counts_LE, self._last_LE = torch.zeros(3, *shape, dtype=torch.int64, device=device)
         self._bias_LE = torch.zeros(shape, dtype=dtype, device=device)
+        self._rows_here = dict[str, torch.Tensor]()
 
     def attach(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let a stage's layers, by their names, choose by the bias and count."""
-        self._names_here += [name for name in self.names if name in layers]
+        """Let a stage's layers, by their names, choose by the bias; their choices count."""
         for number, name in enumerate(self.names):
-            for module in layers[name].modules() if name in layers else ():
+            if name not in layers:
+                continue
+            self._rows_here[name] = self._here_LE[number]
+            for module in layers[name].modules():
                 if isinstance(module, Experts):
                     router = module.router
                     router.bias_E = self._bias_LE[number] if self._config.moe_router_enable_expert_bias else None
                     router.last_E = self._last_LE[number] if self._config.uses_last_choices else None
-                    router.counts_E = self._here_LE[number]
-
-    def begin(self) -> None:
-        """Begin to count a step."""
-        self._here_LE.zero_()
 
     def fields(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """Fields of a micro-batch of training, whose choices count."""
         topk, device = self._config.moe_router_topk, self._bias_LE.device
-        return {choice_field(name): no_choice(num_tokens, topk, device) for name in self._names_here}
+        return {choice_field(name): no_choice(num_tokens, topk, device) for name in self._rows_here}
+
+    def note_choices(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Count what this process's layers have chosen in a step, also for experts that were full.
+
+        Args:
+            batches: the fields of its micro-batches, after their passes.
+        """
+        for name, counts_E in self._rows_here.items():
+            chosen_NK = torch.cat([fields[choice_field(name)] for fields in batches])
+            chosen_NK = torch.where(chosen_NK < 0, ~chosen_NK, chosen_NK)
+            counts_E.copy_(counts_of(chosen_NK[None], len(counts_E))[0])
 
     def count(self, sum_over_all: Callable[[torch.Tensor], torch.Tensor], *, counts: bool) -> list[torch.Tensor]:
         """Sum a step's counts over all processes; returns [] fp64 for each name in :attr:`numbers`.

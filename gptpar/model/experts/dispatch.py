@@ -225,7 +225,23 @@ def _experts_here(chosen_AK: torch.Tensor, axis: ExpertAxis, num_experts: int, n
 
 def _to_all(x: torch.Tensor, axis: ExpertAxis) -> Sent:
     """Own rows, and the same for each other rank."""
-    return x, x if axis.size == 2 else x.repeat(axis.size - 1, *[1] * (x.ndim - 1))
+    return (x, x) if axis.size == 2 else _Repeated.apply(x, axis.size - 1)
+
+
+class _Repeated(torch.autograd.Function):
+    """A tensor, and copies of it below each other. All gradients are added up before the sum is rounded once.
+
+    Of a single copy, autograd's sum of two gradients is that already.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, copies: int) -> Sent:
+        return x.view_as(x), x.repeat(copies, *[1] * (x.ndim - 1))
+
+    @staticmethod
+    def backward(ctx: Any, own: torch.Tensor, of_copies: torch.Tensor) -> Any:  # type: ignore[override]
+        wide = torch.promote_types(own.dtype, torch.float32)
+        return (own.to(wide) + of_copies.view(-1, *own.shape).sum(0, dtype=wide)).to(own.dtype), None
 
 
 @not_compiled

@@ -149,7 +149,7 @@ def _sum_of_copies(
             total_ND += copies_ND
         else:
             total_ND.addcmul_(copies_ND.to(wide), weights_NK[:, k, None])
-    return total_ND.to(y_MD.dtype)
+    return total_ND.to(y_MD.dtype).view_as(total_ND)  # the view: see Collective
 
 
 def scattered(x_ND: torch.Tensor, places: Places) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The router: which experts each token goes to, with which weights, and the losses that balance them.
 
 The choice is made once. It is kept with the micro-batch (:func:`no_choice`), so that a layer that is computed again in
-the backward pass takes the same experts, and counts no token twice. Experts are chosen by score, and at equal scores by
-their number. A bias for balance enters the choice, and no weight.
+the backward pass takes the same experts, and so that choices are counted after the passes of a step. A layer writes to
+nothing else: the backward pass of a compiled layer finds its inputs as they were. Experts are chosen by score, and at
+equal scores by their number. A bias for balance enters the choice, and no weight.
 
 Losses are means over sequences, or over the tokens of the whole step, so that they depend neither on the micro-batch's
 size nor on the layout; only the loss that balances each micro-batch depends on its size.
@@ -44,11 +45,7 @@ Surplus = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen_experts(
-    judged_NE: torch.Tensor,
-    choice_NK: torch.Tensor,
-    counts_E: torch.Tensor,
-    groups: Sequence[int],
-    drop: Surplus | None = None,
+    judged_NE: torch.Tensor, choice_NK: torch.Tensor, groups: Sequence[int], drop: Surplus | None = None
 ) -> torch.Tensor:
     """int64 [N, K], the best experts; what ``choice_NK`` holds, if it holds a choice.
 
@@ -58,13 +55,11 @@ def chosen_experts(
     Args:
         judged_NE: scores.
         choice_NK: int16, takes the choice.
-        counts_E: int64, takes the number of tokens that chose each expert, whether it takes them or not.
         groups: see :func:`best_experts`.
         drop: drops what a full expert does not take; ``None``: experts take every token.
     """
     is_kept = choice_NK[:1, :1] != NOT_CHOSEN
     best_NK = best_experts(judged_NE, choice_NK.shape[1], groups)
-    counts_E += counts_of(best_NK[None], len(counts_E))[0] * ~is_kept[0]
     if drop is not None:
         best_NK = drop(best_NK, judged_NE)
     chosen_NK = torch.where(is_kept, choice_NK.long(), best_NK)
@@ -72,11 +67,10 @@ def chosen_experts(
     return chosen_NK
 
 
-@torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK", "counts_E"))
+@torch.library.custom_op("gptpar::choose_experts", mutates_args=("choice_NK",))
 def choose_experts(
     judged_NE: torch.Tensor,
     choice_NK: torch.Tensor,
-    counts_E: torch.Tensor,
     groups: list[int],
     seq_length: int = 0,
     capacity: int = 0,
@@ -85,11 +79,11 @@ def choose_experts(
     """As :func:`chosen_experts`, of whole sequences, in compiled layers.
 
     Args:
-        judged_NE, choice_NK, counts_E, groups: see there.
+        judged_NE, choice_NK, groups: see there.
         seq_length, capacity, by_position: see :func:`without_surplus`; a capacity of 0 is none.
     """
     drop = partial(without_surplus, seq_length=seq_length, capacity=capacity, by_position=by_position)
-    return chosen_experts(judged_NE, choice_NK, counts_E, groups, drop if capacity else None)
+    return chosen_experts(judged_NE, choice_NK, groups, drop if capacity else None)
 
 
 @choose_experts.register_fake
@@ -101,7 +95,6 @@ def _(judged_NE: torch.Tensor, choice_NK: torch.Tensor, *_: Any, **__: Any) -> t
 def _chosen_with_others(
     judged_NE: torch.Tensor,
     choice_NK: torch.Tensor,
-    counts_E: torch.Tensor,
     groups: list[int],
     seq_length: int,
     capacity: int,
@@ -110,7 +103,7 @@ def _chosen_with_others(
 ) -> torch.Tensor:
     """As :func:`choose_experts`, where other ranks have tokens of the same sequences."""
     how: dict[str, Any] = {"seq_length": seq_length, "capacity": capacity, "by_position": by_position}
-    return chosen_experts(judged_NE, choice_NK, counts_E, groups, partial(without_surplus, context=context, **how))
+    return chosen_experts(judged_NE, choice_NK, groups, partial(without_surplus, context=context, **how))
 
 
 def best_experts(judged_NE: torch.Tensor, topk: int, groups: Sequence[int] = ()) -> torch.Tensor:
@@ -230,15 +223,13 @@ class Router(nn.Module):
 
     Attributes:
         bias_E: is added to scores for the choice; ``None``: nothing is. Its owner is
-            :class:`~gptpar.model.experts.balance.ExpertBalance`, as of the next two.
+            :class:`~gptpar.model.experts.balance.ExpertBalance`, as of the next.
         last_E: choices of each expert in the step before, for the loss over the whole step.
-        counts_E: int64, takes the number of tokens that chose each expert in this step.
         context: the ranks that have other tokens of the same sequences; ``None``: this one has whole sequences.
     """
 
     bias_E: torch.Tensor | None = None
     last_E: torch.Tensor | None = None
-    counts_E: torch.Tensor | None = None
     context: ContextRanks | None = None
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
@@ -256,7 +247,7 @@ class Router(nn.Module):
 
         Args:
             seq_length: S.
-            choice_NK: keeps the choice; see :func:`choose_experts`. ``None``: it is neither kept nor counted.
+            choice_NK: keeps the choice; see :func:`choose_experts`. ``None``: it is not kept.
         """
         config = self.config
         logits_NE = _Logits.apply(x_ND, self.weight)
@@ -283,14 +274,11 @@ class Router(nn.Module):
         groups = [count for count in (config.moe_router_num_groups, config.moe_router_group_topk) if count]
         if choice_NK is None:
             return best_experts(judged_NE, self.topk, groups)
-        counts_E = self.counts_E
-        if counts_E is None:
-            counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=judged_NE.device)
         length = seq_length * (1 if self.context is None else self.context.size)
         limit = length, config.capacity(length), config.moe_token_drop_policy == "position"
         if self.context is not None and self.drops_tokens:
-            return _chosen_with_others(judged_NE, choice_NK, counts_E, groups, *limit, self.context)
-        return choose_experts(judged_NE, choice_NK, counts_E, groups, *limit)
+            return _chosen_with_others(judged_NE, choice_NK, groups, *limit, self.context)
+        return choose_experts(judged_NE, choice_NK, groups, *limit)
 
     @property
     def drops_tokens(self) -> bool:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -15,8 +16,8 @@ from gptpar.errors import CheckpointError
 from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.model.block import make_experts
 from gptpar.model.experts import products
-from gptpar.model.experts.balance import ExpertBalance
-from gptpar.model.experts.dispatch import ALL_EXPERTS
+from gptpar.model.experts.balance import ExpertBalance, choice_field
+from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, _to_all
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import added, combined, places_of, scattered
 from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
@@ -151,13 +152,7 @@ def test_the_gradients_of_scattered_and_combined_copies() -> None:
 
 def test_of_equal_scores_the_first_expert_is_chosen() -> None:
     judged_NE = torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]])
-    counts_E = torch.zeros(4, dtype=torch.int64)
-    assert choose_experts(judged_NE, no_choice(3, 2, judged_NE.device), counts_E, []).tolist() == [
-        [1, 2],
-        [0, 1],
-        [0, 2],
-    ]
-    assert counts_E.tolist() == [2, 2, 2, 0]
+    assert choose_experts(judged_NE, no_choice(3, 2, judged_NE.device), []).tolist() == [[1, 2], [0, 1], [0, 2]]
 
 
 def test_of_equal_groups_the_first_is_chosen() -> None:
@@ -171,17 +166,15 @@ def test_of_equal_groups_the_first_is_chosen() -> None:
 def test_a_full_expert_takes_the_best_or_the_first_tokens_of_each_sequence(policy: str, kept: list[int]) -> None:
     """Two of the four tokens of a sequence, whatever other sequences choose; an expert that is full has no gradient."""
     scores_NE = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]]).repeat(2, 1)
-    choice_NK, counts_E = no_choice(8, 1, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
-    found = choose_experts(scores_NE, choice_NK, counts_E, [], 4, 2, policy == "position")
+    choice_NK = no_choice(8, 1, torch.device("cpu"))
+    found = choose_experts(scores_NE, choice_NK, [], 4, 2, policy == "position")
     assert found.flatten().tolist() == 2 * [0 if token in kept else ~0 for token in range(4)]
-    assert counts_E.tolist() == [8, 0], "the counts that move the bias are the choices"
-    again = choose_experts(1 - scores_NE, choice_NK, counts_E, [], 4, 2, policy == "position")
-    assert torch.equal(again, found) and counts_E.tolist() == [8, 0]
+    assert torch.equal(choose_experts(1 - scores_NE, choice_NK, [], 4, 2, policy == "position"), found)
 
 
 def test_tokens_whose_scores_differ_by_rounding_are_taken_in_their_order() -> None:
     scores_NE = torch.tensor([[0.6], [0.7 - 2e-16], [0.7], [0.7 + 2e-16]], dtype=torch.float64)
-    found = choose_experts(scores_NE, no_choice(4, 1, scores_NE.device), torch.zeros(1, dtype=torch.int64), [], 4, 2)
+    found = choose_experts(scores_NE, no_choice(4, 1, scores_NE.device), [], 4, 2)
     assert found.flatten().tolist() == [~0, 0, 0, ~0]
 
 
@@ -234,6 +227,14 @@ def test_rows_of_no_expert_may_hold_any_numbers(monkeypatch: pytest.MonkeyPatch)
         assert (one - other).norm() <= 0.03 * one.norm()
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_of_tokens_that_go_to_all_ranks_are_rounded_once(size: int) -> None:
+    x_ND = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)
+    grads = torch.randn(size, 64, 8).bfloat16()
+    (found,) = torch.autograd.grad(_to_all(x_ND, ExpertAxis(size)), x_ND, [grads[0], grads[1:].flatten(0, 1)])
+    assert torch.equal(found, grads.float().sum(0).bfloat16())
+
+
 def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
     places = places_of(torch.tensor([[0, 2], [1, 0]]), 2, has_none=True)
     y_MD, weights_NK = torch.tensor([[1.0], [2.0], [3.0], [torch.nan]]), torch.ones(2, 2, requires_grad=True)
@@ -246,13 +247,12 @@ def test_a_copy_of_no_expert_adds_nothing_whatever_its_row_holds() -> None:
 
 def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
     layer = made(SEQUENCE + "--swiglu")
-    layer.router.counts_E = torch.zeros(5, dtype=torch.int64)
     x_ND, choice_NK = tokens_of(layer), no_choice(TOKENS, 2, torch.device("cpu"))
     y_ND, losses = checkpoint(lambda x: layer(x, LENGTH, choice_NK), x_ND, use_reentrant=False)
     layer.router.bias_E = 10 * torch.arange(5.0, dtype=torch.float64)  # it would choose others now
     (y_ND.sum() + sum(losses.values())).backward()
     again = x_ND.grad
-    assert again is not None and layer.router.counts_E.sum() == 2 * TOKENS
+    assert again is not None
     layer.router.bias_E, x_ND.grad = None, None
     y_ND, losses = layer(x_ND, LENGTH, None)
     (y_ND.sum() + sum(losses.values())).backward()
@@ -316,9 +316,15 @@ def test_which_blocks_have_experts() -> None:
 
 
 def counted(balance: ExpertBalance, counts: list[list[int]]) -> list[torch.Tensor]:
-    """A step in which tokens chose these experts, on one process."""
-    for row, values in zip(balance._here_LE, counts, strict=True):
-        row.copy_(torch.tensor(values))
+    """A step in which tokens chose these experts, on one process; in its second micro-batch, experts were full."""
+    balance.attach(dict.fromkeys(balance.names, nn.Module()))
+    experts = torch.arange(len(counts[0]), dtype=torch.int16)
+    chosen = [experts.repeat_interleave(torch.tensor(values))[:, None] for values in counts]
+    batches = [
+        {choice_field(name): of_batch(one) for name, one in zip(balance.names, chosen, strict=True)}
+        for of_batch in (lambda one: one[::2], lambda one: ~one[1::2])
+    ]
+    balance.note_choices(batches)
     return balance.count(lambda tensor: tensor, counts=True)
 
 

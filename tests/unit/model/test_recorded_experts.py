@@ -26,7 +26,6 @@ EXPERTS = (
 def opened(
     judged_NE: torch.Tensor,
     choice_NK: torch.Tensor,
-    counts_E: torch.Tensor,
     groups: list[int],
     seq_length: int,
     capacity: int,
@@ -34,7 +33,7 @@ def opened(
 ) -> torch.Tensor:
     """The choice of experts without the operator around it, so that a recorder sees what is inside."""
     drop = partial(routing.without_surplus, seq_length=seq_length, capacity=capacity, by_position=by_position)
-    return routing.chosen_experts(judged_NE, choice_NK, counts_E, groups, drop if capacity else None)
+    return routing.chosen_experts(judged_NE, choice_NK, groups, drop if capacity else None)
 
 
 def trained(flags: str, recorder: PythonRecorder | None) -> dict[str, Any]:

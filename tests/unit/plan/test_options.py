@@ -206,3 +206,14 @@ def test_copies_that_a_machine_cannot_hold_do_not_fit() -> None:
     found, _ = make_planner(f"{flags} --mirror-interval 20".split())
     assert not found.plan().fits and found.plan().host_need / GIB == pytest.approx(41.4, abs=0.1)
     assert "need 41.41 GiB of host memory and it has 40.00 GiB" in found.plan().shortage()
+
+
+def test_double_buffers_take_what_is_free_of_a_machine() -> None:
+    """As a run does: up to 90 % of what the process itself leaves, and no more than one for each element."""
+    flags = "--preset 1.3B --bf16 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 64 --world-size 1 "
+    flags += "--cpu-optimizer --cpu-optimizer-ratio 1 "
+    tight, wide = plan(flags + "--host-memory 25"), plan(flags + "--host-memory 100")
+    assert (tight.host_need + tight.double_buffers) / GIB == pytest.approx(3 + 0.9 * (25 - 3), rel=1e-6)
+    assert wide.double_buffers == wide.job.host_state(wide.job.stages[0]).num_bytes
+    for more in ("", "--host-memory 25 --offload-speculation off", "--host-memory 40 --offload-speculation on"):
+        assert plan(flags + more).double_buffers == 0

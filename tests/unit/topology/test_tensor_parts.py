@@ -6,7 +6,8 @@ from math import prod
 import pytest
 import torch
 
-from gptpar.topology.initial_values import Constant, Normal, draw, initialise
+from gptpar.topology import initial_values
+from gptpar.topology.initial_values import Constant, Normal, draw, drawn_rows, initialise, seed_of
 from gptpar.topology.tensor_parts import as_parts, whole
 from tests.flat_parts import parts_of_flat
 
@@ -51,6 +52,19 @@ def test_parts_are_initialised_as_the_whole_would_be() -> None:
     initialise({"w": plain}, {"w": Normal(0.5)}, 3)
     assert torch.equal(plain, full)
     assert flat.tolist() == full[:, 2:].flatten()[2:9].tolist()
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (100,), (33, 48), (4, 2, 8, 16), (10, 15), (0, 16)])
+@pytest.mark.parametrize("piece", [16, 1000])
+def test_values_that_are_drawn_in_pieces_are_those_of_one_call(
+    shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initial_values, "PIECE", piece)
+    found, generator = torch.zeros(shape), torch.Generator().manual_seed(seed_of(3, "w"))
+    initialise({"w": found}, {"w": Normal(0.5)}, 3)
+    assert torch.equal(found, torch.empty(shape).normal_(std=0.5, generator=generator))
+    if shape == (33, 48):
+        assert max(len(rows) for _, rows in drawn_rows(Normal(0.5), torch.Size(shape), 3, "w")) == max(1, piece // 48)
 
 
 def test_what_is_not_held_is_not_drawn() -> None:

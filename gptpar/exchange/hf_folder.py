@@ -248,8 +248,8 @@ def _untied_head(kind: str, model: ModelConfig, files: Mapping[str, WeightFile])
                 break
     if not same:
         yield (
-            f"{CONFIG} says tie_word_embeddings, and {head!r} has other values than {rows!r}: set it to false in a "
-            "copy of the folder, or take the tensor out"
+            f"{CONFIG} says tie_word_embeddings, and {head!r} has another shape, format or values than {rows!r}: set "
+            "it to false in a copy of the folder, or take the tensor out"
         )
 
 

@@ -115,9 +115,10 @@ def core_attention(
         dropout: dropout of the attention probabilities; ``None``: there is none.
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
-        sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`); without
-            dropout alone.
+        sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`). Sinks
+            cannot be combined with dropout.
     """
+    assert dropout is None or sinks_H is None, "attention sinks cannot be combined with dropout"
     (batch, _, length, width), device = q_BHSK.shape, q_BHSK.device
     window = None if window is None or window >= length else window
     is_plain = all(one is None for one in (cu_seqlens, window, sinks_H))

@@ -56,8 +56,8 @@ class ParameterGatherer:
     ==================  ============================================================================================
     ``_present``        units that are started and neither released nor outdated: all others have to be started. With
                         transient memory, exactly these have memory. Without it, frozen units are always present
-    ``_pending``        gathers of started units for which no kernel waits yet. Who acquires or releases the unit takes
-                        its gather out; one that is started anew follows it on the device, and takes its place
+    ``_pending``        gathers that have begun and that no kernel waits for yet. Acquiring or releasing a unit removes
+                        its entry; starting it again replaces the entry
     ``_in_backward``    layers whose backward pass has begun, until gradients of one of their units are complete. While
                         there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
                         With transient memory, it is empty outside of backward passes

@@ -33,7 +33,7 @@ class Pipeline(nn.Module):
         recompute: takes the names of a virtual stage's layers and returns groups of consecutive ones, which are
             recomputed in the backward pass.
         keep: how the inputs of such groups are kept.
-        on_host: names of further layers whose saved tensors ``keep.host`` keeps.
+        on_host: names of layers that are not recomputed and whose saved tensors go to the host.
         token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """
 

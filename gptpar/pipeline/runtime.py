@@ -139,7 +139,7 @@ class Runtime:
 
 
 class _Received:
-    """A stage's input of a micro-batch: what its gradient needs, which is not its values."""
+    """What the gradient of a received input needs: its shape, dtype and device, not its values."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device):
         self._how: dict[str, Any] = {"size": shape, "dtype": dtype, "device": device}
@@ -152,9 +152,10 @@ class _Received:
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets autograd alone keep a stage's input: a leaf would be kept until its gradient is there.
+    """Makes a received input a non-leaf: autograd then frees it after its last use.
 
-    Where the stage's first layers are recomputed, and their input is kept on the host, the device keeps none.
+    A leaf would live until its gradient exists. Where the stage's first layers are recomputed, and their input is kept
+    on the host, the device keeps none.
     """
 
     @staticmethod

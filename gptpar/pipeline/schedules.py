@@ -85,7 +85,7 @@ def interleaved(stage: int, num_stages: int, num_micro_batches: int, num_virtual
 
     Source: https://arxiv.org/abs/2104.04473, section 2.2, for whole groups of ``num_stages`` micro-batches. Here any
     number of micro-batches is possible: the last group is filled up with micro-batches that do not exist, and these are
-    then left out. Leaving out a micro-batch on all stages removes waits and adds none, so it cannot cause a deadlock.
+    then left out. Leaving out a micro-batch everywhere removes waits and adds none: it cannot deadlock.
     (A short last group without these gaps can deadlock: 4 stages, 3 virtual stages, 5 micro-batches.)
     """
     _check(stage, num_stages, num_micro_batches, num_virtual_stages)
@@ -129,7 +129,7 @@ def with_transfers(
     """A stage's actions with their sends and receives.
 
     Each receive comes one action early, so that the transfer overlaps that action. Each send comes right after its
-    action. With a single stage nothing is sent: its virtual stages pass tensors on in memory.
+    action. One stage sends nothing; callers refuse virtual stages there.
     """
     instructions: list[Instruction] = []
     waiting: list[Instruction] = []  # the previous action and its send
@@ -339,7 +339,8 @@ class _Stage:
     def _arrival(self, action: Action) -> float | None:
         """The time at which the action's input arrives; ``None`` if it has not been sent yet."""
         receives, _ = _transfers(action, self.index, self.num_stages, self.num_virtual_stages)
-        missing = self._needs(action) - self.done
+        begins: set[Instruction] = {Forward(action.micro_batch, action.virtual_stage)}
+        missing = begins - self.done if isinstance(action, Backward) else set()
         if missing or (receives and action not in self.tickets):
             raise GptparError(f"stage {self.index} runs {action} before {', '.join(map(str, missing or receives))}.")
         if not receives:
@@ -354,13 +355,3 @@ class _Stage:
                 f"{what[1]}: receives and sends of this link differ in order."
             )
         return arrival
-
-    def _needs(self, action: Action) -> set[Instruction]:
-        """Actions of the same stage that must come before this one."""
-        i, virtual_stage = action.micro_batch, action.virtual_stage
-        needs: set[Instruction] = {Forward(i, virtual_stage)} if isinstance(action, Backward) else set()
-        if self.num_stages == 1 and isinstance(action, Forward) and virtual_stage > 0:
-            needs.add(Forward(i, virtual_stage - 1))
-        if self.num_stages == 1 and isinstance(action, Backward) and virtual_stage < self.num_virtual_stages - 1:
-            needs.add(Backward(i, virtual_stage + 1))
-        return needs

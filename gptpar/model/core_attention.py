@@ -37,7 +37,7 @@ class AttentionDropout(NamedTuple):
     """Dropout of attention probabilities.
 
     Attributes:
-        p: probability that a token is not seen.
+        p: the dropout probability.
         seeds: the layer's seeds.
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
@@ -106,8 +106,9 @@ def core_attention(
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
 
-    Documents and windows cost what their tokens see where flash attention has a kernel (:func:`has_varlen_kernel`);
-    documents on a CPU, too, unless there is dropout. Else they become a mask in memory, which saves no computation.
+    Where flash attention has a variable-length kernel (:func:`has_varlen_kernel`), hidden pairs of tokens cost nothing.
+    On a CPU, pairs of different documents cost nothing unless there is dropout. Else documents and windows become a
+    mask in memory, which saves no computation.
 
     Args:
         cu_seqlens: where documents start among all samples' tokens, see :class:`gptpar.data.loader.MicroBatch`; tokens
@@ -154,7 +155,7 @@ def attention_with_dropout(
 
     Args:
         mask_B1SS: which tokens a token sees; ``None``: itself and all earlier ones.
-        p: probability that a token is not seen.
+        p: the dropout probability.
         seeds: the layer's seeds.
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
@@ -164,12 +165,12 @@ def attention_with_dropout(
     """
     if q_BHSK.is_cuda:
         how = (p, seeds.host, first_group, scale, cu_seqlens, window)
-        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *how)
-    return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
+        return _dropout_in_kernel(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *how)
+    return _dropout_in_memory(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
 
 
 @not_compiled  # it seeds a generator
-def _one_call_a_group(
+def _dropout_in_kernel(
     q_BHSK: torch.Tensor,
     k_BGSK: torch.Tensor,
     v_BGSK: torch.Tensor,
@@ -209,7 +210,7 @@ def _one_call_a_group(
     return torch.cat(parts, dim=1)
 
 
-def _plain(
+def _dropout_in_memory(
     q_BHSK: torch.Tensor,
     k_BGSK: torch.Tensor,
     v_BGSK: torch.Tensor,

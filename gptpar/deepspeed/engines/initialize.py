@@ -71,7 +71,8 @@ def initialize(
 ) -> Initialized:
     """Make an engine that trains a module with ZeRO, offload and other options of a DeepSpeed configuration.
 
-    The module is not changed. Every process calls this with the same model; the first process's values count. If
+    The module object stays the user's: the engine adds hooks, moves its buffers and gives its parameters other memory;
+    ``close()`` removes the hooks. Every process calls this with the same model; the first process's values count. If
     necessary, ``torch.distributed`` is initialised. If one process raises an error, all raise it, with its rank.
 
     Args:

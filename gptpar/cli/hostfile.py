@@ -80,7 +80,7 @@ def selected(
             all problems.
     """
     if include and exclude:
-        raise ConfigError(["--include and --exclude exclude each other: name the hosts to use, or those not to use."])
+        raise ConfigError(["--include and --exclude cannot be combined: name the hosts to use, or those not to use."])
     chosen = _parsed(include or exclude, hosts)
     named = {host: list(slots or hosts[host]) for host, slots in chosen.items()}
     left = {host: [slot for slot in slots if slot not in named.get(host, ())] for host, slots in hosts.items()}
@@ -157,7 +157,7 @@ def is_asked_for(argv: Sequence[str]) -> bool:
 
 
 def _name(word: str) -> str:
-    """A flag as ``_FLAGS`` has it; any other word may become something else."""
+    """Returns the flag's spelling in ``_FLAGS``. For other words the result has no meaning."""
     name = word.partition("=")[0]
     return _SHORT.get(name, name.replace("_", "-"))
 

@@ -60,7 +60,7 @@ def test_names_of_hosts_may_have_users_and_colons(include: str, expected: dict[s
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ({"include": "a", "exclude": "b"}, "--include and --exclude exclude each other"),
+        ({"include": "a", "exclude": "b"}, "--include and --exclude cannot be combined"),
         ({"include": "a:4"}, "a:4: a has the slots 0, 1, 2, 3."),
         ({"include": "me@a"}, "me is not in the hostfile, which names a, b, c."),
         ({"exclude": "a:0"}, "every host must have the same number of slots (a 3, b 4, c 4)"),

@@ -283,9 +283,9 @@ class ParameterGatherer:
             self.acquire(name)
 
     def finish_pending(self) -> None:
-        """Wait on a CPU for the gathers under way: the shards are about to get new values outside of their layers.
+        """On a CPU: wait for running gathers before the shards get new values.
 
-        Such a gather ends in a thread of its own, where it writes all of a unit: also this process's shard, as it was.
+        Such a gather ends in a thread of its own, and writes the whole unit, this process's old shard included.
         """
         for unit in list(self._pending) if self._memory.everything.device.type == "cpu" else ():
             self._data.wait_for(self._pending.pop(unit))

@@ -143,9 +143,8 @@ class HostOptimizer:
         Args:
             formed: ``None``: the gradient is final. Otherwise it is partial: the first ``formed`` elements are
                 computed. They may change inside the open ranges (:meth:`expect_open_ranges`), or as
-                :meth:`compare_partial` finds, which needs all elements at once and their memory until then. Submit more
-                elements later, if need be, and at last the final gradient; without comparison all may use the same
-                memory.
+                :meth:`compare_partial` finds, which needs all elements at once and their memory until then. Submit the
+                final gradient later; without comparison all may use the same memory.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.

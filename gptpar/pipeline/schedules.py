@@ -339,8 +339,7 @@ class _Stage:
     def _arrival(self, action: Action) -> float | None:
         """The time at which the action's input arrives; ``None`` if it has not been sent yet."""
         receives, _ = _transfers(action, self.index, self.num_stages, self.num_virtual_stages)
-        begins: set[Instruction] = {Forward(action.micro_batch, action.virtual_stage)}
-        missing = begins - self.done if isinstance(action, Backward) else set()
+        missing = self._needs(action) - self.done
         if missing or (receives and action not in self.tickets):
             raise GptparError(f"stage {self.index} runs {action} before {', '.join(map(str, missing or receives))}.")
         if not receives:
@@ -355,3 +354,13 @@ class _Stage:
                 f"{what[1]}: receives and sends of this link differ in order."
             )
         return arrival
+
+    def _needs(self, action: Action) -> set[Instruction]:
+        """Actions of the same stage that must come before this one."""
+        i, virtual_stage = action.micro_batch, action.virtual_stage
+        needs: set[Instruction] = {Forward(i, virtual_stage)} if isinstance(action, Backward) else set()
+        if self.num_stages == 1 and isinstance(action, Forward) and virtual_stage > 0:
+            needs.add(Forward(i, virtual_stage - 1))
+        if self.num_stages == 1 and isinstance(action, Backward) and virtual_stage < self.num_virtual_stages - 1:
+            needs.add(Backward(i, virtual_stage + 1))
+        return needs

@@ -71,10 +71,9 @@ def initialize(
 ) -> Initialized:
     """Make an engine that trains a module with ZeRO, offload and other options of a DeepSpeed configuration.
 
-    The engine adds hooks to the module, moves its buffers and gives its parameters, which stay the same objects, other
-    memory; ``close()`` removes the hooks. Every process calls this with the same model; the first process's values
-    count. If necessary, ``torch.distributed`` is initialised. If one process raises an error, all raise it, with its
-    rank.
+    The engine adds hooks to the module, moves its buffers and gives its parameters (the same objects) other memory;
+    ``close()`` removes the hooks. Every process calls this with the same model; the first process's values count. If
+    necessary, ``torch.distributed`` is initialised. If one process raises an error, all do, with its rank.
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.

@@ -154,7 +154,7 @@ def build_engine(
         tied={unit: tie.group for unit, tie in stage.tied.items()},
         frozen=frozen,
         families=[(group,) for group in range(len(groups))],
-        learns=True,
+        counts_arrivals=True,
     )
     if engine.gatherer.acquires:
         engine.gatherer.watch = stage.read_guard(engine.gatherer)

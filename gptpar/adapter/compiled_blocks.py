@@ -30,8 +30,8 @@ class CompiledBlocks:
     nothing yet: it runs uncompiled in the same call, and from then on. Blocks that ran compiled before stay compiled,
     because a recomputation has to run as the forward pass did. Blocks that never did run uncompiled.
 
-    It is torch's backend, equal to that of any other engine, so that engines made later find the graphs of former ones:
-    torch would compile each again, and after eight for one class compile no more.
+    An instance is the ``backend`` of torch.compile. Instances compare equal, so that a new engine reuses compiled
+    graphs: torch would compile each again, and after eight for one class compile no more.
 
     Args:
         num_blocks: number of blocks that may share graphs.

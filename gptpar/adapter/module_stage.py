@@ -47,15 +47,15 @@ class _Saved:
 class ModuleStage(PlacedParameters):
     """A whole module, presented to the engine as a virtual stage whose layers are the plan's scopes.
 
-    The module is not changed: its parameters remain the same objects, with memory of the engine, and its forward stays
-    as it is. A scope's parameters are gathered before its forward. If parameters are released afterwards, those that
-    autograd saves know their unit, whose scope is gathered again when the backward pass needs it.
+    The module object stays the user's, and so do its parameters, which get memory of the engine. Closing removes the
+    engine's hooks. A scope's parameters are gathered before its forward. If parameters are released afterwards, those
+    that autograd saves know their unit, whose scope is gathered again when the backward pass needs it.
 
     Args:
         module: the user's module; its buffers, but not yet its parameters, are on the engine's device.
         plan: the division of its parameters into units.
-        note: is called with the place where this process has come to, and whether every process must come there in the
-            same order even if no parameters are gathered.
+        note: called with the name of the place that this process has reached, and whether every process must reach it
+            in the same order even if nothing is gathered.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
@@ -154,7 +154,7 @@ class ModuleStage(PlacedParameters):
     ) -> Iterator[None]:
         """A context for a backward pass.
 
-        Those of the first micro-batch recompute uncompiled, as the observed forward pass ran, and are observed, too.
+        In the first micro-batch, recomputation runs uncompiled, because its forward pass did, and is observed, too.
 
         Args:
             reads_late: takes the name of a parameter that an operator of an observed pass is about to read; returns

@@ -42,7 +42,7 @@ class PlacedParameters(NotCopied):
         parameters: by first name.
 
     Attributes:
-        plan, parameters: as given, with frozen parameters.
+        plan, parameters: as given; frozen parameters are included.
         stages: the engine's stages, which have these parameters.
         roots: path -> module, which together have all parameters and buffers; paths are the same in every layout.
         tied: units that other stages have, too; those stages have them in the same order.
@@ -66,7 +66,7 @@ class PlacedParameters(NotCopied):
         raise NotImplementedError
 
     def read_guard(self, gatherer: ParameterGatherer) -> ReadGuard:
-        """A guard of all parameters, which the gatherer brings."""
+        """A guard that gathers a released parameter when it is read."""
         units = {unit.name: unit.parameters for unit in self.plan.units}
         return ReadGuard(self.parameters, units, gatherer, lambda: self.is_watching)
 

@@ -14,10 +14,10 @@ from gptpar.errors import GptparError
 class PlainBackward:
     """Finds the beginning and the end of passes that are not announced.
 
-    Such a pass begins at its first gradient of a parameter: until then, it may as well be one of
-    ``torch.autograd.grad``, which forms none. It ends when autograd has done all its work. Nested passes of reentrant
-    recomputation end earlier, so autograd is asked to tell its end while the outermost pass goes through the module's
-    outputs.
+    Such a pass begins at its first gradient of a parameter: until then it cannot be told from a call of
+    ``torch.autograd.grad``, which leaves no gradient in ``.grad``. It ends when autograd has done all its work. Nested
+    passes of reentrant recomputation end earlier, so autograd is asked to tell its end while the outermost pass goes
+    through the module's outputs.
 
     Args:
         take: makes a context that takes a pass's gradients; called when the pass begins.

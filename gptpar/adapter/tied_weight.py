@@ -35,7 +35,7 @@ MAX_NODES = 64
 def tied_unit(stage: PlacedParameters, table: ParameterTable, options: EngineOptions, world: int) -> Unit | None:
     """The largest unit that is one weight of an embedding and of another module, if its partial gradient can be used.
 
-    It can on a single process, which need not sum it first, with the weight on the device.
+    It can if there is one process (nothing is summed) and the weight is on the device.
 
     Args:
         stage: the module; layers of a pipeline have no such unit.

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gptpar.adapter.guards.refusals import problems_of
 from gptpar.errors import ModelError
 
-ALONE = 2**20  # a parameter of the root with this many elements is a unit of its own, and is reduced by itself
+MIN_OWN_UNIT = 2**20  # a parameter of the root with this many elements is a unit of its own, and is reduced by itself
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def flat_units(
     """
     members: dict[tuple[str, torch.dtype, bool, str | None], list[str]] = {}
     for name, parameter in parameters.items():
-        alone = name if not scope_of[name] and parameter.numel() >= ALONE else None
+        alone = name if not scope_of[name] and parameter.numel() >= MIN_OWN_UNIT else None
         members.setdefault((scope_of[name], *kinds[name], alone), []).append(name)
     groups = Counter(scope for scope, _, _, alone in members if alone is None)
 

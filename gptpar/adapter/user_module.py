@@ -136,16 +136,24 @@ def _import(spec: str, where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
         raise GptparError(f"--module {spec}: there is no file {where} (looked for in {Path.cwd()}).")
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    description = importlib.util.spec_from_file_location(path.stem, path)
+    for name in (path.stem, str(path)):  # another module, such as Python's random, may have the first name
+        known = sys.modules.get(name)
+        if known is None:
+            break
+        if getattr(known, "__file__", None) == str(path):
+            return known
+    description = importlib.util.spec_from_file_location(name, path)
     assert description is not None and description.loader is not None
     module = importlib.util.module_from_spec(description)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look for themselves there
+    sys.modules[name] = module  # dataclasses look for themselves there
     sys.path.insert(0, str(path.parent))
-    with _told(f"--module {spec}: importing {where}"):
-        description.loader.exec_module(module)
+    try:
+        with _told(f"--module {spec}: importing {where}"):
+            description.loader.exec_module(module)
+    except BaseException:  # what was imported in part is not found again
+        del sys.modules[name]
+        sys.path.remove(str(path.parent))
+        raise
     return module
 
 

@@ -26,7 +26,7 @@ def move_aside(parameters: Iterable[nn.Parameter], device: torch.device) -> None
     """Move parameters from an accelerator to host memory, until the engine copies their values.
 
     The engine's memory for parameters, gradients and optimizer state is contiguous, and allocated before the first
-    value is copied. A model that stayed on the device would then be there twice. It stays if host memory is too small.
+    value is copied. Otherwise the device would hold the model twice. It stays if host memory is too small.
     """
     there = [parameter for parameter in parameters if parameter.device.type == device.type != "cpu"]
     num_bytes = sum(parameter.nbytes for parameter in there)

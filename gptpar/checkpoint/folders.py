@@ -5,7 +5,7 @@
     root/iter_0000010.damaged-1/                     a damaged one that a later save moved aside
     root/latest_checkpointed_iteration.txt           Megatron's marker, written as a hint
 
-What the disk holds is found by scanning.
+Checkpoints are found by listing the folder; the marker is never trusted to exist.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def move_aside(path: Path) -> Path:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; under its final name it is whole or gone, never in between."""
+    """Delete a checkpoint. It is renamed first, so its final name never points to a partial checkpoint."""
     doomed = temporary_path(path.parent, int(path.name.removeprefix("iter_")))
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -117,8 +117,8 @@ def write_hint(root: Path, iteration: int) -> None:
 def edited_hint(root: str | Path) -> int | None:
     """The iteration that somebody wrote into the marker file to go back to; None if it is as the last save left it.
 
-    A save that was killed between publishing and writing the hint leaves one that is older than the newest checkpoint:
-    that one was not edited.
+    If a save dies between publishing and writing the marker, the marker is older than the newest checkpoint. Such a
+    marker does not count as edited.
     """
     hint, found = Path(root) / HINT_NAME, find_checkpoints(root)
     try:

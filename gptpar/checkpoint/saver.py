@@ -56,8 +56,8 @@ class Saver:
 
     ==================  ============================================================================================
     ``under_way``       the save whose end this process has not seen. Processes may see the end at different times
-    ``_begun``          the request of the save begun last, on all processes alike, until they have come to
-                        :meth:`finish`. It is there as long as ``under_way`` is
+    ``_begun``          the request of the newest save. It is the same on all processes, and is cleared by
+                        :meth:`finish`
     ``_error``          error of the save whose end was seen last, on this process, until :meth:`finish` takes it
     ``_failures``,      folder -> number of failed saves in a row, and iteration of the newest save on the disk: the
     ``_newest``         same on all processes, because :meth:`finish` alone writes them
@@ -70,7 +70,7 @@ class Saver:
 
     Args:
         topology: this process's place.
-        guard: everything that overwrites saved tensors asks it first; tensors that a save calls unguarded are excepted.
+        guard: every overwrite of a saved tensor asks it first, except tensors for which ``save.unguarded`` is true.
         warn: prints the warning of a failed save.
         on_saved: is called on a process when that process finds that a save is on the disk.
         alive: is called while processes wait for a save, so that the launcher does not take them for hung.
@@ -286,8 +286,8 @@ class Saver:
             self.under_way = None
         raise NotSavedError(
             f"the save of iteration {save.iteration} hangs: no process has written or read a piece in {save.folder} "
-            f"for {STILL_SECONDS / 60:g} minutes, so that its file system does not answer. Older checkpoints are "
-            f"whole. {self._not_saved(save)}"
+            f"for {STILL_SECONDS / 60:g} minutes. The file system does not answer. Older checkpoints are whole. "
+            f"{self._not_saved(save)}"
         )
 
     def _take_note(self, required: bool = False) -> None:
@@ -307,7 +307,10 @@ class Saver:
         number = self._failures.get(save.folder, 0) + 1
         following = "the next save tries again"
         if number >= FORGIVEN and not save.optional:
-            following = f"training stands still for the next save, and ends if that fails, too ({number} have in a row)"
+            following = (
+                "training stops and waits for the next save, and ends if it fails too "
+                f"({number} saves in a row have failed)"
+            )
         return (
             f"WARNING: the save of iteration {save.iteration} to {save.folder} failed: {_sentence(error)} Older "
             f"checkpoints are whole, and training goes on; {following}. Until then, free space there, or mend the file "
@@ -315,7 +318,7 @@ class Saver:
         )
 
     def _not_saved(self, save: Save) -> str:
-        lost = "nothing that this run has learnt is"
+        lost = "no checkpoint of this run is on the disk"
         if (newest := self._newest.get(save.folder)) is not None:
             lost = f"the steps since iteration {newest} are lost"
         return (

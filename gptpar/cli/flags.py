@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser, verb: str, **facts: Any) -> None:
 
 
 def _filled(value: Any, facts: dict[str, Any]) -> Any:
-    """A keyword's value with ``$`` names replaced: the value itself where it is one, else a text with it."""
+    """If the whole text is one ``$`` name, return its value, of any type; otherwise substitute inside the text."""
     if not isinstance(value, str) or "$" not in value:
         return value
     return facts[value[1:]] if value[1:] in facts else Template(value).substitute(facts)

@@ -80,7 +80,7 @@ def selected(
             all problems.
     """
     if include and exclude:
-        raise ConfigError(["--include and --exclude exclude each other: name the hosts to use, or those not to use."])
+        raise ConfigError(["--include and --exclude cannot be combined: name the hosts to use, or those not to use."])
     chosen = _parsed(include or exclude, hosts)
     named = {host: list(slots or hosts[host]) for host, slots in chosen.items()}
     left = {host: [slot for slot in slots if slot not in named.get(host, ())] for host, slots in hosts.items()}
@@ -108,8 +108,11 @@ def _parsed(selection: str, hosts: Mapping[str, Sequence[int]]) -> dict[str, lis
     """Host -> the slots of a selection; empty: all slots of that host."""
     found: dict[str, list[int]] = {}
     problems = []
-    for part in filter(None, selection.split("@")):
-        host, _, words = part.partition(":")
+    names = "|".join(map(re.escape, sorted(hosts, key=len, reverse=True)))  # names may have "@" and ":", too
+    for match in re.finditer(rf"({names}|[^@:]*)(?::([^@]*))?(?:@|\Z)", selection):
+        part, host, words = match[0].removesuffix("@"), match[1], match[2]
+        if not part:
+            continue
         slots = [int(word) if word.isdecimal() else -1 for word in words.split(",")] if words else []
         if host not in hosts:
             problems.append(f"{host} is not in the hostfile, which names {', '.join(hosts)}.")
@@ -154,7 +157,7 @@ def is_asked_for(argv: Sequence[str]) -> bool:
 
 
 def _name(word: str) -> str:
-    """A flag as ``_FLAGS`` has it; any other word may become something else."""
+    """Returns the flag's spelling in ``_FLAGS``. For other words the result has no meaning."""
     name = word.partition("=")[0]
     return _SHORT.get(name, name.replace("_", "-"))
 
@@ -189,9 +192,15 @@ def main(argv: Sequence[str], run_here: Callable[[Sequence[str]], int]) -> int:
     )
     port = _count(values, "--master-port")
     if "--hostfile" not in values:
-        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(hosts[_HERE], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        chosen = [] if port is None else ["--master-port", str(port)]
-        return run_here([*chosen, "--nproc-per-node", str(len(hosts[_HERE])), *words])
+        visible = _visible(hosts[_HERE], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        chosen = ["--master-addr", values["--master-addr"]] if "--master-addr" in values else []
+        chosen += [] if port is None else ["--master-port", str(port)]
+        words = [*chosen, "--nproc-per-node", str(len(hosts[_HERE])), *words]
+        if "--dry-run" in values:
+            print(f"CUDA_VISIBLE_DEVICES={visible} {shlex.join(['gptpar', 'launch', *words])}")
+            return 0
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        return run_here(words)
     found = commands(hosts, words, os.environ, address=values.get("--master-addr", ""), port=port or 29500)
     ssh = ssh_words(os.environ, _count(values, "--ssh-port"))
     if "--dry-run" not in values:
@@ -209,9 +218,11 @@ def _slots_here(num_gpus: int | None) -> list[int]:
 
 
 def _visible(slots: Sequence[int], before: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for some of the devices that were visible before."""
-    devices = [] if before is None else [word for word in before.split(",") if word]
-    return ",".join(devices[slot] if slot < len(devices) else str(slot) for slot in slots)
+    """CUDA_VISIBLE_DEVICES for some of the devices that were visible before; hidden ones stay hidden."""
+    if before is None:
+        return ",".join(map(str, slots))
+    devices = [word for word in before.split(",") if word]
+    return ",".join(devices[slot] for slot in slots if slot < len(devices))
 
 
 def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -51,7 +51,7 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         state = "left by a save that died; the next save removes it" if save["dead"] else "a save in progress"
         yield f"{save['path']}: {state}"
     for path in found["moved_aside"]:
-        yield f"{path}: damaged, and moved aside when its iteration was saved again"
+        yield f"{path}: damaged; renamed because that iteration was saved again"
 
 
 def _table(checkpoints: list[dict[str, Any]]) -> Iterator[str]:

@@ -17,12 +17,13 @@ def layer_pattern(text: str, letters: str, most: int) -> str:
     Args:
         text: N, or a list such as ``([0]*3+[1])*8``.
         letters: the letters for the digits 0 and 1.
-        most: the digit of the layers that are not the N-th.
+        most: the digit of every layer but each N-th one.
 
     Raises:
         ValueError: why the text means nothing, as a part of a sentence.
     """
-    if text.strip().isdecimal() and 1 <= (every := int(text[:10])) <= MAX_LAYERS:
+    number = text.strip()
+    if number.isdecimal() and 1 <= (every := int(number.lstrip("0")[:10] or 0)) <= MAX_LAYERS:
         return letters[most] * (every - 1) + letters[1 - most]
     try:
         digits = _digits(ast.parse(text[:MAX_CHARACTERS].strip(), mode="eval").body)
@@ -38,7 +39,10 @@ def _digits(node: ast.expr) -> list[int] | int | None:
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool) and 0 <= value <= MAX_LAYERS:
             return value
-        case ast.List(elts=elements) if (found := [_digits(one) for one in elements]) and set(found) <= {0, 1}:  # type: ignore[arg-type]
+        case ast.List(elts=elements):
+            found = [_digits(one) for one in elements]
+            if not all(one in (0, 1) for one in found):
+                return None
             return [int(one == 1) for one in found]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             first, second = _digits(left), _digits(right)

@@ -20,24 +20,25 @@ from gptpar.kernels.addition import add_each
 class GradientCollector:
     """Adds gradients to their units' sums, and hands complete units on to the reducer.
 
-    Between processes, units are handed on in a fixed order, the reverse of the forward pass, even if they complete in
-    another order. Processes match collectives by their order alone: if autograd's order differed on one process, the
-    collectives would hang or add up different units.
+    Between processes, the collector passes units to the reducer in the reverse of the forward order, even if they
+    complete in another order. Processes match collectives by their order alone: if autograd's order differed on one
+    process, the collectives would hang or add up different units.
 
     A unit is complete when each of its parameters has got a gradient in a backward pass. In a user's module a parameter
     may get several gradients, from nested backward passes (reentrant recomputation). The first pass counts them, and
     hands these units on at its end.
 
-    An optimizer that works ahead may change a unit's parameters once the unit is handed on. If a pass reads them after
-    their gradient (:meth:`reads_late`), later passes hand the unit on at their end. Once all processes know that it is
-    read so late (:meth:`hand_on_last`), it comes last in the fixed order, and no other unit waits for it.
+    A CPU optimizer that speculates may change a unit's parameters as soon as the reducer has the unit. If a backward
+    pass reads a parameter after its gradient (:meth:`reads_late`), later passes hand that unit on only at their end.
+    Once all processes know that it is read so late (:meth:`hand_on_last`), it comes last in the fixed order, and no
+    other unit waits for it.
 
     Args:
         virtual_stages: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete, before they are reduced, and
             with whether the unit's gradient is final in this process.
-        learns: whether backward passes may be nested.
-        in_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
+        counts_arrivals: whether backward passes may be nested.
+        fixed_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
             complete.
 
     Attributes:
@@ -56,12 +57,12 @@ class GradientCollector:
         reducer: GradientReducer,
         done: Callable[[str, bool], None],
         *,
-        learns: bool = False,
-        in_order: bool = True,
+        counts_arrivals: bool = False,
+        fixed_order: bool = True,
     ):
         self.memory, self.reducer, self._done = reducer.memory, reducer, done
         units = self.memory.table.units
-        self._learns, self._in_order, self._has_learned = learns, in_order, False
+        self._counts_arrivals, self._fixed_order, self._has_learned = counts_arrivals, fixed_order, False
         self._units = {unit.name: unit for unit in units}
         self._unit_of = {name: unit for unit in units for name in unit.params}
         self._expected = {unit.name: len(unit.params) for unit in units}
@@ -142,7 +143,7 @@ class GradientCollector:
         Args:
             last: whether it is the step's last for that stage.
             factor: of the pass's gradients in the sums.
-            ends_together: whether units are handed on at the end of the pass, because nobody looks which are read late.
+            ends_together: hand all units on at the end of the pass, because nobody records late reads.
         """
         names, self._factor = self._virtual_stages[virtual_stage], factor
         waiting = names if ends_together else self._read_late
@@ -203,7 +204,7 @@ class GradientCollector:
             self._add(self._units[unit])
         while self._waiting:
             self._hand_on(next(iter(self._waiting)))
-        if self._learns:
+        if self._counts_arrivals:
             for name, arrivals in self._arrivals.items():
                 self._expected[name] = max(arrivals, self._expected[name])
             self._has_learned = True
@@ -231,7 +232,7 @@ class GradientCollector:
             self.begin_unannounced()
         self._missing[unit.name] -= 1
         self._here.add(name)
-        if self._learns:
+        if self._counts_arrivals:
             self._arrivals[unit.name] += 1
             if torch._C._current_graph_task_id() != self._outer_task and unit.name not in self._nested:
                 self._nested.add(unit.name)
@@ -253,7 +254,7 @@ class GradientCollector:
         self._add(unit)
         if unit.name not in self._waiting:
             self._done(unit.name, False)
-        in_order = self._in_order or not self._has_learned
+        in_order = self._fixed_order or not self._has_learned
         waiting = self._waiting if in_order else {unit.name} & self._waiting.keys()
         for name in list(waiting):
             if self._missing[name] > 0:

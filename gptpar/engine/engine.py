@@ -126,7 +126,7 @@ class Engine:
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
         tied: units that other stages have, too, with the group that sums their gradients.
         frozen: units without gradients, which are not in the table.
-        learns: see :class:`~gptpar.engine.collector.GradientCollector`.
+        counts_arrivals: see :class:`~gptpar.engine.collector.GradientCollector`.
         families: of the parameter groups (:class:`MasterOptimizer`).
         summing: global name of a weight -> the layer that adds its gradient to the sum over micro-batches.
 
@@ -153,7 +153,7 @@ class Engine:
         *,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
         frozen: Sequence[Unit] = (),
-        learns: bool = False,
+        counts_arrivals: bool = False,
         families: Sequence[Family] = GPT_FAMILIES,
         summing: Mapping[str, SplitLinear] | None = None,
     ):
@@ -196,8 +196,9 @@ class Engine:
             _trained_units(orders, layers, frozen_units),
             GradientReducer(memory, settings.reduce_dtype, subscriber, self.graph_breaks, tied, settings.counts_zeros),
             self.gatherer.backward_done,
-            learns=learns,
-            in_order=not learns or not data.is_alone,  # a process alone sends no messages, whose order would count
+            counts_arrivals=counts_arrivals,
+            # A process alone sends no messages, whose order would count.
+            fixed_order=not (counts_arrivals and data.is_alone),
         )
         self._fused = FusedSums(self.gradients, self.gatherer, summing) if summing else None
         for stage in self.stages:

@@ -127,7 +127,8 @@ class FlatOptimizer:
         Returns:
             The step of each family, for those whose update is not elementwise; valid until the next step.
         """
-        # Families count together: each but the first raises a copy of the counter, or all of them do.
+        # All families share one step counter. The first family's kernel increments it; the others increment copies
+        # (after missed steps, all do).
         counters = [self._state.steps, *(self._state.steps.clone() for _ in self._families[1:])]
         if self._missed:
             counters = [self._state.steps - self._missed[family[0]] for family in self._families]

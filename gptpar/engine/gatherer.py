@@ -56,8 +56,8 @@ class ParameterGatherer:
     ==================  ============================================================================================
     ``_present``        units that are started and neither released nor outdated: all others have to be started. With
                         transient memory, exactly these have memory. Without it, frozen units are always present
-    ``_pending``        gathers of started units for which no kernel waits yet. Who acquires or releases the unit takes
-                        its gather out; one that is started anew follows it on the device, and takes its place
+    ``_pending``        gathers that have begun and that no kernel waits for yet. Acquiring or releasing a unit removes
+                        its entry; starting it again replaces the entry
     ``_in_backward``    layers whose backward pass has begun, until gradients of one of their units are complete. While
                         there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
                         With transient memory, it is empty outside of backward passes
@@ -283,9 +283,9 @@ class ParameterGatherer:
             self.acquire(name)
 
     def finish_pending(self) -> None:
-        """Wait on a CPU for the gathers under way: the shards are about to get new values outside of their layers.
+        """On a CPU: wait for running gathers before the shards get new values.
 
-        Such a gather ends in a thread of its own, where it writes all of a unit: also this process's shard, as it was.
+        Such a gather ends in a thread of its own, and writes the whole unit, this process's old shard included.
         """
         for unit in list(self._pending) if self._memory.everything.device.type == "cpu" else ():
             self._data.wait_for(self._pending.pop(unit))

@@ -15,8 +15,8 @@ class GradientMemory:
 
     Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass. Under ZeRO-2 and 3, and with sums
     on the host, the whole sum of a unit that several processes hold lives for one micro-batch, and only this process's
-    shard of the sum over micro-batches stays. A unit that has elements for the subscriber has no permanent memory: in a
-    step of one micro-batch its sum is freed after use.
+    shard of the sum over micro-batches stays. A unit with offloaded elements has no permanent whole-unit buffer: in a
+    step of one micro-batch its buffer is freed after use.
 
     Args:
         table: of this process's parameters.

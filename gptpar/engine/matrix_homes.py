@@ -52,8 +52,8 @@ class MatrixJob:
         shape: of all matrices that the processes share.
         home: the process, as its position in the group.
         pieces: what is assembled there.
-        is_alone: whether other processes of the group have copies of these matrices and orthogonalize them, too. Then
-            they are no part of a batch, whose size could change the bits.
+        is_duplicated: other processes of the group hold the same matrices and orthogonalize them, too. Such a job joins
+            no batch, because the batch size could change bits.
     """
 
     unit: Unit
@@ -61,7 +61,7 @@ class MatrixJob:
     shape: torch.Size
     home: int
     pieces: tuple[MatrixPart, ...]
-    is_alone: bool
+    is_duplicated: bool
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,9 @@ def _chunk(
                     continue  # processes that share a parameter have one job
                 pieces = [_piece(unit, param, replace(place, rank=r), own, members.index(r)) for r in sharing]
                 shape = _over(param.info, own).full_shape
-                is_alone = own != axes or unit.name in table.ties
-                jobs.append(MatrixJob(unit, param, shape, 0, tuple(p for p in pieces if p.first < p.stop), is_alone))
+                is_duplicated = own != axes or unit.name in table.ties
+                held = tuple(p for p in pieces if p.first < p.stop)
+                jobs.append(MatrixJob(unit, param, shape, 0, held, is_duplicated))
                 sizes = update.matrices(param.info.matrices).shapes(shape)
                 cost = sum(count * update.flops(rows, columns) for count, rows, columns in sizes)
                 choices.append((cost, [piece.member for piece in pieces]))

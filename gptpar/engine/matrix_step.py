@@ -226,7 +226,8 @@ class MatrixStep:
             assert isinstance(update, MatrixUpdate)
             matrices = update.matrices(job.param.info.matrices)
             for view, batch in zip(matrices.views(full), matrices.split(full), strict=True):
-                found[_Batch(update, batch.shape[1:], job.param.name if job.is_alone else "")].append((view, batch))
+                own = job.param.name if job.is_duplicated else ""
+                found[_Batch(update, batch.shape[1:], own)].append((view, batch))
         return found
 
 

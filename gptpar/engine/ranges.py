@@ -114,9 +114,9 @@ def device_lengths(
     The device's elements are updated at once, and the next forward pass needs the first layers first. Tensor-parallel
     ranks divide at the same positions, because they sum the gradients of replicated parameters. Where their splits of
     the vocabulary are uneven, all ranks use the longest split's length. Pipeline stages divide a tied unit at the same
-    position, whatever else they hold: a checkpoint holds each of its elements once. So the ratio divides a tied unit by
-    itself, and the stage's other units make up the ratio of the whole. With one tied unit they always can; a stage of
-    several tied units and hardly anything else misses the ratio by less than an element for each.
+    position, whatever else they hold: a checkpoint holds each of its elements once. So the ratio is applied to each
+    tied unit by itself; the stage's other units make up the difference. With several tied units and little else, the
+    stage may miss the ratio by up to one element a tied unit.
 
     Args:
         units: in forward order.

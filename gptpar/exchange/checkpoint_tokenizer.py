@@ -38,7 +38,7 @@ def tokenizer_of_checkpoint(
 
     Args:
         given: fields that flags replace; what they name is used as it is.
-        for_export: whether the files will be copied: then no file beside one from outside of the run folder is used.
+        for_export: the files will be copied; files outside the run folder are then refused.
 
     Raises:
         TokenizerError: a file is another one than in training; with all such files.

@@ -44,7 +44,7 @@ class Foreign:
         what: that text.
         reader: what ``gptpar convert`` reads it with; ``None``: nothing does.
         inside: the folder inside that the reader is given; "": the folder itself.
-        is_our_hint: it is the file alone in which we, too, name the newest checkpoint.
+        is_our_hint: the only thing found is ``latest...``, a file name that gptpar uses as well.
         their_way: the end of a sentence: the program of their own that makes a Hugging Face folder of it; "": none is
             known.
         is_file: a file of the folder itself, whose name other things may have, too.

@@ -15,7 +15,7 @@ from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 
 CONVERTED = "converted"
-"""The type of a tokenizer of which a checkpoint knows the number of ids at most."""
+"""The type of a tokenizer of which a checkpoint knows no more than the number of ids."""
 
 MAX_LISTED = 8
 """Tensors that an error names."""
@@ -29,7 +29,7 @@ class ForeignModel:
         meta: the meta data of the checkpoint to be made; with ``progress`` a run can go on from it.
         write: writes all tensors of the checkpoint.
         tokenizer: name -> contents of the tokenizer's files.
-        keep: copies what a later export gives back into the new folder of checkpoints.
+        keep: copies into the new folder the files that a later export returns.
     """
 
     meta: dict[str, Any]

@@ -109,7 +109,7 @@ class HfModel:
         return {tensor.name: ParameterView(shape, tensor.view) for tensor, _ in self.parameters[name]}
 
     def parts(self, name: str) -> list[SourcePart]:
-        """The parts in which one of our parameters is best read."""
+        """The parts in which one of our parameters is read, as its file stores it."""
         return [
             SourcePart(name, tensor.name, source, start, stop)
             for tensor, source in self.parameters[name]
@@ -248,8 +248,8 @@ def _untied_head(kind: str, model: ModelConfig, files: Mapping[str, WeightFile])
                 break
     if not same:
         yield (
-            f"{CONFIG} says tie_word_embeddings, and {head!r} has other values than {rows!r}: set it to false in a "
-            "copy of the folder, or take the tensor out"
+            f"{CONFIG} says tie_word_embeddings, and {head!r} has another shape, format or values than {rows!r}: set "
+            "it to false in a copy of the folder, or take the tensor out"
         )
 
 
@@ -317,4 +317,7 @@ def _mismatches(
     used = {source.name for _, source in found if source is not None} | ({head} if model.tied else set())
     for name in sorted(files.keys() - used):
         if not NO_WEIGHT.fullmatch(name):
-            yield f"tensor {printable(name[:80])!r} has no place in a {kind} model as gptpar knows it"
+            yield (
+                f"tensor {printable(name[:80])!r} is not a weight of gptpar's {kind} model: take the file of the same "
+                "model, or remove the tensor"
+            )

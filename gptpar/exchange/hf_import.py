@@ -102,8 +102,8 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
         view = views[part.ours][part.theirs]
         with part.read(buffers, past_cache=False) as values:  # other processes read the same files
             finite.look(part.theirs, part.start, values)
-            for offsets, held in weights[part.ours].parts:
-                here = view.of_parameter((offsets, tuple(held.shape)), held)
+            for offsets, own in weights[part.ours].parts:
+                here = view.of_parameter((offsets, tuple(own.shape)), own)
                 copy_elements(common_parts(view.of_elements(part.start, values), here))
 
     wanted = [part for name in held for part in model.parts(name) if _is_held(part, views[name], weights[name])]
@@ -112,7 +112,7 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
 
 
 def _is_held(part: SourcePart, views: Mapping[str, ParameterView], held: TensorParts) -> bool:
-    """Whether a process may hold elements of a part: its boxes reach from one before the part's end to its start."""
+    """Whether a process may hold elements of a part: maybe true for one that it lacks, never false for one it has."""
     view = views[part.theirs]
     boxes = (box for offsets, own in held.parts for box in view.boxes((offsets, tuple(own.shape))))
     return any(first < part.stop and part.start <= last for first, last in view.elements(boxes))

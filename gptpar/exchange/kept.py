@@ -44,7 +44,7 @@ class Kept:
     tensors: dict[str, StoredTensor]
 
     def damaged(self, reason: str) -> CheckpointError:
-        """A sentence for each header that cannot be used."""
+        """The error for headers that cannot be used."""
         return CheckpointError(
             f"{self.folder / HEADERS} is damaged ({reason}): delete it, and weight files are laid out anew"
         )

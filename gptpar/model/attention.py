@@ -263,9 +263,10 @@ class Attention(nn.Module):
         )
 
     def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
-        """Mean numbers of tokens that a token sees, and that it could see in the time that is lost; bytes of its mask.
+        """Per token: mean number of keys that it sees, number of lost keys, bytes of its mask.
 
-        Time is lost where a mask alone hides tokens, and in flash attention of variable length.
+        Lost keys are as many further keys as could be computed in the time lost. Time is lost where a mask alone hides
+        tokens, and in flash attention of variable length.
         """
         length, has_documents = batch.seq_length, batch.document_lengths is not None
         lengths, window = batch.document_lengths or (length,), self.window or length

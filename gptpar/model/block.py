@@ -286,6 +286,6 @@ class Block(nn.Module):
         if part is None:
             return x_ND
         if name in self.recompute_modules and self.training:
-            # The part writes to some of the arguments, which a checkpoint would forbid of its own.
+            # ``part`` writes to some of ``args``. Checkpoint forbids that of its own arguments, so a lambda hides them.
             return checkpoint(lambda x: part(x, *args), x_ND, use_reentrant=False, preserve_rng_state=False)
         return part(x_ND, *args)

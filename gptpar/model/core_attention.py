@@ -37,7 +37,7 @@ class AttentionDropout(NamedTuple):
     """Dropout of attention probabilities.
 
     Attributes:
-        p: probability that a token is not seen.
+        p: the dropout probability.
         seeds: the layer's seeds.
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
@@ -106,8 +106,9 @@ def core_attention(
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
 
-    Documents and windows cost what their tokens see where flash attention has a kernel (:func:`has_varlen_kernel`);
-    documents on a CPU, too, unless there is dropout. Else they become a mask in memory, which saves no computation.
+    Where flash attention has a variable-length kernel (:func:`has_varlen_kernel`), hidden pairs of tokens cost nothing.
+    On a CPU, pairs of different documents cost nothing unless there is dropout. Else documents and windows become a
+    mask in memory, which saves no computation.
 
     Args:
         cu_seqlens: where documents start among all samples' tokens, see :class:`gptpar.data.loader.MicroBatch`; tokens
@@ -115,9 +116,10 @@ def core_attention(
         dropout: dropout of the attention probabilities; ``None``: there is none.
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
-        sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`); without
-            dropout alone.
+        sinks_H: a logit of each head, which takes part in its softmax (:mod:`gptpar.model.attention_sinks`). Sinks
+            cannot be combined with dropout.
     """
+    assert dropout is None or sinks_H is None, "attention sinks cannot be combined with dropout"
     (batch, _, length, width), device = q_BHSK.shape, q_BHSK.device
     window = None if window is None or window >= length else window
     is_plain = all(one is None for one in (cu_seqlens, window, sinks_H))
@@ -153,7 +155,7 @@ def attention_with_dropout(
 
     Args:
         mask_B1SS: which tokens a token sees; ``None``: itself and all earlier ones.
-        p: probability that a token is not seen.
+        p: the dropout probability.
         seeds: the layer's seeds.
         first_group: the global number of this rank's first group.
         num_groups: number of groups on all ranks.
@@ -163,12 +165,12 @@ def attention_with_dropout(
     """
     if q_BHSK.is_cuda:
         how = (p, seeds.host, first_group, scale, cu_seqlens, window)
-        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *how)
-    return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
+        return _dropout_in_kernel(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *how)
+    return _dropout_in_memory(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
 
 
 @not_compiled  # it seeds a generator
-def _one_call_a_group(
+def _dropout_in_kernel(
     q_BHSK: torch.Tensor,
     k_BGSK: torch.Tensor,
     v_BGSK: torch.Tensor,
@@ -208,7 +210,7 @@ def _one_call_a_group(
     return torch.cat(parts, dim=1)
 
 
-def _plain(
+def _dropout_in_memory(
     q_BHSK: torch.Tensor,
     k_BGSK: torch.Tensor,
     v_BGSK: torch.Tensor,

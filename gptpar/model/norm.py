@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
     @property
     def factor(self) -> torch.Tensor:
-        """The factor of normalised numbers."""
+        """What the normalised input is multiplied by: ``weight``, or ``1 + weight`` with ``from_one``."""
         return self.weight + 1 if self.from_one else self.weight
 
     @property

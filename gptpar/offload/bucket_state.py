@@ -54,7 +54,8 @@ HOLDS_SPECULATION = frozenset({_S.SPECULATED_PARTIAL, _S.SPECULATED_AND_FINAL, _
 """The double buffer holds a speculated state, right or wrong; the device's parameters may already have its values."""
 
 SPECULATED_WITH_FINAL = frozenset({_S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
-"""Of these the ones whose final gradient is submitted. ``SPECULATED_PARTIAL`` is missing: nothing of it is sent."""
+"""States of ``HOLDS_SPECULATION`` whose final gradient is submitted; only these may have reached the device's
+parameters."""
 
 HAS_FINAL = frozenset({_S.PARTIAL_AND_FINAL, _S.FINAL, _S.REPLACED, _S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
 """A step may be requested."""

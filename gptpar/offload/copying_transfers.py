@@ -22,7 +22,7 @@ ALIGNMENT = 4096
 """Bytes: each slot begins at the beginning of a page."""
 
 MAX_UNITS_WAITING = 2
-"""Gradients that may wait on the device for their copies, in sizes of the largest: one is being copied, one is next."""
+"""Upper bound of waiting gradients, in multiples of the largest unit: one being copied, one next."""
 
 
 def copying_bytes(elements: float, itemsize: int, num_units: int = 1) -> int:

@@ -35,7 +35,7 @@ RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size; sums on the host may take more."""
 
 SUMMED_PART = 3
-"""One part in three of a micro-batch's gradients may be in flight where the host adds them up. The forward pass takes a
+"""With sums on the host, the ring holds 1 / SUMMED_PART of a micro-batch's gradients. The forward pass takes a
 third of the time, and submits none: meanwhile the host adds what is in the ring."""
 
 RESERVED = 2

@@ -8,7 +8,7 @@ two times, with the same result:
 - Before that, if the bucket has a double buffer: assume that nothing will be clipped, and write the new values to the
   double buffer ("speculate"). If the assumption was right, the two buffers are swapped ("commit"). If it was wrong, the
   step is computed again from the old values, and the optimizer does not speculate in the next step ("back off"). With a
-  partial gradient, the elements that may change are left out until it is final, or those that did are computed again.
+  partial gradient, it speculates only on elements that cannot change, or recomputes those that did.
 """
 
 from __future__ import annotations
@@ -140,11 +140,10 @@ class HostOptimizer:
         A second gradient before the step replaces the first.
 
         Args:
-            formed: ``None``: the gradient is final. Otherwise it is partial: only its first ``formed`` elements are
-                computed, and they may still change, in the ranges of :meth:`expect_open_ranges` or as
-                :meth:`compare_partial` finds, which needs all elements at once and their memory until then. The
-                optimizer may speculate with them. More elements may be submitted later, and the final gradient has
-                to be; without comparison all may use the same memory.
+            formed: ``None``: the gradient is final. Otherwise it is partial: the first ``formed`` elements are
+                computed. They may change inside the open ranges (:meth:`expect_open_ranges`), or as
+                :meth:`compare_partial` finds, which needs all elements at once and their memory until then. Submit the
+                final gradient later; without comparison all may use the same memory.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.
@@ -237,7 +236,8 @@ class HostOptimizer:
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
-        if any(bucket.due for bucket in buckets):  # a look needs no lock: meanwhile only the thread changes it, once
+        # Read without the lock: after a request only the thread clears ``due``, and only once.
+        if any(bucket.due for bucket in buckets):
             with record_function("wait for the CPU optimizer"):
                 self.shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
         self.waited_s += time.perf_counter() - started

@@ -12,7 +12,7 @@ from gptpar.offload.host_sums import SummedGradient
 from gptpar.offload.transfers import DeviceEvent
 
 NEAR = 4
-"""Number of gradients copied to the host ahead of the kernel even if earlier copies have to give up their memory."""
+"""How many of the first gradients in forward order may evict later ones from the ring."""
 
 
 class Action(Enum):

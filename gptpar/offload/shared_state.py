@@ -49,9 +49,9 @@ class SharedState:
 
     Attributes:
         changed: is notified when any of this has changed.
-        guard: is asked before an update overwrites state, in place or in a double buffer. A commit may have made the
-            double buffer of state that is being saved: then it is exchanged for other memory, and an update in place
-            goes to the double buffer, so that nothing has to be copied.
+        guard: is asked before an update overwrites state, in place or in a double buffer. A commit may turn state that
+            is being saved into a double buffer. Then the buffer gets other memory, and in-place updates go to the
+            double buffer, so that nothing is copied.
         of_unit: unit -> its buckets.
         request: the step to take; ``None``: none is requested, or it is done.
         expected: the coming step's probable hyperparameters, before it is requested.
@@ -100,9 +100,10 @@ class SharedState:
         return self.backs_off or self.holds > 0 or self.keeps
 
     def note_foresight(self, expected: StepHyperparameters | None, taken: StepHyperparameters | None) -> None:
-        """Back off if a step was taken with other numbers than expected: a clipped step is often followed by others.
+        """After a step whose hyperparameters differ from the expected ones, do not speculate in the next step.
 
-        A step that has not speculated counts, too: the pause ends as soon as a speculation would have been right.
+        Clipped steps come in runs. A step that has not speculated counts, too: the pause ends as soon as a speculation
+        would have been right.
 
         Args:
             expected: before the step was requested; ``None``: nothing was.

@@ -17,7 +17,7 @@ class StepHyperparameters:
 
     Attributes:
         groups: by parameter group.
-        divisor: of the gradients: the loss scale times the clipping factor.
+        divisor: of the gradients: the loss scale times the clip divisor.
         missed: by how much the step's number is smaller for each group; empty: for none.
     """
 

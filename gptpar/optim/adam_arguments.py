@@ -23,7 +23,7 @@ class AdamStep:
 
     Attributes:
         step: number of this step, from 1. Bias corrections follow from it, so a resumed run continues bit for bit.
-        divisor: of the gradients: loss scale times clipping factor. If it exceeds fp32's range, gradients become zero.
+        divisor: of the gradients: loss scale times clip divisor. If it exceeds fp32's range, gradients become zero.
     """
 
     lr: float

@@ -17,9 +17,9 @@ An optimizer may couple the weight decay (L2 regularisation), which is then a pa
     change, s = optimizer.change(g, s, numbers)
     p         = p - change
 
-``divisor`` is the loss scale times the clipping factor. Every operation is rounded to nearest by itself, so an element
-gets the same bits wherever it is updated. Torch's operators round like this if each does a single operation;
-``lerp``, ``addcmul`` and ``alpha`` would fuse a product with a sum.
+``divisor`` is the loss scale times the clip divisor, ``max(1, (norm + 1e-6) / max_norm)``. Every operation is rounded
+to nearest by itself, so an element gets the same bits wherever it is updated. Torch's operators round like this if each
+does a single operation; ``lerp``, ``addcmul`` and ``alpha`` would fuse a product with a sum.
 
 An optimizer over whole matrices (Muon) is not elementwise (:mod:`gptpar.optim.matrix_update`): a shard of a unit may
 begin in the middle of a matrix.
@@ -62,7 +62,8 @@ class ElementwiseOptimizer(Update):
         device_kernel: makes a fused kernel for vectors like the given one, or returns ``None`` if it has none.
         host_kernel: makes a compiled kernel with the given number of threads. Without a kernel, torch's operators
             update.
-        couples_decay: whether the weight decay is added to the gradient, and not taken off the weights.
+        couples_decay: add the weight decay to the gradient (L2 regularisation) instead of subtracting it from the
+            weights (AdamW).
     """
 
     change: Change
@@ -183,7 +184,7 @@ class HostKernel(Protocol):
 
 
 def clipped_divisor(norm: float, loss_scale: float, max_norm: float) -> float:
-    """The divisor of the gradients: the loss scale times the clipping factor.
+    """The divisor of the gradients: the loss scale times the clip divisor.
 
     Args:
         norm: of the whole gradient, without the loss scale.

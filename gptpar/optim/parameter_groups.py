@@ -28,7 +28,7 @@ from gptpar.topology.placement import ParameterInfo
 
 
 class GroupFactors(NamedTuple):
-    """Factors of what the schedules say for a step."""
+    """Multipliers of the scheduled learning rate and weight decay."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -52,7 +52,7 @@ class ParameterGroups:
         model: all layers of the model.
 
     Attributes:
-        factors: by group. The first two are those of a run without overrides: with the decay, and without.
+        factors: by group. The first two groups exist in every run: matrices (decay) and the rest (no decay).
         updates: by group, with the run's settings.
 
     Raises:

@@ -110,6 +110,7 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
     o = config.optimizer
     lengths = schedule_lengths(o, config.batch, config.model.seq_length, train_samples)
     constant = o.weight_decay_incr_style == "constant"
+    decoupled_min = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
     return Schedule(
         max_lr=o.lr,
         min_lr=o.min_lr,
@@ -126,11 +127,7 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         in_tokens=lengths.in_tokens,
         scheduler=_scheduler(config),
         decoupled_max=o.decoupled_lr,
-        decoupled_min=None
-        if o.decoupled_lr is None
-        else o.min_lr
-        if o.decoupled_min_lr is None
-        else o.decoupled_min_lr,
+        decoupled_min=None if o.decoupled_lr is None else decoupled_min,
     )
 
 

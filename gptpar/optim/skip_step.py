@@ -44,8 +44,8 @@ class SkipStep:
     def __init__(self, sigma: float, window: int, device: torch.device):
         self._sigma, self._window = sigma, window
         self._least = max(MIN_JUDGED, window // 2)
-        # Rows: losses, norms. The newest are last, and NaN is where there was no step yet. One step more than the
-        # window is kept: the last one's own window is still there when the host learns that it was an outlier.
+        # Rows: losses, norms. The newest are last, and NaN is where there was no step yet. One more column than the
+        # window: it keeps the last step's own window until the host learns whether that step was an outlier.
         self._values = torch.full((2, window + 1), float("nan"), dtype=torch.float64, device=device)
         self._is_outlier = torch.zeros((), dtype=torch.bool, device=device)
         self._num_outliers = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,7 +57,7 @@ class SkipStep:
 
     @torch.no_grad()
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """Take note of a step; returns its norm, or NaN if the step is an outlier: then the optimizer changes nothing.
+        """Record a step's loss and norm. Returns the norm, or NaN for an outlier, so that the optimizer skips it.
 
         Args:
             loss: the mean loss of the global batch (fp64 scalar on the device).

@@ -1,10 +1,9 @@
 """DeepSpeed's learning-rate schedules as pure functions of the number of steps taken.
 
 A formula takes ``n``, the optimizer steps so far (skipped steps do not count), ``lr``, the rate that the optimizer was
-given, and DeepSpeed's parameters with their names and defaults. It returns the rate of the step that follows.
-DeepSpeed's scheduler takes its first step after the optimizer's, so the warm-ups are one step behind: the step after n
-steps has the value of DeepSpeed's formula at ``i = n - 1``, and the first two steps have the lowest rate. Source:
-deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
+given, and DeepSpeed's parameters with their names and defaults. It returns the rate of the step that follows. DeepSpeed
+steps its scheduler after its optimizer, so step n + 1 uses DeepSpeed's formula at ``i = n - 1``; steps 1 and 2 both use
+the lowest rate. Source: deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
 """
 
 from __future__ import annotations

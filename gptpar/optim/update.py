@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _AVERAGES_AND_EPS = ("beta1", "beta2", "alpha", "momentum", "eps")
-"""Hyperparameters that are 1 where a state stays what it is."""
+"""Hyperparameters set to 1 in :meth:`unchanging`: betas of 1 keep a state as it is, eps of 1 avoids 0/0."""
 
 
 class Hyperparameters(Protocol):

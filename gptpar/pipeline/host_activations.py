@@ -1,9 +1,9 @@
 """Saved activations in host memory: they leave and return on a stream of their own, beside the computation.
 
-What a block saves for its backward pass leaves while the next block runs; the input of a block that is computed again
-leaves while the block itself runs. When the backward pass takes a block's first tensor, those of the block before it
-begin to return, beside the block's backward pass. The newest block's tensors are still on the device when the backward
-pass begins with it.
+A block's saved tensors leave while the next block runs; the input of a block that is computed again leaves while the
+block itself runs. They return one block before they are needed: when the backward pass takes a block's first tensor,
+those of the block before it begin to return. The newest block's tensors are still on the device when the backward pass
+begins with it.
 
 A tensor is copied with its storage, once for all views of it, and returns with the same strides at the same offset. So
 the backward pass launches the same kernels, and computes the same bits.

@@ -38,9 +38,10 @@ def balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 def balanced_interleaved(weights: Sequence[float], num_parts: int, num_stages: int) -> list[int]:
     """Boundaries for an interleaved pipeline: minimises the heaviest stage first, then the heaviest part.
 
-    This is a local search, not exact. It starts from the exact answer for the parts, and from parts with equal numbers
-    of layers, and shifts groups of neighbouring boundaries as long as that helps. In about 95 % of small random cases
-    it found the lightest possible heaviest stage; in the others the heaviest stage was at most 1.25 times as heavy.
+    Local search: the result may not be optimal. It starts from the exact answer for the parts, and from parts with
+    equal numbers of layers, and shifts groups of neighbouring boundaries as long as that helps. In about 95 % of small
+    random cases it found the lightest possible heaviest stage; in the others the heaviest stage was at most 1.25 times
+    as heavy.
 
     Args:
         weights: one number per layer, not negative.
@@ -257,7 +258,7 @@ def _descend(prefix: list[int], at: _Dealt, cost: Callable[[_Dealt], tuple[float
 
 
 def _neighbours(prefix: list[int], at: _Dealt, limit: float) -> Iterator[_Dealt]:
-    """Partitions without a stage above ``limit`` in which some consecutive boundaries are shifted by as many layers.
+    """Neighbours shift consecutive boundaries by the same number of layers; the heaviest stage stays within ``limit``.
 
     The parts between shifted boundaries keep their sizes, so layers move from any part to any other. Shifts by more
     than one layer cross layers without weight.

@@ -1,6 +1,6 @@
 """Activation recomputation: frees a layer's activations and computes them again in the backward pass.
 
-Only the layer's input is kept. Two policies save the input's device memory, too. Either each tensor-parallel process
+Only the layer's input is kept. Two options also save the memory of the kept input: either each tensor-parallel process
 keeps a part of the input, which all of them hold (DeepSpeed's ``partition_activations``), or the input is kept in host
 memory (DeepSpeed's ``cpu_checkpointing``).
 """

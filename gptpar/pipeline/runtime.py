@@ -64,7 +64,7 @@ class Pipeline(nn.Module):
         recompute: takes the names of a virtual stage's layers and returns groups of consecutive ones, which are
             recomputed in the backward pass.
         keep: how the inputs of such groups are kept.
-        on_host: names of further layers whose saved tensors ``keep.host`` keeps.
+        on_host: names of layers that are not recomputed and whose saved tensors go to the host.
         token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """
 
@@ -290,7 +290,7 @@ class Runtime:
 
 
 class _Received:
-    """A stage's input of a micro-batch: what its gradient needs, which is not its values."""
+    """What the gradient of a received input needs: its shape, dtype and device, not its values."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device):
         self._how: dict[str, Any] = {"size": shape, "dtype": dtype, "device": device}
@@ -303,9 +303,10 @@ class _Received:
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets autograd alone keep a stage's input: a leaf would be kept until its gradient is there.
+    """Makes a received input a non-leaf: autograd then frees it after its last use.
 
-    Where the stage's first layers are recomputed, and their input is kept on the host, the device keeps none.
+    A leaf would live until its gradient exists. Where the stage's first layers are recomputed, and their input is kept
+    on the host, the device keeps none.
     """
 
     @staticmethod

@@ -85,7 +85,7 @@ def interleaved(stage: int, num_stages: int, num_micro_batches: int, num_virtual
 
     Source: https://arxiv.org/abs/2104.04473, section 2.2, for whole groups of ``num_stages`` micro-batches. Here any
     number of micro-batches is possible: the last group is filled up with micro-batches that do not exist, and these are
-    then left out. Leaving out a micro-batch on all stages removes waits and adds none, so it cannot cause a deadlock.
+    then left out. Leaving out a micro-batch everywhere removes waits and adds none: it cannot deadlock.
     (A short last group without these gaps can deadlock: 4 stages, 3 virtual stages, 5 micro-batches.)
     """
     _check(stage, num_stages, num_micro_batches, num_virtual_stages)
@@ -129,7 +129,7 @@ def with_transfers(
     """A stage's actions with their sends and receives.
 
     Each receive comes one action early, so that the transfer overlaps that action. Each send comes right after its
-    action. With a single stage nothing is sent: its virtual stages pass tensors on in memory.
+    action. One stage sends nothing; callers refuse virtual stages there.
     """
     instructions: list[Instruction] = []
     waiting: list[Instruction] = []  # the previous action and its send

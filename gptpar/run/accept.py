@@ -76,7 +76,7 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
 
 
 def _begun_anew(c: CheckpointConfig, stored: StoredRun) -> StoredRun:
-    """Reset the stored progress as the flags ask: the place in the data, in the schedule, or nothing."""
+    """Reset the progress that the flags name: place in the data, place in the schedule, both or neither."""
     progress = Progress(scheduled_samples=stored.progress.scheduled_samples) if c.reset_iteration else stored.progress
     if c.no_load_lr_state:
         progress = dataclasses.replace(progress, scheduled_samples=0)
@@ -157,7 +157,7 @@ def _has_ended(there: Schedule, plan: BatchPlan, seq_length: int, progress: Prog
 
 
 def _other_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> str:
-    """The differences of two tokenizers; another program's checkpoint says the number of its ids alone."""
+    """The differences of two tokenizers. Of a converted checkpoint only the vocabulary size is stored, and compared."""
     converted = saved.get("type") == CONVERTED
     return _differences(saved, {name: here.get(name) for name in saved} | {"type": CONVERTED} if converted else here)
 

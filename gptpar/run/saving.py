@@ -170,7 +170,7 @@ class Saving:
         return any(target.saved_at is not None for target in self.targets[:1])
 
     def save_what_is_due(self, progress: Progress, *, keep_all: bool) -> None:
-        """Begin to save to a folder that is due. One folder is enough, and ``--save`` comes first."""
+        """If several folders are due, save to the first only (``--save`` before ``--save-local``)."""
         due = [target for target in self.targets if target.is_due(progress.iteration)]
         if due:
             self.begin(due[0], progress, keep_all=keep_all)
@@ -178,7 +178,7 @@ class Saving:
             target.begin(progress.iteration)
 
     def save_last(self, progress: Progress, *, keep_all: bool) -> None:
-        """Save this moment where all machines see it, unless it is there already, and wait for it.
+        """Save the current state to ``--save`` and wait for it. Do nothing if this iteration is already saved there.
 
         Raises:
             CheckpointError: it is not on the disk.
@@ -191,7 +191,7 @@ class Saving:
         """Take the state as it stands, and write it behind the training.
 
         Args:
-            last: nothing follows: return when it is on the disk.
+            last: this is the run's last save: wait until it is on the disk.
 
         Raises:
             CheckpointError: saves keep failing, or the folder is another run's; see :class:`Saver`.
@@ -247,7 +247,7 @@ class Saving:
             CheckpointError: see :meth:`Saver.finish`.
         """
         self._saver.finish(required=required)
-        if self._target is not None:  # a save that failed is none
+        if self._target is not None:  # a failed save does not count
             self._target.saved_at = self._saver.newest(self._target.folder)
 
     def _take_note(self, saved: Saved) -> None:

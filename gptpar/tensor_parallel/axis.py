@@ -61,7 +61,7 @@ class TensorAxis:
         return range_of(self.rank, self.size, length)
 
     def split_of(self, dim: int, full: int) -> Split:
-        """How a dimension of length ``full`` is split; with this rank's range."""
+        """How a dimension of length ``full`` is split: this rank's start, and the longest range of any rank."""
         return Split(dim, full, self.range_of(full)[0], -(-full // self.size))
 
     def split(self, dim: int, full: int) -> Placement:

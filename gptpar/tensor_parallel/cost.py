@@ -45,8 +45,8 @@ class Product(NamedTuple):
     Attributes:
         inner: width of the input on this rank.
         columns: width of the output on this rank.
-        moves_input: whether the tensor axis gathers the input (or holds it whole), and sums its gradient.
-        moves_output: whether the tensor axis sums the output, and gathers its gradient (or holds that whole).
+        moves_input: whether the tensor axis splits the output features: it sums the input's gradient.
+        moves_output: whether the tensor axis splits the input features: it sums the output.
     """
 
     inner: int
@@ -69,8 +69,8 @@ class Cost:
         forward_kernels: number of kernels of the forward pass.
         backward_kernels: number of kernels of the backward pass, with the addition to the gradient sums.
         exchanged: elements that a token sends to other ranks of the expert axis in each pass.
-        small_sums: number of sums over the tensor axis of a few numbers a token, in the forward pass, and again in the
-            backward pass.
+        small_sums: number of sums over the tensor axis of a few numbers a token, in the forward pass; the backward pass
+            has as many.
         kept: bytes that are kept for the backward pass.
         workspace: bytes of the largest gradient inside the layer.
         chunks: number of chunks of tokens in which a layer forms its gradients during the forward pass; 0: it forms

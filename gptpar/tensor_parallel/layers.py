@@ -73,7 +73,7 @@ class SplitLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
         self.alone, self.token_splits, self.bias_gradient = axis.size == 1, axis.token_splits, bias_gradient
         self.format, self.transfer = format, (axis.group_name, axis.sequence_parallel, axis.fused)
-        # A buffer, because buffers stay on the device where saved activations leave it.
+        # A buffer, so that offload of saved activations leaves it on the device.
         self.register_buffer("gradient_sum", None, persistent=False)
         self.added: torch.Tensor | None = None
 

@@ -6,7 +6,7 @@ output before (Shoeybi et al. 2019; with tokens split between layers, Korthikant
 backward overlaps its two transfers with its two products.
 
 Instead of returning a weight's gradient, a backward can add it to ``total``, the weight's gradient sum. Autograd then
-gets no gradient of the weight. It gets a zero for the scalar ``added``, whose hook reports that the addition is queued.
+gets no gradient of the weight. A hook on the scalar ``added`` tells the engine that the addition has been launched.
 
 Legend: N all tokens, n this rank's (N / t under sequence parallelism over t ranks, else N), I input features and O
 output features that this rank holds or needs.
@@ -92,7 +92,7 @@ def column_forward(
     total: torch.Tensor | None = None,
     added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x_nI, weight_OI -> y_NO."""
+    """x_nI, weight_OI -> y_NO; only autograd uses ``total`` and ``added``."""
     if sequence_parallel:
         return _gather_times(x, weight.t(), group, fused, format)[1]
     return product(x, weight.t(), format)
@@ -167,7 +167,7 @@ def _row_gradients(
 
 @torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())
 def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of all ranks' tensors. Each rank uses it differently, so backward sums the gradients, too."""
+    """The sum of all ranks' tensors. The backward pass sums their gradients: each rank uses the sum differently."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_group(group))
     return total
@@ -211,7 +211,7 @@ sum_over_ranks.register_autograd(_summed_gradient, setup_context=_keep_group)
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, *ctx.how, ctx.total, _ = inputs
-    ctx.save_for_backward(x, weight)  # not the total, which other micro-batches change meanwhile
+    ctx.save_for_backward(x, weight)  # not ``total``: other micro-batches change it before this backward pass
 
 
 def _backward_of(
@@ -222,7 +222,7 @@ def _backward_of(
     A second one, ``summing_NAME``, returns the gradient of x, and adds the weight's to ``total``.
 
     Args:
-        gradients: of x and weight, from the arguments of the schema here.
+        gradients: a function of the schema's arguments; returns the gradients of x and weight.
     """
     given = "Tensor grad, Tensor x, Tensor weight, str group, bool sequence_parallel, bool fused, str format"
     both = torch.library.custom_op(

@@ -24,7 +24,7 @@ FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, to
     PLAIN: _plain
 }
 """Name -> function of (a, b, bias, out). Layers that no axis splits leave the two gradients of their product to
-autograd; where autograd cannot see through a format, its function forms them, by two more products in that format."""
+autograd. So the function must be differentiable, or define its gradients by two products in the same format."""
 
 
 def product(
@@ -48,7 +48,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, format: s
     """``total += a @ b``, in the product's own pass: [M, N], [M, K] and [K, N].
 
     Args:
-        total: of the operands' dtype or wider; the product is not rounded to theirs in between.
+        total: of the operands' dtype or wider; the product is not rounded to the operands' dtype before it is added.
         format: of the product; those that scale their operands are added in a pass of their own.
     """
     if format != PLAIN:

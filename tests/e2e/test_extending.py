@@ -14,9 +14,9 @@ from tests.documents import ROOT, blocks
 
 PAGE = ROOT / "docs/extending.md"
 EXAMPLES = {
-    "Another norm": (2, "combinations compute the same as one process"),
+    "Another norm": (2, "3 steps, a save and a resume in another layout"),
     "A preset": (1, "596.05 M parameters"),
-    "Another layer": (2, "combinations compute the same as one process"),
+    "Another layer": (2, "the combination computes the same as one process"),
     "Another axis": (4, "equal losses and norms"),
     "An optimizer over matrices": (3, "compute the same as one process"),
 }

@@ -30,7 +30,7 @@ class Comparison:
     def __init__(self, number_format: str, steps: int, reference: str, *, speaks: bool, resumes: bool = True):
         self.tolerance, self._speaks = TOLERANCES[number_format], speaks
         self._measure = difference if number_format == "fp64" else overall_difference
-        self.num_failed = self._num_cases = 0
+        self.num_failed = self._num_cases = self._num_resumed = 0
         self._largest, self._round_off = 0.0, set[str]()
         self._steps, self._reference, self._resumes = steps, reference, resumes
         if speaks:
@@ -57,6 +57,7 @@ class Comparison:
         failed = not largest <= self.tolerance
         self._largest = max(self._largest, largest, key=_nan_last)
         self._num_cases += 1
+        self._num_resumed += resumed is not None
         self.num_failed += failed
         self._round_off.update(name for one in alone.gradients[:steps] for name in round_off(one))
         row = " ".join(f"{value:9.1e}" for value in values) + " " * 10 * (self._resumes and resumed is None)
@@ -66,12 +67,13 @@ class Comparison:
         """The last line."""
         if not self._speaks:
             return
-        verdict = (
-            f"all {self._num_cases} combinations compute the same as {self._reference}"
-            if not self.num_failed
-            else f"{self.num_failed} of {self._num_cases} combinations differ from {self._reference}"
-        )
-        resumes = ", a save and a resume in another layout" if self._resumes else ""
+        if self.num_failed:
+            verdict = f"{self.num_failed} of {self._num_cases} combinations differ from {self._reference}"
+        else:
+            one = self._num_cases == 1
+            who = "the combination computes" if one else f"all {self._num_cases} combinations compute"
+            verdict = f"{who} the same as {self._reference}"
+        resumes = ", a save and a resume in another layout" if self._num_resumed else ""
         print(
             f"{verdict}: largest relative difference {self._largest:.1e} over {self._steps} steps{resumes} "
             f"(tolerance {self.tolerance:.0e})",

@@ -71,14 +71,14 @@ def initialize(
 ) -> Initialized:
     """Make an engine that trains a module with ZeRO, offload and other options of a DeepSpeed configuration.
 
-    The module is not changed. Every process calls this with the same model; the first process's values count. If
-    necessary, ``torch.distributed`` is initialised. If one process raises an error, all raise it, with its rank.
+    The engine adds hooks to the module, moves its buffers and gives its parameters (the same objects) other memory;
+    ``close()`` removes the hooks. Every process calls this with the same model; the first process's values count. If
+    necessary, ``torch.distributed`` is initialised. If one process raises an error, all do, with its rank.
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
-        model: the module, whose parameters stay the same objects; a :class:`gptpar.PipelineModule`; or its layers,
-            which the configuration's ``pipeline`` divides. The engine of a pipeline is a
-            :class:`~gptpar.deepspeed.engines.pipeline_engine.PipelineEngine`.
+        model: the module; a :class:`gptpar.PipelineModule`; or its layers, which the configuration's ``pipeline``
+            divides. The engine of a pipeline is a :class:`~gptpar.deepspeed.engines.pipeline_engine.PipelineEngine`.
         optimizer: instead of the configuration's: one of torch's before its first step, or a function that makes one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.

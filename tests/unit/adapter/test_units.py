@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.adapter.units import ALONE, UnitPlan, find_units
+from gptpar.adapter.units import MIN_OWN_UNIT, UnitPlan, find_units
 from gptpar.errors import ModelError
 from tests.unit.adapter.huggingface import tiny_hf
 
@@ -186,9 +186,9 @@ def test_numbered_children_are_elements():
 def test_large_parameters_of_the_root_are_units_alone():
     model = Model(
         norm=nn.LayerNorm(4),
-        embed=nn.Embedding(ALONE // 4, 4, device="meta"),
-        almost=nn.Linear(ALONE // 4 - 1, 4, device="meta"),
-        blocks=nn.ModuleList(Model(linear=nn.Linear(ALONE // 4, 4, device="meta")) for _ in range(2)),
+        embed=nn.Embedding(MIN_OWN_UNIT // 4, 4, device="meta"),
+        almost=nn.Linear(MIN_OWN_UNIT // 4 - 1, 4, device="meta"),
+        blocks=nn.ModuleList(Model(linear=nn.Linear(MIN_OWN_UNIT // 4, 4, device="meta")) for _ in range(2)),
     )
     for block in model.blocks:
         block.forward = torch.relu

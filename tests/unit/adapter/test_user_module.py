@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,38 @@ def test_a_file_that_fails_is_told_with_its_line(tmp_path):
     (tmp_path / "broken_file.py").write_text("x = 1\ny = x.z\n")
     with pytest.raises(GptparError, match=r"failed: AttributeError: .* \(broken_file.py, line 2\)"):
         load_user_function(f"{tmp_path}/broken_file.py:make")
+
+
+def test_a_file_that_fails_is_imported_anew(tmp_path):
+    path = tmp_path / "broken_again.py"
+    path.write_text("def make():\n    return helper()\n\nimport not_there\n")
+    before = list(sys.path)
+    for _ in range(2):
+        with pytest.raises(GptparError, match="failed: ModuleNotFoundError: No module named 'not_there'"):
+            load_user_function(f"{path}:make")
+    assert sys.path == before and path.stem not in sys.modules
+
+
+def test_a_file_with_the_name_of_a_loaded_module_is_a_module_of_its_own(tmp_path):
+    path = tmp_path / "random.py"
+    lines = [
+        "from __future__ import annotations",
+        "from dataclasses import dataclass, fields",
+        "from typing import ClassVar as CV",
+    ]
+    lines += [
+        "import sys",
+        "import torch",
+        "",
+        "@dataclass",
+        "class Sizes:",
+        "    known: CV[int] = 2",
+        "    width: int = 3",
+        "",
+    ]
+    lines += ["def make():", "    assert len(fields(Sizes)) == 1 and sys.modules[__name__].make is make"]
+    path.write_text("\n".join([*lines, "    return torch.nn.Linear(Sizes().width, Sizes.known)", ""]))
+    assert tuple(load_user_function(f"{path}:make")().module.weight.shape) == (2, 3)
+    found = sys.modules[str(path)]
+    load_user_function(f"{path}:make")
+    assert sys.modules[str(path)] is found and "randint" in vars(sys.modules["random"])

@@ -53,7 +53,7 @@ def test_only_what_training_needs_ends_it_when_it_keeps_failing(optional: bool) 
         with pytest.raises(NotSavedError, match="state, of iteration 9, is not on the disk"):
             saver.begin(last, behind=True)
     assert len(said) == FORGIVEN + optional
-    assert ("stands still" in said[-1]) == (not optional)
+    assert ("stops and waits" in said[-1]) == (not optional)
 
 
 def test_after_an_interrupted_wait_the_next_save_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:

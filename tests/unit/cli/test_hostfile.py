@@ -45,10 +45,24 @@ def test_selections(how: dict[str, Any], expected: dict[str, list[int]]) -> None
 
 
 @pytest.mark.parametrize(
+    ("include", "expected"),
+    [
+        ("me@a:1@b:0", {"me@a": [1], "b": [0]}),
+        ("b@me@ab", {"b": [0, 1], "me@ab": [0, 1]}),
+        ("me@a@fe80::1", {"me@a": [0, 1], "fe80::1": [0, 1]}),
+    ],
+)
+def test_names_of_hosts_may_have_users_and_colons(include: str, expected: dict[str, list[int]]) -> None:
+    hosts = {host: [0, 1] for host in ("a", "b", "me@a", "me@ab", "fe80::1")}
+    assert hostfile.selected(hosts, include=include) == expected
+
+
+@pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ({"include": "a", "exclude": "b"}, "--include and --exclude exclude each other"),
+        ({"include": "a", "exclude": "b"}, "--include and --exclude cannot be combined"),
         ({"include": "a:4"}, "a:4: a has the slots 0, 1, 2, 3."),
+        ({"include": "me@a"}, "me is not in the hostfile, which names a, b, c."),
         ({"exclude": "a:0"}, "every host must have the same number of slots (a 3, b 4, c 4)"),
     ],
 )
@@ -63,26 +77,36 @@ def not_here(words: Sequence[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    "words, expected, visible",
+    "words, expected",
     [
-        (["--num_gpus", "2", "train.py"], ["--nproc-per-node", "2", "--pass-local-rank", "train.py"], "0,1"),
-        (["--num_gpus=-1", "--module", "m"], ["--nproc-per-node", "1", "--pass-local-rank", "--module", "m"], "0"),
-        (["--no_local_rank", "--master_port", "4", "t"], ["--master-port", "4", "--nproc-per-node", "1", "t"], "0"),
+        (["--num_gpus", "2", "train.py"], ["--nproc-per-node", "2", "--pass-local-rank", "train.py"]),
+        (["--num_gpus=-1", "--module", "m"], ["--nproc-per-node", "1", "--pass-local-rank", "--module", "m"]),
+        (["--no_local_rank", "--master_port", "4", "t"], ["--master-port", "4", "--nproc-per-node", "1", "t"]),
         (
-            ["--num_nodes", "1", "t", "--num_gpus"],
-            ["--nproc-per-node", "1", "--pass-local-rank", "t", "--num_gpus"],
-            "0",
+            ["--no_local_rank", "--master_addr", "::1", "t"],
+            ["--master-addr", "::1", "--nproc-per-node", "1", "t"],
         ),
+        (["--num_nodes", "1", "t", "--num_gpus"], ["--nproc-per-node", "1", "--pass-local-rank", "t", "--num_gpus"]),
     ],
 )
 def test_flags_of_deepspeeds_launcher_without_a_hostfile_start_workers_here(
-    words: list[str], expected: list[str], visible: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     seen: list[Sequence[str]] = []
     assert hostfile.is_asked_for(words)
     hostfile.main(words, lambda found: seen.append(found) or 0)
-    assert seen == [expected] and os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert seen == [expected] and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert hostfile.main(["--dry-run", *words], not_here) == 0
+    assert capsys.readouterr().out == f"CUDA_VISIBLE_DEVICES= {shlex.join(['gptpar', 'launch', *expected])}\n"
+
+
+@pytest.mark.parametrize(
+    "slots, before, expected",
+    [([0, 1], None, "0,1"), ([1], "4,5", "5"), ([0, 1], "", ""), ([0, 1], "-1", "-1")],
+)
+def test_gpus_that_were_hidden_stay_hidden(slots: list[int], before: str | None, expected: str) -> None:
+    assert hostfile._visible(slots, before) == expected
 
 
 def test_the_command_of_each_host_is_printed(

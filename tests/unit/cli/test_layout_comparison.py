@@ -33,3 +33,18 @@ def test_a_difference_names_gradients_that_are_round_off_alone(
         "1 of 2 combinations differ" in text
         and ("such as key.bias, has elements that are zero by construction" in text) == told
     )
+
+
+def test_the_verdict_names_a_resume_only_if_there_was_one(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = Comparison("fp64", 1, "one process", speaks=True)
+    once = outcome(0.0)
+    alone = Outcome(once.initial, once.steps * 2, once.gradients * 2, once.weights * 2)
+    comparison.compare("a layout", once, alone)
+    comparison.sum_up()
+    verdict = "the combination computes the same as one process: largest relative difference 0.0e+00 over 1 steps"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{verdict} (tolerance 1e-10)"
+    comparison.compare("another", alone, alone)
+    comparison.sum_up()
+    verdict = "all 2 combinations compute the same as one process: largest relative difference 0.0e+00 over 1 steps"
+    resume = ", a save and a resume in another layout"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{verdict}{resume} (tolerance 1e-10)"

@@ -9,6 +9,7 @@ import pytest
 
 from gptpar.config import Config, DataConfig
 from gptpar.config.flags import parse_flags
+from gptpar.config.layer_patterns import layer_pattern
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from tests.helpers import TINY
@@ -210,12 +211,20 @@ def test_second_names_of_flags() -> None:
         ("--no-rope-freq ([0]*3+[1]*1)*2", "--rope-pattern RRRNRRRN"),
         ("--no-rope-freq [1,0]", "--rope-pattern NR"),
         ("--no-rope-freq 1", "--rope-pattern N"),
+        ("--no-rope-freq 00000000004", "--rope-pattern RRRN"),
         ("--window-size 4 --window-attn-skip-freq 3", "--window-size 4 --window-pattern SSF"),
         ("--window-size 4 --window-attn-skip-freq [1]*2+[0]", "--window-size 4 --window-pattern SSF"),
     ],
 )
 def test_layers_without_positions_or_windows_by_the_names_of_megatron(flags: str, same: str) -> None:
     assert resolved(f"--position-embedding-type rope {flags}") == resolved(f"--position-embedding-type rope {same}")
+
+
+def test_spaces_around_a_number_of_layers_and_lists_in_lists() -> None:
+    assert layer_pattern("           3 ", "RN", 0) == "RRN" and layer_pattern(f"{'0' * 5000}2", "RN", 0) == "RN"
+    for text in ("[[0]]", "[[0], 1]", "[]", "0", "20000000001"):
+        with pytest.raises(ValueError, match=r"a number from 1 to 10,000, or a list of 0 and 1"):
+            layer_pattern(text, "RN", 0)
 
 
 @pytest.mark.parametrize("name", ["save-optim", "load-rng", "check-for-nan-in-loss-and-grad", "rope-fusion"])

@@ -83,7 +83,7 @@ def test_ranks_that_hold_whole_matrices_do_them_alone() -> None:
     """Without ZeRO, processes of the data axis send each other nothing."""
     for rank in range(2):
         for chunk in chunks(Mesh(data=2), 0, rank):
-            assert (chunk.size, chunk.axes) == (1, ()) and not any(job.is_alone for job in chunk.jobs)
+            assert (chunk.size, chunk.axes) == (1, ()) and not any(job.is_duplicated for job in chunk.jobs)
 
 
 def test_the_longest_come_first() -> None:

@@ -63,11 +63,17 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         edited(hidden_act="mish", rope_parameters={"rope_type": "su"}),
         "(?s)hidden_act is 'mish'.*rope_type is",
     ),
-    "too few layers": (edited(num_hidden_layers=2), "'model.layers.2.input_layernorm.weight' has no place in a llama"),
+    "too few layers": (
+        edited(num_hidden_layers=2),
+        "'model.layers.2.input_layernorm.weight' is not a weight of gptpar's llama model",
+    ),
     "far too many layers": (edited(num_hidden_layers=10**12), "1000000000000 layers"),
     "another width": (edited(intermediate_size=47), r"is \[48, 32\], and \[47, 32\] follows from config.json"),
     "a width that heads do not divide": (edited(hidden_size=33), "hidden"),
-    "said to be tied": (edited(tie_word_embeddings=True), "set it to false in a copy of the folder"),
+    "said to be tied": (
+        edited(tie_word_embeddings=True),
+        "'lm_head.weight' has another shape, format or values than 'model.embed_tokens.weight': set it to false",
+    ),
     "said to be untied": (
         with_tensor("lm_head.weight", None),
         "set tie_word_embeddings to true in a copy",

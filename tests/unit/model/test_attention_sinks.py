@@ -10,7 +10,8 @@ import torch
 
 from gptpar.model import attention_sinks as sinks_module
 from gptpar.model import core_attention as core
-from gptpar.model.core_attention import core_attention, document_mask
+from gptpar.model.core_attention import AttentionDropout, core_attention, document_mask
+from gptpar.model.dropout import LayerSeeds
 from tests.pairs import every_pair
 from tests.unit.model.test_document_attention import cu_seqlens_of, inputs, same, with_gradients
 
@@ -106,3 +107,11 @@ def test_a_sink_keeps_its_bits_in_bf16() -> None:
     y = core_attention(q, k, v, None, None, None, 0.3, sinks_H)[0, :, :, 0].double()
     n = torch.arange(1, 9, dtype=torch.float64)
     torch.testing.assert_close(y, n / (n + sinks_H.double().exp()[:, None]), rtol=2**-7, atol=0)
+
+
+def test_sinks_are_not_dropped_beside_dropout() -> None:
+    q, k, v = inputs(groups=2)
+    seeds = LayerSeeds(torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32))
+    dropout = AttentionDropout(0.5, seeds, first_group=0, num_groups=2)
+    with pytest.raises(AssertionError, match="sinks cannot be combined with dropout"):
+        core_attention(q, k, v, dropout=dropout, sinks_H=sinks())

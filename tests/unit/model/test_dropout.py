@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from gptpar.model.block import Block
-from gptpar.model.core_attention import _one_call_a_group, _plain, document_mask
+from gptpar.model.core_attention import _dropout_in_kernel, _dropout_in_memory, document_mask
 from gptpar.model.dropout import (
     EMBEDDINGS,
     KINDS,
@@ -126,8 +126,8 @@ def attended(
 ) -> torch.Tensor:
     """One of the two ways, on the CPU."""
     if method == "plain":
-        return _plain(q, k, v, mask, p, seeds_of().words, first, GROUPS)
-    return _one_call_a_group(q, k, v, mask, p, seeds_of().host, first)
+        return _dropout_in_memory(q, k, v, mask, p, seeds_of().words, first, GROUPS)
+    return _dropout_in_kernel(q, k, v, mask, p, seeds_of().host, first)
 
 
 def queries_keys_values() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,7 +211,7 @@ def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.M
 
     def as_on_a_gpu(*arguments: Any, scale: float | None) -> torch.Tensor:
         *tensors, p, seeds, first_group, _ = arguments
-        return _one_call_a_group(*tensors, p, seeds.host, first_group, scale)
+        return _dropout_in_kernel(*tensors, p, seeds.host, first_group, scale)
 
     monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", as_on_a_gpu)
     assert compiled_frames(3) == compiled_frames(2)

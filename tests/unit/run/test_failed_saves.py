@@ -63,12 +63,14 @@ def test_a_run_whose_saves_keep_failing_ends_at_the_third(
     assert str(error.value).startswith("cannot write ")
     assert str(error.value).endswith("state, of iteration 8, is not on the disk: the steps since iteration 2 are lost.")
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-    assert len(told) == 2 and "ends if that fails, too (2 have in a row)" in told[1]
+    assert len(told) == 2 and "ends if it fails too (2 saves in a row have failed)" in told[1]
 
 
 def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, [8, 8])
-    with pytest.raises(NotSavedError, match="iteration 8, is not on the disk: nothing that this run has learnt is"):
+    with pytest.raises(
+        NotSavedError, match="iteration 8, is not on the disk: no checkpoint of this run is on the disk"
+    ):
         run(tmp_path, "--save-interval 8")
     assert iterations(tmp_path) == []
 

@@ -190,16 +190,20 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     # Where the newest was damaged, an older one has been taken.
     stored = accepted(config, inputs, dataclasses.replace(manifest, iteration=loaded.iteration, meta=loaded.meta))
     report_differences(config, inputs, stored, say)
+    _say_each(formats[-1], say)
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
-    for sentence in formats[-1]:
-        say(f" > {sentence}")
     if not weights_only:
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     if trainer.skip_step is not None:
         trainer.skip_step.load(stored.skip_step)
     return stored.progress
+
+
+def _say_each(sentences: Sequence[str], say: Callable[[str], None]) -> None:
+    for sentence in sentences:
+        say(f" > {sentence}")
 
 
 def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:

@@ -60,13 +60,7 @@ class MovedStates(EngineState):
         self._require_no_step()
         if device == "none":
             return
-        if device != "cpu":
-            raise ValueError(f"engine.offload_states(device={str(device)!r}): states move to 'cpu' alone.")
-        for kind in include or ():
-            if kind not in _KINDS:
-                raise ValueError(
-                    f"engine.offload_states: include has {str(kind)!r}, which is none of {', '.join(_KINDS)}."
-                )
+        _require_known(include, device)
         if self._moved is not None:
             raise GptparError("engine.offload_states() twice: call engine.reload_states() in between.")
         self._take_note_of_last_step()
@@ -99,6 +93,14 @@ class MovedStates(EngineState):
 
     def _let_go_of_recording(self) -> None:
         """A recorded step refers to the memory of gradients."""
+
+
+def _require_known(include: Collection[str] | None, device: str) -> None:
+    if device != "cpu":
+        raise ValueError(f"engine.offload_states(device={str(device)!r}): states move to 'cpu' alone.")
+    for kind in include or ():
+        if kind not in _KINDS:
+            raise ValueError(f"engine.offload_states: include has {str(kind)!r}, which is none of {', '.join(_KINDS)}.")
 
 
 def _asked(include: Collection[str] | None, kinds: tuple[str, ...]) -> bool:

@@ -65,20 +65,15 @@ class MovedStates(EngineState):
             raise GptparError("engine.offload_states() twice: call engine.reload_states() in between.")
         self._take_note_of_last_step()
         self._let_go_of_recording()
-        engine, optimizer = self.engine, self.engine.optimizer
-        engine.finish()
+        self.engine.finish()
+        optimizer = self.engine.optimizer
         optimizer.guard.wait_until_read()
-        tensors = [optimizer.vectors[name] for name in optimizer.states if _asked(include, _STATES)]
-        if _asked(include, _MASTERS) and not engine.masters_are_parameters:
-            tensors.append(optimizer.master)
-        tensors += engine.gradients.memory.tensors if _asked(include, _GRADIENTS) else []
-        storages = {storage.data_ptr(): storage for storage in (one.untyped_storage() for one in tensors)}
-        moved = [(storage, _on_host(storage, pinned=pin_memory)) for storage in storages.values()]
+        moved = [(storage, _on_host(storage, pinned=pin_memory)) for storage in self._storages(include)]
         for storage, _ in moved:
             storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._moved, engine.optimizer = (optimizer, moved), _Away()  # type: ignore[assignment]
+        self._moved, self.engine.optimizer = (optimizer, moved), _Away()  # type: ignore[assignment]
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back what :meth:`offload_states` has moved; ``non_blocking`` has no effect."""
@@ -90,6 +85,15 @@ class MovedStates(EngineState):
             storage.resize_(values.nbytes)
             _bytes_of(storage).copy_(values)
         self.engine.optimizer, self._moved = optimizer, None
+
+    def _storages(self, include: Collection[str] | None) -> list[torch.UntypedStorage]:
+        """The memory of what is asked for, each once."""
+        optimizer = self.engine.optimizer
+        tensors = [optimizer.vectors[name] for name in optimizer.states if _asked(include, _STATES)]
+        if _asked(include, _MASTERS) and not self.engine.masters_are_parameters:
+            tensors.append(optimizer.master)
+        tensors += self.engine.gradients.memory.tensors if _asked(include, _GRADIENTS) else []
+        return list({one.data_ptr(): one for one in (tensor.untyped_storage() for tensor in tensors)}.values())
 
     def _let_go_of_recording(self) -> None:
         """A recorded step refers to the memory of gradients."""

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 from gptpar.model.block import Block
 from gptpar.model.core_attention import _one_call_a_group, _plain, document_mask
@@ -189,6 +188,8 @@ def stage_of(flags: str) -> Stage:
 
 def compiled_frames(num_layers: int, **options: bool) -> int:
     """How often Dynamo compiled something in three steps of other seeds; results are those of blocks left alone."""
+    from torch._dynamo.testing import CompileCounter  # takes seconds
+
     flags = f"{BOTH} --num-layers {num_layers}"
     stage, plain, counter = stage_of(flags), stage_of(flags), CompileCounter()
     torch._dynamo.reset()

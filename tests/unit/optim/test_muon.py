@@ -110,6 +110,7 @@ def test_what_is_a_matrix_of_a_qkv_weight() -> None:
     assert replace(MUON, qkv="heads").matrices(WHOLE) == WHOLE
 
 
+@pytest.mark.slow
 def test_training_follows_a_plain_loop() -> None:
     run = plain_runs.alone(plain_runs.MUON_WORDS, ())
     run.train(0, STEPS)

@@ -1,7 +1,5 @@
 """What ``gptpar.initialize`` is told by its configuration."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping

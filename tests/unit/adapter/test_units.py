@@ -1,7 +1,5 @@
 """Which parameters of a stranger's module lie together, and which modules are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """``--module``: what a user hands over, and what is said of mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

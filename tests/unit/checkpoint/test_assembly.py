@@ -1,7 +1,5 @@
 """Blocks of new tensors: how many are in memory at once, and what happens where they do not fit."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

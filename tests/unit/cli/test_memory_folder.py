@@ -1,7 +1,5 @@
 """The folder in memory: private, gone with its run, and cleared away after a launcher that was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``gptpar benchmark --sweep``: what is run, what is not and why; a run's saved configuration at other verbs."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """DeepSpeed's JSON in place of flags."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags, derived values and validation."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Where matrices are orthogonalized: every element goes to one home, and each process expects what the others send."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face models become checkpoints and go back: the same bytes, the same logits, the same text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face folders in which something is wrong: a sentence with a remedy, and the folder stays as it is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

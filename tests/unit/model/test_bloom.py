@@ -1,7 +1,5 @@
 """ALiBi, normalised embeddings and norms whose weights are stored less one, against BLOOM of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What layers say they cost, against torch's count of FLOPs, against what autograd keeps, and as published."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 from typing import Any

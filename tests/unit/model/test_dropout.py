@@ -1,7 +1,5 @@
 """Dropout's masks: fair, independent of each other, and functions of what they may depend on alone."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flags of Hugging Face's families: transformers' model and ours with the same weights give the same logits."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

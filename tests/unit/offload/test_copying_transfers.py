@@ -1,7 +1,5 @@
 """Gradients that leave the device as soon as they are final: what is kept, what is given up, and who waits."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

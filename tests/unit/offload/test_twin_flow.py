@@ -1,7 +1,5 @@
 """TwinFlowAdamW against torch.optim.AdamW: the same numbers for every ratio and way of calling it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs with an offloaded partition: the same bits at every ratio, overflows, speculation, memory, and saves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

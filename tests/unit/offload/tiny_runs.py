@@ -1,7 +1,5 @@
 """Steps of the tiny model, and a hash of all that they leave."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

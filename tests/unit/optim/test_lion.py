@@ -1,7 +1,5 @@
 """Lion beside its plain formula: the update, its number formats, and training at every ratio, saved and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon's arithmetic: torch.optim.Muon's algorithm in fp64, scales, coefficients, matrices, and the CPU's kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

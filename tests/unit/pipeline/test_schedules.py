@@ -1,7 +1,5 @@
 """Pipeline schedules: complete, free of deadlock, as short as the formula says; no process is started."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Plans of runs whose optimizer or parameters live in host memory, against hand counts and measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

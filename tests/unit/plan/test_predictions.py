@@ -1,7 +1,5 @@
 """``gptpar plan``: memory and time against hand counts, against what the run allocates, and against measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

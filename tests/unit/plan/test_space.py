@@ -1,7 +1,5 @@
 """The space of layouts: what is enumerated, how a candidate is applied and printed, and what stays as it was typed."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers out of a metrics.jsonl that somebody else may have written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

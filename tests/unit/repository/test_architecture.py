@@ -1,7 +1,5 @@
 """The shape of the house: imports point one way, pure rooms stay pure, files and functions stay readable."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints of the tiny run, and whether another run may go on from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

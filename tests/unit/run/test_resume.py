@@ -1,7 +1,5 @@
 """When a checkpoint is required, when a fresh start will do, and whose checkpoint a run may go on from."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Other moments than a checkpoint's: AdamW's become Muon's momenta, number formats change, and what cannot is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint that is written behind the training is the one that stands still meanwhile would have written."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import tempfile

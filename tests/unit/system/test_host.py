@@ -1,7 +1,5 @@
 """The machine's memory and cores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The C++ helpers: built once, atomically, for this user alone, and every failure says what to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The BPE kernel gives tiktoken's ids, whatever the text, and texts are divided where that changes nothing."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ordinary tokenizer.json files of each model: special tokens written in texts, unknown and dropped characters."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BatchNorm beside 16-bit parameters: statistics as the user has them, against the same module in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

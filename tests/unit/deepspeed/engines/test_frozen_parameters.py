@@ -1,7 +1,5 @@
 """Parameters that are frozen and trained again while an engine has them, beside torch's own optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

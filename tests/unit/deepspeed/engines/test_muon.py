@@ -1,7 +1,5 @@
 """Muon of ``gptpar.initialize``: DeepSpeed's type, and torch's own optimizer, beside torch without its cast."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments of the public API that have the wrong type are told in sentences that name them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -7,12 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.cli.launch.memory import (
-    OWNER,
-    PREFIX,
-    UNNAMED_SECONDS,
-    remove_abandoned,
-)
+from gptpar.cli.launch.memory import OWNER, PREFIX, UNNAMED_SECONDS, remove_abandoned
 from gptpar.system.processes import Process
 
 

@@ -9,13 +9,7 @@ import torch
 
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from tests.unit.exchange.hf_models import (
-    TOKENS,
-    contents,
-    our_logits,
-    require_equal_logits,
-    save_theirs,
-)
+from tests.unit.exchange.hf_models import TOKENS, contents, our_logits, require_equal_logits, save_theirs
 from tests.unit.exchange.megatron_models import Harm
 from tests.unit.model.test_families import CASES
 

@@ -66,10 +66,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another width": (edited(intermediate_size=47), r"is \[48, 32\], and \[47, 32\] follows from config.json"),
     "a width that heads do not divide": (edited(hidden_size=33), "hidden"),
     "said to be tied": (edited(tie_word_embeddings=True), "set it to false in a copy of the folder"),
-    "said to be untied": (
-        with_tensor("lm_head.weight", None),
-        "set tie_word_embeddings to true in a copy",
-    ),
+    "said to be untied": (with_tensor("lm_head.weight", None), "set tie_word_embeddings to true in a copy"),
 }
 
 

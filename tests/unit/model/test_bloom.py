@@ -72,11 +72,7 @@ def test_slopes_of_ranks_are_those_of_all_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri",
-    ],
+    "flags", ["", "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri"]
 )
 def test_a_weight_less_one_computes_the_same(flags: str) -> None:
     """Output and gradients equal those of the norms that hold one more."""

@@ -135,8 +135,7 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
 
 
 @pytest.mark.parametrize(
-    "modules",
-    [pytest.param(("mlp_act",), marks=pytest.mark.slow), ("core_attn", "mlp", "layernorm")],
+    "modules", [pytest.param(("mlp_act",), marks=pytest.mark.slow), ("core_attn", "mlp", "layernorm")]
 )
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)

@@ -113,8 +113,7 @@ def test_a_grad_scaler_drives_it(ratio: float, attached: bool, unscale: bool, cl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ratios", "dtype"),
-    [((0.0, 1.0), torch.float64), ((1.0, 0.3), torch.float32), ((0.3, 0.731), torch.bfloat16)],
+    ("ratios", "dtype"), [((0.0, 1.0), torch.float64), ((1.0, 0.3), torch.float32), ((0.3, 0.731), torch.bfloat16)]
 )
 def test_saved_at_one_ratio_and_gone_on_at_another(
     ratios: tuple[float, float], dtype: torch.dtype, closing: Any

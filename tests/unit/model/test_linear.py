@@ -1,7 +1,5 @@
 """Who sums a bias's gradient changes where it is formed, and not what it is."""
 
-from itertools import cycle
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from gptpar.model.linear import Linears
 from gptpar.pipeline.stage import Stage
 from gptpar.topology.initial_values import initialise
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.pairs import in_turns
 
 OPTIONS = {
     "GPT-2": "",
@@ -41,10 +40,7 @@ def gradients(flags: str, modules: frozenset[str]) -> dict[str, torch.Tensor]:
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-MODULES = (), ("core_attn", "mlp", "layernorm"), ("mlp_act",)
-
-
-@pytest.mark.parametrize(("name", "modules"), [*zip(OPTIONS, cycle(MODULES))])
+@in_turns(name=list(OPTIONS), modules=[(), ("core_attn", "mlp", "layernorm"), ("mlp_act",)])
 def test_readers_sum_what_the_layers_would(
     name: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """No test leaves a thread of the CPU optimizer behind: the next tests of this process would share the cores with it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Which tokens a context-parallel rank has, how ranks see each other's, and what a GPU's kernel is given."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers beside torch's own in fp64: a network, its losses, and what a plain loop makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

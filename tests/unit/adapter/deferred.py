@@ -1,7 +1,5 @@
 """Modules that are built without memory, and their values made later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Small models of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks that are compiled by default: shared graphs, and what happens where compilation fails or does not pay."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """A model that is built without memory: its values are made later, whichever are asked for, in whichever order."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

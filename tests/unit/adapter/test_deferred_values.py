@@ -1,7 +1,5 @@
 """Tensors of a deferred model: they look as if they were there, are made alone, and follow changes or say so."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Torch's stance towards compiled code is as it was, however the first passes of engines overlap and end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

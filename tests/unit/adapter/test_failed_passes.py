@@ -1,7 +1,5 @@
 """A pass that ended in an error has to have ended so on all processes."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

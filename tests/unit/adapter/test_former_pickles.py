@@ -1,7 +1,5 @@
 """Pipelines that were pickled whole while their classes were in ``any_module``."""
 
-from __future__ import annotations
-
 import pickle
 
 import torch

@@ -1,7 +1,5 @@
 """What ``gptpar.initialize`` is told by its configuration."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping
@@ -11,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.adapter.options import (
-    OTHER_OPTIMIZER,
-    EngineOptions,
-    OffloadOptions,
-    SchedulerOptions,
-    read_options,
-)
+from gptpar.adapter.options import OTHER_OPTIMIZER, EngineOptions, OffloadOptions, SchedulerOptions, read_options
 from gptpar.adapter.step_batch import StepBatch, step_batch
 from gptpar.config.deepspeed_rules import Absent, Door, NotRead, Tree
 from gptpar.config.deepspeed_table import SCHEDULE_TYPES, TABLE, keys_for

@@ -1,7 +1,5 @@
 """Processes that wait for each other, because they have not made the same calls, say so."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The user's own ``clip_grad_norm_`` clips where gradients are in ``.grad``, and is refused elsewhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is saved of a module outside of checkpoints: torch.save and safetensors, as large as in plain torch."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimizers of ``torch.optim``, from the configuration and from the client, beside torch itself in fp64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

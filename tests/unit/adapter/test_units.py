@@ -1,7 +1,5 @@
 """Which parameters of a stranger's module lie together, and which modules are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -68,6 +66,12 @@ def assert_complete(model: nn.Module, plan: UnitPlan) -> None:
     assert all(path in modules for path in paths(plan)) and paths(plan)[0] == ""
 
 
+def complete_plan(model: nn.Module) -> UnitPlan:
+    plan = find_units(model)
+    assert_complete(model, plan)
+    return plan
+
+
 BLOCKS = {
     "GPT-2": [f"transformer.h.{i}" for i in range(3)],
     "Llama": [f"model.layers.{i}" for i in range(3)],
@@ -78,8 +82,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_transformers_are_units(name: str):
     model = tiny_hf(name)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == ["", *BLOCKS[name]]
     for path in BLOCKS[name]:
         inside = tuple(n for n, _ in model.named_parameters() if n.startswith(path + "."))
@@ -108,8 +111,7 @@ def test_unknown_class_names_those_there_are():
 
 def test_experts_and_inner_blocks_stay_inside():
     model = Model(embed=nn.Embedding(5, 4), layers=nn.Sequential(MoE(), MoE()))
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == ["", "layers.0", "layers.1"]
     assert len(groups(plan)["layers.0"]) == 2 + 3 * 3
 
@@ -117,8 +119,7 @@ def test_experts_and_inner_blocks_stay_inside():
 def test_shared_block_is_one_scope():
     block = Block()
     model = Model(head=nn.Linear(4, 4), layers=nn.ModuleList([block, block, block]), again=block)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == ["", "layers.0"]
     assert plan.aliases["again.first.weight"] == plan.aliases["layers.2.first.weight"] == "layers.0.first.weight"
 
@@ -137,8 +138,7 @@ def test_parameters_shared_by_blocks_belong_to_the_whole_model():
     blocks[1].second = blocks[0].second
     blocks[1].first.bias = blocks[0].first.bias
     model = Model(blocks=blocks)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert groups(plan) == {
         "blocks.0": ("blocks.0.first.weight",),
         "(root)": ("blocks.0.first.bias", "blocks.0.second.weight"),
@@ -148,23 +148,20 @@ def test_parameters_shared_by_blocks_belong_to_the_whole_model():
 
 def test_single_layers_and_single_classes_are_no_blocks():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Block(), OtherBlock(), nn.Linear(4, 4))
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == [""] and list(groups(plan)) == ["(root)"]
 
 
 def test_parametrized_layers_are_single_layers():
     layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)]
     model = nn.Sequential(*layers)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == [""]
 
 
 def test_torch_layers_with_inner_modules_are_blocks():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == ["", "layers.0", "layers.1"]
 
 
@@ -173,8 +170,7 @@ def test_elements_of_inner_lists_are_blocks():
     pairs = nn.ModuleList(nn.ModuleList([Block(), OtherBlock()]) for _ in range(2))
     named = nn.ModuleDict({"left": Block(), "right": Block()})
     model = Model(pairs=pairs, named=named)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == ["", "pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1", "named.left", "named.right"]
 
 
@@ -192,8 +188,7 @@ def test_large_parameters_of_the_root_are_units_alone():
     )
     for block in model.blocks:
         block.forward = torch.relu
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert [(unit.name, unit.scope, len(unit.parameters)) for unit in plan.units] == [
         ("(root)", "", 4),
         ("embed.weight", "", 1),
@@ -208,8 +203,7 @@ def test_each_dtype_and_frozen_parameters_have_units_of_their_own():
     block.first.bias.requires_grad_(False)
     frozen.requires_grad_(False)
     model = Model(blocks=nn.ModuleList([block, frozen]))
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert groups(plan) == {
         "blocks.0 (float32)": ("blocks.0.first.weight",),
         "blocks.0 (float32, frozen)": ("blocks.0.first.bias",),
@@ -225,8 +219,7 @@ def test_cnn_with_batch_norm_names_its_buffers():
 
     shared = nn.BatchNorm2d(3)
     model = Model(stages=nn.Sequential(stage(), stage()), norm=shared, same=shared)
-    plan = find_units(model)
-    assert_complete(model, plan)
+    plan = complete_plan(model)
     assert paths(plan) == ["", "stages.0", "stages.1"]
     assert len(plan.buffers) == 9
     assert plan.aliases["same.running_var"] == "norm.running_var"

@@ -1,7 +1,5 @@
 """``--module``: what a user hands over, and what is said of mistakes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

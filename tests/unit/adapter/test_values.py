@@ -1,7 +1,5 @@
 """While a module is taken over, none of its parameters is in memory twice for longer than its copy takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks of new tensors: how many are in memory at once, and what happens where they do not fit."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -47,14 +45,7 @@ def readings_of(
     return [reading(row) for row in range(0, ROWS, 8)]
 
 
-@pytest.mark.parametrize(
-    ("readers", "blocks", "times"),
-    [
-        (1, 8, 1),
-        (5, 4, 2),
-        (1, 3, 3),
-    ],
-)
+@pytest.mark.parametrize(("readers", "blocks", "times"), [(1, 8, 1), (5, 4, 2), (1, 3, 3)])
 def test_a_transposed_tensor_is_read_as_often_as_its_blocks_need(
     readers: int, blocks: int, times: int, tmp_path: Path
 ) -> None:

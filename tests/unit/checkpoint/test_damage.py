@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -65,11 +63,7 @@ def test_a_damaged_file_is_no_sound_one(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "tensor", "piece"),
-    [
-        (0, "model.a", "0..4000"),
-        (8392608, "model.b", "8392608..12004000"),
-        (12004027, "optim.c", "12004000..12004028"),
-    ],
+    [(0, "model.a", "0..4000"), (8392608, "model.b", "8392608..12004000"), (12004027, "optim.c", "12004000..12004028")],
 )
 def test_one_flipped_bit_is_named_and_the_previous_checkpoint_used(
     root: Path, offset: int, tensor: str, piece: str

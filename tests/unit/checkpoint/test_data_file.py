@@ -1,7 +1,5 @@
 """A new file has every byte that threads wrote to it, whichever way each part went."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies between a parameter's boxes and a view's elements: the same as with both whole in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -1,7 +1,5 @@
 """Who keeps whose files, how they get there, and who repairs what was lost. No processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.checkpoint.ring import Move, Ring, waves

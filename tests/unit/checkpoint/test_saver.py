@@ -1,7 +1,5 @@
 """One process's saver: failures that are forgiven, and a wait that is interrupted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kernels summed up by kind."""
 
-from __future__ import annotations
-
 from gptpar.cli.benchmark.breakdown import break_down, table
 from gptpar.reporting.trace import COMMUNICATION
 

@@ -1,7 +1,5 @@
 """``gptpar completion``: scripts that shells accept, and that complete what the parsers take."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``gptpar doctor``: each line is ok, or warns with an advice; the exit code says whether all are ok."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Nothing that a stranger wrote into a checkpoint steers the terminal of who looks at it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

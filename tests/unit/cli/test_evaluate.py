@@ -1,7 +1,5 @@
 """``gptpar evaluate``: a checkpoint's scores are those of the run that saved it, and what cannot be is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

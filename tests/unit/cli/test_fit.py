@@ -1,7 +1,5 @@
 """Flags for a machine, the minutes left for training, the number of steps, and the run folder that remembers them."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sampling at any temperature, and flags of ``gptpar generate`` that cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import cast
 

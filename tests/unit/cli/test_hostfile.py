@@ -1,7 +1,5 @@
 """DeepSpeed's hostfile and what selects from it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence

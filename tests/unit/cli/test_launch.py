@@ -1,7 +1,5 @@
 """How a launcher ends: what it passes on, how long it waits, what it says and what it leaves behind."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """The verdict of check-layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The folder in memory: private, gone with its run, and cleared away after a launcher that was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,12 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.cli.launch.memory import (
-    OWNER,
-    PREFIX,
-    UNNAMED_SECONDS,
-    remove_abandoned,
-)
+from gptpar.cli.launch.memory import OWNER, PREFIX, UNNAMED_SECONDS, remove_abandoned
 from gptpar.system.processes import Process
 
 

@@ -1,7 +1,5 @@
 """A launched program ends as Python ends it, though the interpreter is not taken apart."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

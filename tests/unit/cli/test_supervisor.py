@@ -1,7 +1,5 @@
 """Workers of one machine that die: who is named, who is started again, and where it ends."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

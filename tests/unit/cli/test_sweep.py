@@ -1,7 +1,5 @@
 """``gptpar benchmark --sweep``: what is run, what is not and why; a run's saved configuration at other verbs."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -80,11 +78,7 @@ def test_every_layout_and_one_batch_for_all() -> None:
 
 
 def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [
-        Completed(result(2048.0, 12.5)),
-        Completed(None, "out of GPU memory"),
-        Completed(result(4096.0, 1.25)),
-    ]
+    answers = [Completed(result(2048.0, 12.5)), Completed(None, "out of GPU memory"), Completed(result(4096.0, 1.25))]
     status, runner = run("--sweep-micro-batches 1 --sweep-timeout 7", answers)
     assert status == 0 and runner.timeouts == [7, 7, 7]
     assert runner.commands[0][:4] == [sys.executable, "-m", "gptpar", "benchmark"]

@@ -1,7 +1,5 @@
 """The words around the verbs, verbs that start without torch, and what is said where torch is missing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

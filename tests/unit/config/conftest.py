@@ -1,7 +1,5 @@
 """A folder for files whose names are part of a sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """DeepSpeed's JSON beside flags: what they say together, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

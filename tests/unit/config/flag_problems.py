@@ -1,7 +1,5 @@
 """What is said of flags that do not go together."""
 
-from __future__ import annotations
-
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError

@@ -1,7 +1,5 @@
 """Batch sizes that change with the tokens consumed, growing batches, and where runs end."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

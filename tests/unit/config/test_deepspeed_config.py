@@ -1,7 +1,5 @@
 """DeepSpeed's JSON in place of flags."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,11 +52,7 @@ def test_comments_and_trailing_commas() -> None:
       "b//c": "x # y, ] // \\" /* z */,}", /* "d": 1,
       */ "e": {"f": 5e8 , } , // last
     }"""
-    assert read_object(text.removeprefix("\ufeff")) == {
-        "a": [1, 2],
-        "b//c": 'x # y, ] // " /* z */,}',
-        "e": {"f": 5e8},
-    }
+    assert read_object(text.removeprefix("\ufeff")) == {"a": [1, 2], "b//c": 'x # y, ] // " /* z */,}', "e": {"f": 5e8}}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Keys of DeepSpeed's with the kinds of values that published files give them; formats, ZeRO and offload."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizer and schedule of DeepSpeed's JSON, its Muon among them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

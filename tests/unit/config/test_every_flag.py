@@ -1,7 +1,5 @@
 """Every flag: it is read by something, and no value of it ends in a traceback."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flags, derived values and validation."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -28,10 +26,7 @@ def test_a_good_command_line_is_complete() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "vocab_size", "billions", "active"),
-    [
-        *(("7B", 32000, 6.738, 6.738), ("Qwen3-30B-A3B", 151936, 30.532, 3.353)),
-        ("gpt-oss-20B", 201088, 20.915, 4.187),
-    ],
+    [*(("7B", 32000, 6.738, 6.738), ("Qwen3-30B-A3B", 151936, 30.532, 3.353)), ("gpt-oss-20B", 201088, 20.915, 4.187)],
 )
 def test_presets_have_the_published_numbers_of_parameters(
     preset: str, vocab_size: int, billions: float, active: float

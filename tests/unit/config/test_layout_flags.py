@@ -1,7 +1,5 @@
 """Flags of layouts, batches and recomputation: what follows from them, and what cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.config.flags import parse_flags

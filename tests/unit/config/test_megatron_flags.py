@@ -1,7 +1,5 @@
 """What launch scripts of Megatron-LM, its older versions and its forks say: defaults, names, and files of words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

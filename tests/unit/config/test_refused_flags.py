@@ -1,7 +1,5 @@
 """Flags whose values cannot be, or would be ignored: what is told, and what is not told besides; Muon's flags."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.config.flags import parse_flags

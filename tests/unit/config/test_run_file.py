@@ -1,7 +1,5 @@
 """``--config``: a file says what flags say, the command line wins, and a run's own file repeats the run exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A section is declared once: what is open as typed is known in the complete configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 

@@ -1,7 +1,5 @@
 """What a few samples say of documents: their lengths, and the room that nearly every micro-batch needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Documents packed into samples: best fit, nothing lost, the same files each time, and what is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Documents too long to hold give the files that they would give in one piece."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What preprocess and merge read and write, byte for byte, and what is left behind after an error."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

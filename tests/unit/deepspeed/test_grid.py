@@ -1,7 +1,5 @@
 """Grids of processes by DeepSpeed's names."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.deepspeed.grid import PipeModelDataParallelTopology, ProcessTopology, _two_factors

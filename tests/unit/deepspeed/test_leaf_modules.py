@@ -1,7 +1,5 @@
 """Tests of the marks of ``set_z3_leaf_modules``: by class, by name, by the end of a name, and taken away again."""
 
-from __future__ import annotations
-
 import pytest
 from gptpar.deepspeed.utils import (
     get_z3_leaf_modules,

@@ -1,7 +1,5 @@
 """Tests of the lists of DeepSpeed's names: each is somewhere, or refused with a way out."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Tests of DeepSpeed's schedules: each pass is in its step, and each message has two ends."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

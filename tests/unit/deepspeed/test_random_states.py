@@ -1,7 +1,5 @@
 """Tests of Megatron's random states in ``deepspeed.checkpointing``, and of recomputation that draws from them."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from typing import Any

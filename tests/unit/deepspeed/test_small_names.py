@@ -1,7 +1,5 @@
 """Tests of DeepSpeed's small names: operators that are here, constants, versions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """``deepspeed.runtime.zero.config``: sections as objects."""
 
-from __future__ import annotations
-
 import pytest
 from gptpar.deepspeed.runtime.zero import leaf_module_config
 from gptpar.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, OffloadDeviceEnum, ZeroStageEnum, get_zero_config

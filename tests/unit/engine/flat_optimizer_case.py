@@ -1,7 +1,5 @@
 """Flat vectors in stretches, and whether their update follows torch's AdamW."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

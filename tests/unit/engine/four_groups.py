@@ -1,7 +1,5 @@
 """Four parameter groups that share nothing, and vectors that are updated by them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Units of a few parameters of uneven sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Buffers of layers that are built without storage: they get memory and their values with the parameters."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """AdamW over flat vectors: every way of computing it against torch's AdamW, whatever the stretches it is cut into."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

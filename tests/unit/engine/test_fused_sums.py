@@ -1,7 +1,5 @@
 """Products that add to the gradient sums: the same numbers as gradients that are added afterwards."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

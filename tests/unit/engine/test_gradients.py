@@ -1,7 +1,5 @@
 """Units' gradients on their way: in one order, in the reduction's dtype, in padded memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

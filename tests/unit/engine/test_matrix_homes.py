@@ -1,8 +1,8 @@
 """Where matrices are orthogonalized: every element goes to one home, and each process expects what the others send."""
 
-from __future__ import annotations
-
 from collections import defaultdict
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +29,15 @@ LAYOUTS = [
 ]
 
 
-def chunks(mesh: Mesh, stage: int, rank: int) -> list[MatrixChunk]:
+@cache
+def model_of(size: int, position: int) -> tuple[dict[str, Any], ParameterGroups]:
     config = tiny_config(WORDS)
-    model = gpt_model(config.model, TensorAxis(mesh.tensor, mesh.position(rank, TENSOR)))
-    groups = ParameterGroups(config.optimizer, config.model, model)
-    infos = Stage(model.specs).infos_by_unit()
+    model = gpt_model(config.model, TensorAxis(size, position))
+    return Stage(model.specs).infos_by_unit(), ParameterGroups(config.optimizer, config.model, model)
+
+
+def chunks(mesh: Mesh, stage: int, rank: int) -> list[MatrixChunk]:
+    infos, groups = model_of(mesh.tensor, mesh.position(rank, TENSOR))
     table = ParameterTable.of(infos, Place(mesh, rank, stage), group_of=groups.group_of)
     return chunks_of(table, groups.updates)
 

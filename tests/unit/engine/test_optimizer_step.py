@@ -1,7 +1,5 @@
 """A step of the engine: what is not finite changes nothing, and 16-bit weights are the rounded master weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter groups that share nothing: the same bits by however many launches they are updated, and one launch each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Parameters whose memory is not row-major, that have no dims, or no elements: where each value is, and stays."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

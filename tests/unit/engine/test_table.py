@@ -1,7 +1,5 @@
 """The parameter table of every rank: ranges cover each element, once over all ranks, wherever it is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache

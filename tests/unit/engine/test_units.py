@@ -1,7 +1,5 @@
 """Where a unit's parameters lie, and which elements of them a shard has."""
 
-from __future__ import annotations
-
 import torch
 
 from gptpar.engine.units import Unit

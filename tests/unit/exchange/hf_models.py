@@ -1,7 +1,5 @@
 """Small models of transformers' families on the disk, and what is compared of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

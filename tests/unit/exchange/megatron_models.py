@@ -1,7 +1,5 @@
 """Models in the words of Megatron, as its files are: names, arguments, and the parts of tensor ranks."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping

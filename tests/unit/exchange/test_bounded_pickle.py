@@ -1,7 +1,5 @@
 """Pickles of a few bytes whose reading would take all memory, time without end or the C stack."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

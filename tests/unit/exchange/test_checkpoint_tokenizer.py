@@ -1,7 +1,5 @@
 """What a stranger's checkpoint names as its tokenizer is used only with the recorded SHA-256."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 The pieces are 16 KiB instead of 8 MiB here, and the least memory is 4 of them, so that small models show it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

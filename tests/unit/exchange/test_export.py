@@ -1,7 +1,5 @@
 """Checkpoints of runs that began in gptpar go out: padding, tokenizer, family, and what no family has."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Other programs' checkpoints are named, and neither taken for a fresh start nor written into."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face models become checkpoints and go back: the same bytes, the same logits, the same text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +9,7 @@ import torch
 
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from tests.unit.exchange.hf_models import (
-    TOKENS,
-    contents,
-    our_logits,
-    require_equal_logits,
-    save_theirs,
-)
+from tests.unit.exchange.hf_models import TOKENS, contents, our_logits, require_equal_logits, save_theirs
 from tests.unit.exchange.megatron_models import Harm
 from tests.unit.model.test_families import CASES
 

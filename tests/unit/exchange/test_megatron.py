@@ -1,7 +1,5 @@
 """Checkpoints of Megatron-LM and Megatron-DeepSpeed, made here as their files are, compute the same once converted."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from argparse import Namespace

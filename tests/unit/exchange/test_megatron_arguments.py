@@ -1,7 +1,5 @@
 """Each of Megatron's arguments that changes the function of a model is understood or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts in MXFP4 are read as transformers unpacks them, bit for bit, and go back as plain bf16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

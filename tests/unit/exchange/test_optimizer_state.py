@@ -22,16 +22,7 @@ from gptpar.errors import CheckpointError
 from gptpar.pipeline import Stage
 from tests.helpers import TINY
 from tests.unit.exchange.hf_models import contents
-from tests.unit.exchange.megatron_models import (
-    GPT2,
-    OLD,
-    Weights,
-    arguments,
-    block_name,
-    of_rank,
-    our_model,
-    save,
-)
+from tests.unit.exchange.megatron_models import GPT2, OLD, Weights, arguments, block_name, of_rank, our_model, save
 
 BEFORE, AFTER, BATCH = 4, 5, 4
 RUN = (

@@ -1,7 +1,5 @@
 """safetensors files: written as the format's own library writes them, and refused where a header lies."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

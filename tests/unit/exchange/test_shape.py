@@ -1,7 +1,5 @@
 """``--load-hf`` in verbs that need a model's shape alone: no weights have to be there, and the numbers are its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint's own copy of the tokenizer: a run folder that was moved needs nothing else, and takes nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

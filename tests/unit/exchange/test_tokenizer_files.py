@@ -1,7 +1,5 @@
 """Tokenizer files of an export give the ids of the training, in transformers, too."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

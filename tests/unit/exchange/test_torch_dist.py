@@ -1,7 +1,5 @@
 """Megatron-LM's torch_dist checkpoints, made by torch.distributed.checkpoint's own writer under Megatron's names."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import shutil

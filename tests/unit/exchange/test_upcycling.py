@@ -1,7 +1,5 @@
 """A dense model's MLPs become experts: the mixture begins with the dense model's numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

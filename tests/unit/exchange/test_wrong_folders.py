@@ -1,7 +1,5 @@
 """Hugging Face folders in which something is wrong: a sentence with a remedy, and the folder stays as it is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,10 +72,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         edited(tie_word_embeddings=True),
         "'lm_head.weight' has another shape, format or values than 'model.embed_tokens.weight': set it to false",
     ),
-    "said to be untied": (
-        with_tensor("lm_head.weight", None),
-        "set tie_word_embeddings to true in a copy",
-    ),
+    "said to be untied": (with_tensor("lm_head.weight", None), "set tie_word_embeddings to true in a copy"),
 }
 
 

@@ -1,7 +1,5 @@
 """What the kernels compute, in torch's operators on a CPU, against autograd's gradients of the plain definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

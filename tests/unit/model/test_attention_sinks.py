@@ -1,7 +1,5 @@
 """Attention sinks: each way of computing them equals a softmax over scores and one more logit, which has no value."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ALiBi, normalised embeddings and norms whose weights are stored less one, against BLOOM of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -74,11 +72,7 @@ def test_slopes_of_ranks_are_those_of_all_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri",
-    ],
+    "flags", ["", "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri"]
 )
 def test_a_weight_less_one_computes_the_same(flags: str) -> None:
     """Output and gradients equal those of the norms that hold one more."""

@@ -1,7 +1,5 @@
 """What layers say they cost, against torch's count of FLOPs, against what autograd keeps, and as published."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 from typing import Any
@@ -137,8 +135,7 @@ def test_flops_of_a_tensor_rank(flags: str, size: int, sequence_parallel: bool) 
 
 
 @pytest.mark.parametrize(
-    "modules",
-    [pytest.param(("mlp_act",), marks=pytest.mark.slow), ("core_attn", "mlp", "layernorm")],
+    "modules", [pytest.param(("mlp_act",), marks=pytest.mark.slow), ("core_attn", "mlp", "layernorm")]
 )
 def test_flops_of_what_is_computed_again(modules: tuple[str, ...]) -> None:
     products, attention, declared = counted("", modules=modules)

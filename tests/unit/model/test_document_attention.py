@@ -1,7 +1,5 @@
 """Attention inside documents: every way of computing it equals a softmax over what a mask leaves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any

@@ -1,14 +1,11 @@
 """Dropout's masks: fair, independent of each other, and functions of what they may depend on alone."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 from gptpar.model.block import Block
 from gptpar.model.core_attention import _dropout_in_kernel, _dropout_in_memory, document_mask
@@ -190,6 +187,8 @@ def stage_of(flags: str) -> Stage:
 
 def compiled_frames(num_layers: int, **options: bool) -> int:
     """How often Dynamo compiled something in three steps of other seeds; results are those of blocks left alone."""
+    from torch._dynamo.testing import CompileCounter  # takes seconds
+
     flags = f"{BOTH} --num-layers {num_layers}"
     stage, plain, counter = stage_of(flags), stage_of(flags), CompileCounter()
     torch._dynamo.reset()

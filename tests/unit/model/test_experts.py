@@ -1,7 +1,5 @@
 """A mixture of experts against a plain loop, losses against their formulas, balance from step to step."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Flags of Hugging Face's families: transformers' model and ours with the same weights give the same logits."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -299,10 +297,7 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
     ("fields", "told"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not known; gptpar knows gpt2, "),
-        (
-            {"model_type": "deepseek_v2"},
-            "gptpar lacks attention over latent keys and values .*; gptpar knows",
-        ),
+        ({"model_type": "deepseek_v2"}, "gptpar lacks attention over latent keys and values .*; gptpar knows"),
         ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),
         ({**LLAMA, "model_type": "mixtral"}, "num_experts_per_tok is missing in the config.json: a mixtral model"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
@@ -327,10 +322,7 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             "number from 1 .*num_key_value_heads is -2; .*head_dim is 0; .*vocab_size is 4611686018427387904; a whole "
             "number from 1 to 2,147,483,647 is needed..*rms_norm_eps is 0; a number above 0 is needed.",
         ),
-        (
-            {**GPT_OSS, "rope_parameters": None},
-            "gpt_oss: rope_parameters is missing, and transformers would",
-        ),
+        ({**GPT_OSS, "rope_parameters": None}, "gpt_oss: rope_parameters is missing, and transformers would"),
         ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
         ({**NEOX, "quantization_config": {"quant_method": "gptq"}}, "quantization_config is set, and gptpar has no"),
     ],

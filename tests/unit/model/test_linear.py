@@ -1,7 +1,5 @@
 """Who sums a bias's gradient changes where it is formed, and not what it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The MLP in tiles of tokens, against the MLP as a whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Options of the model against transformers, or against their definition where transformers has none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of the model against their plain definitions, in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

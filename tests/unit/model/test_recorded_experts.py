@@ -1,7 +1,5 @@
 """Steps with experts, recorded and replayed, against the same steps launched: the same bits, and no host waits."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotary positions with Llama 3.1's scaling, against float64 and against the formula's ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Hugging Face names of a model whose blocks have different heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

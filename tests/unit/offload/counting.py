@@ -1,7 +1,5 @@
 """An update on the CPU that counts what it is asked for."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A host optimizer alone, and kernels and transfers that are slow."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Offloaded buckets between their states: replaced gradients, parameters before a step, steps after a clipped one."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gradients that leave the device as soon as they are final: what is kept, what is given up, and who waits."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,11 +12,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.offload import buckets, copying_transfers
-from gptpar.offload.copying_transfers import (
-    CopiesUnderWay,
-    CopyingSameMemory,
-    GradientCopy,
-)
+from gptpar.offload.copying_transfers import CopiesUnderWay, CopyingSameMemory, GradientCopy
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import DeviceEvent
 from gptpar.optim.cpu_adam import CpuAdam

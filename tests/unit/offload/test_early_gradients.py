@@ -1,7 +1,5 @@
 """A partial gradient that the host optimizer gets early: long before the final one, whose changes it does not know."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

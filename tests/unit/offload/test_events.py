@@ -1,7 +1,5 @@
 """Any order of what the training loop does: the same bits with speculation as without, and a log that is in order."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The host optimizer alone: its thread, its buckets, and what is copied."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

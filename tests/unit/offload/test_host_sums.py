@@ -1,7 +1,5 @@
 """Sums of gradients over micro-batches in host memory: the same bits as on the device, bounded waiting, errors."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The CPU optimizer's two phases of updates of matrices: the same bits at every ratio, skipped steps, and errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """``--offload-gradients``: what cannot be, and what ``auto`` decides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The tied embedding's gradient is offered before the lookup's part of it is there: the same bits, with less to do."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """TwinFlowAdamW against torch.optim.AdamW: the same numbers for every ratio and way of calling it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -57,12 +55,12 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("ratio", [pytest.param(0.731, marks=pytest.mark.slow), 1.0])
 def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: Any) -> None:
-    """50 steps with the same gradients as fp32 master weights of torch's AdamW; clipped ones, some overflow."""
+    """25 steps with the same gradients as fp32 master weights of torch's AdamW; clipped ones, some overflow."""
     ours, masters = Model(torch.bfloat16), Model(torch.bfloat16).float()
     optimizer = closing(TwinFlowAdamW(two_groups(ours), offload_ratio=ratio, max_norm=1.0))
     reference = torch.optim.AdamW(two_groups(masters))
     generator = torch.Generator().manual_seed(0)
-    for step in range(50):
+    for step in range(25):
         size = (0.001, 0.1)[step % 2]
         for p, q in zip(ours.parameters(), masters.parameters(), strict=True):
             p.grad = (size * torch.randn(p.shape, generator=generator)).bfloat16()
@@ -79,7 +77,7 @@ def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: An
         assert bf16_distance(p, q.bfloat16()) <= 2
     state = optimizer.state_dict()["state"]
     assert {s["master"].dtype for s in state.values()} == {torch.float32}
-    assert {float(s["step"]) for s in state.values()} == {45.0}
+    assert {float(s["step"]) for s in state.values()} == {23.0}
 
 
 @every_pair(ratio=[0.3, 1.0], attached=[False, True], unscale=[False, True])
@@ -115,8 +113,7 @@ def test_a_grad_scaler_drives_it(ratio: float, attached: bool, unscale: bool, cl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ratios", "dtype"),
-    [((0.0, 1.0), torch.float64), ((1.0, 0.3), torch.float32), ((0.3, 0.731), torch.bfloat16)],
+    ("ratios", "dtype"), [((0.0, 1.0), torch.float64), ((1.0, 0.3), torch.float32), ((0.3, 0.731), torch.bfloat16)]
 )
 def test_saved_at_one_ratio_and_gone_on_at_another(
     ratios: tuple[float, float], dtype: torch.dtype, closing: Any

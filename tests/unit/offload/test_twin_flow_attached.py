@@ -1,7 +1,5 @@
 """TwinFlowAdamW attached to a module: the same bits as unattached, in every order of events."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """A model in two parameter groups, trained by any optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The compiled update, and a machine without a compiler."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.errors import NativeBuildError

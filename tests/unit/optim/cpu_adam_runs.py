@@ -1,7 +1,5 @@
 """Vectors to update, and ways to update them on the CPU."""
 
-from __future__ import annotations
-
 import torch
 
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam

@@ -1,7 +1,5 @@
 """Runs that train with Lion or Muon, and the plain loop beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """One update, the same bits from every implementation: all bit patterns, edges, and the numbers of a step."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

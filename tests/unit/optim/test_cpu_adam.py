@@ -1,7 +1,5 @@
 """AdamW on the CPU: right against fp64 and torch, the same bits on every path, and no argument is taken silently."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import warnings

@@ -1,7 +1,5 @@
 """AdamW on the CPU beside what else a process does: threads, orders, forks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

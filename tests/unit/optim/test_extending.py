@@ -1,7 +1,5 @@
 """docs/extending.md, "An elementwise optimizer": its code, trained at several ratios beside torch's own optimizer."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms of gradients of any length, and zeros among them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

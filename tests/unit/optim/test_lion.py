@@ -1,7 +1,5 @@
 """Lion beside its plain formula: the update, its number formats, and training at every ratio, saved and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -45,8 +43,7 @@ def test_training_follows_a_plain_loop(tmp_path: Path, flags: str, wanted: list[
 
 
 @pytest.mark.parametrize(
-    ("grad", "low"),
-    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32)],
+    ("grad", "low"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32)]
 )
 def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> None:
     """Clipped, with a loss scale; the host writes to a double buffer. Half of the elements do not decay."""

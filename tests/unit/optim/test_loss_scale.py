@@ -1,7 +1,5 @@
 """The loss scale of fp16: when it grows, when it shrinks, when the run ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.errors import GptparError

@@ -1,7 +1,5 @@
 """Muon's arithmetic: torch.optim.Muon's algorithm in fp64, scales, coefficients, matrices, and the CPU's kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -110,6 +108,7 @@ def test_what_is_a_matrix_of_a_qkv_weight() -> None:
     assert replace(MUON, qkv="heads").matrices(WHOLE) == WHOLE
 
 
+@pytest.mark.slow
 def test_training_follows_a_plain_loop() -> None:
     run = plain_runs.alone(plain_runs.MUON_WORDS, ())
     run.train(0, STEPS)

@@ -1,7 +1,5 @@
 """Factors of learning rate and weight decay by a parameter's name, and muP's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rounded moments: right on average, the same bits from every implementation, and draws that are random numbers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Learning rate and weight decay over a run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

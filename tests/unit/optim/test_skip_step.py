@@ -1,7 +1,5 @@
 """Skip-step's rule against one written in plain Python."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

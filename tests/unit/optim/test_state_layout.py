@@ -1,7 +1,5 @@
 """Vectors of states hold only elements whose update has the state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """DeepSpeed's schedules beside an oracle: its schedulers written down as what they are, objects that are stepped."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """What an update is tried on: every bit pattern, edges, and usual numbers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A layer that is recomputed, and its gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a layer may return beside its output, and what becomes of it where nobody trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Activations in host memory: which leave, the order in which they leave and return, the buffers that are kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which layers go to which part: the balancer against all partitions, and every method's answer and errors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """Recomputed layers: the same numbers, and only their inputs are held."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

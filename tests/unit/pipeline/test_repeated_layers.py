@@ -1,7 +1,5 @@
 """A list of layers may have one specification several times: each is a layer of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Plans of a few models, and a process group that does nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

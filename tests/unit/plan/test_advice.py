@@ -1,7 +1,5 @@
 """What a plan proposes, and what a search says it has looked at."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of any module: by hand, DeepSpeed's print, the command line, and a sentence where it is full."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans of runs whose optimizer or parameters live in host memory, against hand counts and measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -228,12 +226,7 @@ def test_auto_is_the_least_that_fits_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "memory", "leave"),
-    [
-        ("", 60, False),
-        ("", 40, True),
-        ("--cpu-parameters", 20, True),
-    ],
+    ("flags", "memory", "leave"), [("", 60, False), ("", 40, True), ("--cpu-parameters", 20, True)]
 )
 def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, leave: bool) -> None:
     planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory {memory} {flags}")

@@ -1,7 +1,5 @@
 """Plans of runs with options: activations and sums on the host, rounded moments, Muon, the memory mirror."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.cli.plan import make_planner

@@ -1,7 +1,5 @@
 """A plan's parameter table is the run's: the same units in the same order, cut at the same elements."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

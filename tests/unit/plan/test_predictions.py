@@ -1,7 +1,5 @@
 """``gptpar plan``: memory and time against hand counts, against what the run allocates, and against measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -120,12 +118,7 @@ DOCUMENTS = "--reset-attention-mask --tokenizer-type NullTokenizer --data-path i
 
 @pytest.mark.parametrize(
     ("flags", "masks"),
-    [
-        ("", (0, 0)),
-        (DOCUMENTS, (0, 0)),
-        ("--kv-channels 20 ", (32, 0)),
-        (f"--kv-channels 20 {DOCUMENTS}", (64, 64)),
-    ],
+    [("", (0, 0)), (DOCUMENTS, (0, 0)), ("--kv-channels 20 ", (32, 0)), (f"--kv-channels 20 {DOCUMENTS}", (64, 64))],
 )
 def test_attention_without_its_kernel_has_a_mask(flags: str, masks: tuple[int, int]) -> None:
     """A mask of 32 x 32 tokens, 2 bytes each, is 32 bytes for each of 64 tokens; two samples' documents have two."""

@@ -1,7 +1,5 @@
 """The space of layouts: what is enumerated, how a candidate is applied and printed, and what stays as it was typed."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest
@@ -13,13 +11,7 @@ from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import Candidate
 from gptpar.plan.space.pairwise import pairwise
-from gptpar.plan.space.spaces import (
-    SweepValues,
-    to_measure,
-    to_predict,
-    to_prove,
-    to_prove_of_a_module,
-)
+from gptpar.plan.space.spaces import SweepValues, to_measure, to_predict, to_prove, to_prove_of_a_module
 from gptpar.topology.mesh import Mesh
 
 WORDS = [*SMALL.split(), "--fp64"]
@@ -47,10 +39,7 @@ def test_every_layout_is_proved_in_every_way() -> None:
     assert "dp1 x tp2 x pp2, interleaved, every 2" in names
 
 
-@pytest.mark.parametrize(
-    ("num_processes", "count"),
-    [(2, 57), pytest.param(8, 70, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("num_processes", "count"), [(2, 57), pytest.param(8, 70, marks=pytest.mark.slow)])
 def test_few_combinations_have_every_pair(num_processes: int, count: int) -> None:
     every = list(to_prove(typed(WORDS), num_processes))
     few = pairwise(every)

@@ -1,7 +1,5 @@
 """A model of two kinds of blocks: MFU, the division into stages, memory and time add up what each block says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of a run that tests write, and what TensorBoard's files hold of them."""
 
-from __future__ import annotations
-
 from gptpar.reporting.records import IterationRecord
 
 

@@ -1,7 +1,5 @@
 """A full disk, a removed folder, a closed terminal or a dead service takes records at most, never the run."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Numbers out of a metrics.jsonl that somebody else may have written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -23,8 +21,7 @@ def test_no_verb_ends_in_a_traceback(verb: str, text: str, tmp_path: Path, capsy
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "drawn"),
-    [("-1e308", True), ("1e308", False), ("1e-320", False), ("Infinity", False)],
+    ("number", "drawn"), [("-1e308", True), ("1e308", False), ("1e-320", False), ("Infinity", False)]
 )
 def test_any_number_can_be_summed_up_and_drawn(number: str, drawn: bool, tmp_path: Path) -> None:
     keys = ("lm_loss", "consumed_tokens", "learning_rate", "grad_norm", "tokens_per_s")

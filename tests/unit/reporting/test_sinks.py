@@ -1,7 +1,5 @@
 """Where a run's records go: ``metrics.jsonl``, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

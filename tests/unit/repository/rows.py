@@ -1,7 +1,5 @@
 """Which package may import which: the packages from the bottom up."""
 
-from __future__ import annotations
-
 # A room may import itself and the rooms of the rows above its own.
 ROWS = [
     ["errors"],

@@ -1,7 +1,5 @@
 """The shape of the house: imports point one way, pure rooms stay pure, files and functions stay readable."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess
@@ -61,6 +59,9 @@ BRANCHES = frozenset(
     }
 )
 
+LEAVES = frozenset({ast.Load, ast.Store, ast.Name, ast.Constant, ast.arg})
+"""Nodes that hold nothing that is counted; most of all nodes."""
+
 
 class Function(NamedTuple):
     """A function of a file; ``branches`` is McCabe's number."""
@@ -105,7 +106,11 @@ def facts_of(file: Path) -> Facts:
             base = ".".join(parts[: -node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
             found.imports.extend((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        return branches + sum(map(visit, ast.iter_child_nodes(node)))
+        for value in vars(node).values():  # a quarter of the time of ast.iter_child_nodes
+            for child in value if type(value) is list else (value,):
+                if isinstance(child, ast.AST) and type(child) not in LEAVES:
+                    branches += visit(child)
+        return branches
 
     visit(tree)
     return found

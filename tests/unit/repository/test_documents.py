@@ -1,7 +1,5 @@
 """What documents say of this checkout is so: commands, paths, links, tables, import order."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -1,7 +1,5 @@
 """Examples and scripts that no test can run: shapes that need many GPUs, files for clusters, benchmarks."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The suite of injected faults: its kinds, its seeds, and what it disturbs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

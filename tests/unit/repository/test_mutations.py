@@ -1,7 +1,5 @@
 """The table of mistakes fits the code: ``python -m tests.mutations`` would inject each, and run tests that exist."""
 
-from __future__ import annotations
-
 from tests.mutations.table import MUTATIONS
 
 

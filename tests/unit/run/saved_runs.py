@@ -1,7 +1,5 @@
 """Checkpoints of the tiny run, and whether another run may go on from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache
@@ -39,12 +37,7 @@ def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], obje
 
 
 def save(
-    trainer: Trainer,
-    progress: Progress,
-    inputs: Inputs,
-    *,
-    keep: int | None,
-    permit: Callable[[], None] | None = None,
+    trainer: Trainer, progress: Progress, inputs: Inputs, *, keep: int | None, permit: Callable[[], None] | None = None
 ) -> Path:
     """Write a checkpoint of this moment into the run folder; every process calls it.
 

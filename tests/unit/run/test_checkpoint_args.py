@@ -1,7 +1,5 @@
 """``--use-checkpoint-args``: the model and the tokenizer come from the checkpoint, and conflicts are told."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saves that fail while a run goes on: told, forgiven, tried again, and in the end an error that says what is lost."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from pathlib import Path

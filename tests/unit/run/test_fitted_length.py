@@ -1,7 +1,5 @@
 """``--train-minutes``: the number of steps fits the time, and a resumed run is the uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

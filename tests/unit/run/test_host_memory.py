@@ -1,7 +1,5 @@
 """A run that needs far more memory of its machine than is free is refused before anything is allocated."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

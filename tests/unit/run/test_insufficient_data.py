@@ -1,7 +1,5 @@
 """Data that do not suffice for a run: refused, or repeated for evaluations, before anything is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

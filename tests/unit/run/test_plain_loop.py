@@ -1,7 +1,5 @@
 """Training against a plain PyTorch loop on the same batches, however a process divides a step."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

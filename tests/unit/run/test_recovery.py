@@ -1,7 +1,5 @@
 """From which state the workers of a restart go on, and what the copies in memory need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

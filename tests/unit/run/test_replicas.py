@@ -1,7 +1,5 @@
 """The checksum of replicated weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """When a checkpoint is required, when a fresh start will do, and whose checkpoint a run may go on from."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Callable
@@ -119,10 +117,7 @@ NEEDS = {  # where a field has an effect
     "model.max_position_embeddings": {"model.position_embedding_type": "learned_absolute"},
     "model.add_bias_linear": {"model.add_bias_linear": True},
     "model.moe_token_drop_policy": {"model.moe_expert_capacity_factor": 1.5},
-    "batch.micro_batch_size": {
-        "model.moe_router_load_balancing_type": "aux_loss",
-        "model.moe_aux_loss_coeff": 0.5,
-    },
+    "batch.micro_batch_size": {"model.moe_router_load_balancing_type": "aux_loss", "model.moe_aux_loss_coeff": 0.5},
     "data.split": {"data.mock_data": False, "data.data_path": ("x",)},
     "data.split_rule": {"data.mock_data": False},
 }

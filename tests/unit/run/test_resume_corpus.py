@@ -1,7 +1,5 @@
 """A resumed run reads the same corpora, or says what differs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

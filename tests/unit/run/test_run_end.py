@@ -1,7 +1,5 @@
 """What a run does when it is asked to stop, or when something under it fails, before, in and after an evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

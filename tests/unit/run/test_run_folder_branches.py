@@ -1,7 +1,5 @@
 """Going back, forking and fine-tuning in one folder: what was there becomes a branch, a run folder of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One run at a time writes into a folder; the dead are recognised, the living are not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``gptpar runs``: what a run folder holds, told without changing it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whole runs with options that Megatron's users know, and a run repeated from its own file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Text from a model: through the cache of keys and values it is the text that is computed anew for each token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Whole runs that save behind the training: when they save, what they leave in two folders, and signals meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

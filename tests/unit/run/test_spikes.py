@@ -1,7 +1,5 @@
 """Outliers in a run: what is skipped, logged and kept, and that a resumed run does the same."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """What a dead worker was doing, and what a worker says that lost another."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

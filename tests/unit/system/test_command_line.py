@@ -1,7 +1,5 @@
 """What a user sees of the command line's own machinery: typos, empty paths, workers that fail together."""
 
-from __future__ import annotations
-
 import os
 import signal
 

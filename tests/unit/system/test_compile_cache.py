@@ -1,7 +1,5 @@
 """Code that another user could have written is not loaded from torch's cache."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """CRC-32 of memory: zlib's numbers, by the helper and without it."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Deterministic kernels: what is set, what is refused, and that a run keeps its bits."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Small files of strangers are regular and bounded before they are read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a run sets for the whole process, collections and the switch interval, is set once and restored."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

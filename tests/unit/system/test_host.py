@@ -1,7 +1,5 @@
 """The machine's memory and cores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -186,8 +184,7 @@ def test_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "quota", "count", "copiers"),
-    [(40, None, 40, 8), (40, 10.0, 10, 5), (4, 2.5, 2, 2), (8, 0.5, 1, 2)],
+    ("mine", "quota", "count", "copiers"), [(40, None, 40, 8), (40, 10.0, 10, 5), (4, 2.5, 2, 2), (8, 0.5, 1, 2)]
 )
 def test_cores_are_those_that_the_process_may_use(
     mine: int, quota: float | None, count: int, copiers: int, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
 """The C++ helpers: built once, atomically, for this user alone, and every failure says what to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -84,8 +82,7 @@ def test_a_damaged_library_is_never_loaded_but_made_again(csrc, damage):
 
 
 @pytest.mark.parametrize(
-    ("mode", "owner", "shared"),
-    [(0o755, 0, False), (0o775, 0, True), (0o1777, 0, False), (0o755, 12345, True)],
+    ("mode", "owner", "shared"), [(0o755, 0, False), (0o775, 0, True), (0o1777, 0, False), (0o755, 12345, True)]
 )
 def test_a_cache_thatothers_can_exchange_is_not_used(csrc, tmp_path, monkeypatch, mode, owner, shared):
     """A parent folder that others can write, or another user's, lets them put another folder in the cache's place."""

@@ -1,7 +1,5 @@
 """Host memory in huge pages."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 

@@ -1,7 +1,5 @@
 """Which processes a process has started, whatever they are called."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

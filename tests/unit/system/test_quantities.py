@@ -1,7 +1,5 @@
 """Counts and sizes with units."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

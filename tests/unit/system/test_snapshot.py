@@ -1,7 +1,5 @@
 """A snapshot gives the bytes of its moment, whatever is overwritten while it is read."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import partial

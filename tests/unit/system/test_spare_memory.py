@@ -1,7 +1,5 @@
 """Host memory that copies borrow and give back."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from pathlib import Path

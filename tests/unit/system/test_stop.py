@@ -1,7 +1,5 @@
 """Signals that ask to stop: before there is something to save, and after."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

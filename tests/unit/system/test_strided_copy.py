@@ -1,7 +1,5 @@
 """Copies of elements between any strides: what torch's copy gives, bit for bit."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

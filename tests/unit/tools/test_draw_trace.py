@@ -1,7 +1,5 @@
 """tools/draw_trace.py: what it reads out of a trace."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

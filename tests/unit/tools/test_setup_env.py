@@ -1,7 +1,5 @@
 """Set-up uses what is there, and touches no environment of the user's own; each obstacle is one sentence."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The grid of ranks and batch plans."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 

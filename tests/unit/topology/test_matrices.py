@@ -1,7 +1,5 @@
 """How a parameter divides into logical matrices, and comes together again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What layers declare of their parameters: complete, consistent, and right for every axis."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import pytest

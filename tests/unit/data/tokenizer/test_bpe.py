@@ -1,7 +1,5 @@
 """GPT-2 BPE against a slow reference written from the paper, on a small vocabulary and on GPT-2's own."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The BPE kernel gives tiktoken's ids, whatever the text, and texts are divided where that changes nothing."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -19,17 +17,7 @@ ALPHABETS = [
     "ab1' \n\u00e9\u65e5\U0001f600\u0663\u00bd\u2028\u00a0\u0085\u3000\u0301",
     "a \n" * 8 + "\u00e9",
 ]
-EDGES = [
-    "",
-    "'s",
-    " 's",
-    "'re've'll'd",
-    "a \n",
-    "x'\u00e9",
-    " \u00e9 ",
-    "\u00e9" * 40 + " a",
-    "a\x00b",
-]
+EDGES = ["", "'s", " 's", "'re've'll'd", "a \n", "x'\u00e9", " \u00e9 ", "\u00e9" * 40 + " a", "a\x00b"]
 LONG = ["a" * 700, "=" * 257, " " * 300 + "x", "\n" * 256, "ab" * 128, "1" * 255 + "\u00e9", "the " * 200 + "\u00e9"]
 
 

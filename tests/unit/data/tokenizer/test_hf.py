@@ -1,7 +1,5 @@
 """Ordinary tokenizer.json files of each model: special tokens written in texts, unknown and dropped characters."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -38,12 +36,7 @@ def tokenizer_of(folder: Path, model: dict[str, Any], special: tuple[str, ...] =
 @pytest.mark.parametrize("special", [("<unk>", "<s>", "</s>"), ()], ids=["special", "plain"])
 @pytest.mark.parametrize(
     ("model", "ids"),
-    [
-        (UNIGRAM, [4, 6, 7, 8, 9, 5]),
-        (WORD_LEVEL, [0]),
-        (WORD_PIECE, [4, 6, 7, 8, 9, 5]),
-        (BPE, [4, 11, 9, 5]),
-    ],
+    [(UNIGRAM, [4, 6, 7, 8, 9, 5]), (WORD_LEVEL, [0]), (WORD_PIECE, [4, 6, 7, 8, 9, 5]), (BPE, [4, 11, 9, 5])],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
 def test_no_text_ends_its_document(model: dict[str, Any], ids: list[int], special: tuple[str, ...], tmp_path: Path):

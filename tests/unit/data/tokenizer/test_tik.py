@@ -1,7 +1,5 @@
 """TikTokenizer against a slow reference: text is cut by the pattern, then the neighbours of least rank are joined."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

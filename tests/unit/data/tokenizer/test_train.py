@@ -1,7 +1,5 @@
 """Training SentencePiece: nothing is lost, and the same input gives the same model."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """build_tokenizer, and the tokenizers that are not BPE or SentencePiece."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """GPT-2's vocabulary, and a small one that is made from a sentence."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

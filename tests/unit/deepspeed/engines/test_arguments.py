@@ -1,7 +1,5 @@
 """Arguments of ``gptpar.initialize`` that are DeepSpeed's: command line, configuration, processes."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,7 +1,5 @@
 """BatchNorm beside 16-bit parameters: statistics as the user has them, against the same module in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -13,7 +11,9 @@ from torch import Tensor, nn
 import gptpar
 from gptpar.adapter.units import dtypes_of
 from gptpar.deepspeed.engines.engine import ModuleEngine
+from tests.pairs import every_pair
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "ratio": 0.6}}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,9 +57,7 @@ def as_converted(precision: str, converts_norms: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu", "ratio": 0.6}}], ids=["", "offload"])
-@pytest.mark.parametrize("converted", [False, True], ids=["fp32 statistics", "converted by the user"])
-@pytest.mark.parametrize("precision", HALF)
+@every_pair(offload=[{}, OFFLOAD], converted=[False, True], precision=list(HALF))
 def test_training(precision: str, converted: bool, offload: dict[str, Any]) -> None:
     """Outputs, gradients and statistics of the first step are plain torch's bits; afterwards both stay together."""
     plain = as_converted(precision, converts_norms=converted)

@@ -1,7 +1,5 @@
 """train_batch and eval_batch on one process: micro-batches, losses, modes, and what is refused."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

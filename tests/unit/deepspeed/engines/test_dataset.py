@@ -1,7 +1,5 @@
 """``training_data`` as micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any

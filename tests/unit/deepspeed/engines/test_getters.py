@@ -1,7 +1,5 @@
 """What an engine tells of itself, by DeepSpeed's names, and the batch size that changes between two steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps of any module, recorded and replayed, against the same steps launched: the same bits."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """DeepSpeed's monitors of an engine: what they write, where a run goes on, and what a failure leaves."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import subprocess
 import sys

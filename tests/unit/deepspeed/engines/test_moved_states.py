@@ -1,7 +1,5 @@
 """States that are in host memory between phases of training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon of ``gptpar.initialize``: DeepSpeed's type, and torch's own optimizer, beside torch without its cast."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -94,7 +92,7 @@ def train(engine: Any, start: int = 0, stop: int = STEPS) -> list[Tensor]:
     return [p.detach() for p in engine.module.parameters()]
 
 
-@pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (0.3, 1.0), (1.0, 0.3)])
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.3), (0.3, 1.0)])
 def test_deepspeeds_muon_trains_as_torchs(tmp_path: Path, first: float, second: float) -> None:
     """Half of the steps at one ratio, the others by an engine of another, from the first one's checkpoint."""
     engine, other = make(first), make(second)
@@ -124,15 +122,6 @@ def test_a_parameter_says_itself_whether_it_is_muons() -> None:
     (muon, _) = engine.optimizer.param_groups
     assert {id(p) for p in muon["params"]} == {id(p) for p in (model.embed.weight, model.down.weight, model.experts)}
     engine.close()
-
-
-def test_the_ratio_changes_no_bit() -> None:
-    ends = []
-    for ratio in (0.0, 0.6, 1.0):
-        engine = make(ratio, dtype=torch.float32)
-        ends.append(train(engine))
-        engine.close()
-    assert all(torch.equal(a, b) for other in ends[1:] for a, b in zip(ends[0], other, strict=True))
 
 
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])

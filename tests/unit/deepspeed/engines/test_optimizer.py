@@ -1,7 +1,5 @@
 """Whose parameters are trained with which hyperparameters, and the optimizer that is returned."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's schedules, step by step."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Arguments of the public API that have the wrong type are told in sentences that name them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,24 +85,12 @@ def engine() -> Iterator[Any]:
 
 
 METHODS: list[tuple[Callable[[Any], Any], str]] = [
-    (
-        lambda e: e.save_checkpoint(None),
-        "engine.save_checkpoint: save_dir is of type NoneType: the path of",
-    ),
-    (
-        lambda e: e.load_checkpoint(5),
-        "engine.load_checkpoint: load_dir is of type int: the path of",
-    ),
+    (lambda e: e.save_checkpoint(None), "engine.save_checkpoint: save_dir is of type NoneType: the path of"),
+    (lambda e: e.load_checkpoint(5), "engine.load_checkpoint: load_dir is of type int: the path of"),
     (lambda e: e.set_train_batch_size("8"), "train_batch_size is of type str: a whole number of samples is needed."),
     (lambda e: e.set_train_batch_size(8.0), "train_batch_size is of type float: a whole number of samples is needed."),
-    (
-        lambda e: e.gathered("x").__enter__(),
-        "engine.gathered(modifier_rank='x'): it is the number of a",
-    ),
-    (
-        lambda e: e.gathered(1).__enter__(),
-        "engine.gathered(modifier_rank=1): it is the number of a process, 0 to 0",
-    ),
+    (lambda e: e.gathered("x").__enter__(), "engine.gathered(modifier_rank='x'): it is the number of a"),
+    (lambda e: e.gathered(1).__enter__(), "engine.gathered(modifier_rank=1): it is the number of a process, 0 to 0"),
     (lambda e: e.optimizer.load_state_dict("moments.pt"), "state_dict is of type str: what state_dict() of an optim"),
 ]
 

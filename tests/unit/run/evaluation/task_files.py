@@ -1,7 +1,5 @@
 """Files to evaluate on, and a tiny model that reads bytes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tasks in a run: when they are evaluated, what is written, and that training does not notice."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published forms of questions, malformed lines, and how choices become tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores against sums by hand: plain logits, one row at a time, and the definitions of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

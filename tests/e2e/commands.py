@@ -45,9 +45,9 @@ def said_by(words: Sequence[str], expect: int = 0, folder: Path | None = None) -
     return said_in_fork(main, words, expect, folder)
 
 
-def said_by_program(path: Path) -> str:
-    """What a program of Python prints, which runs in its own folder and in a fork."""
-    return said_in_fork(_run_program, path, 0, path.parent)
+def said_by_program(path: Path, *words: object, expect: int = 0) -> str:
+    """What a program of Python prints, which runs in its own folder and in a fork; see :func:`said_by`."""
+    return said_in_fork(_run_program, [str(path), *map(str, words)], expect, path.parent)
 
 
 def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: Path | None) -> str:
@@ -66,8 +66,10 @@ def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: 
     return said
 
 
-def _run_program(path: Path) -> None:
-    runpy.run_path(str(path), run_name="__main__")
+def _run_program(words: list[str]) -> None:
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _run(

@@ -93,10 +93,9 @@ FAMILIES = {
             at("dp2 cp2", f"{A2A} --zero-stage 3"),
             at("cp4", f"{GATHER} --zero-stage 1", "selective"),
         ],
-        saved=2,
     ),
     "dropout of hidden states": Family(
-        [*PAIRS, "--hidden-dropout", "0.2"], [at("tp2 cp2", f"{GATHER} {SPLIT_TOKENS}", "every 2")], saved=2
+        [*PAIRS, "--hidden-dropout", "0.2"], [at("tp2 cp2", f"{GATHER} {SPLIT_TOKENS}", "every 2")]
     ),
     "bloom": Family(
         model("bloom", FEWER_SAMPLES),
@@ -126,15 +125,13 @@ FAMILIES = {
             at("pp2 cp2", f"{GATHER} {TWO_STAGES}"),
             at("tp2 pp2", f"{SPLIT_TOKENS} {ON_HOST}", "selective"),
         ],
-        saved=2,
     ),
     "documents, tokens alike": Family(
-        [*DOCUMENTS, "--calculate-per-token-loss"], [at("tp2 cp2", f"{A2A} {SPLIT_TOKENS}", "selective")], saved=2
+        [*DOCUMENTS, "--calculate-per-token-loss"], [at("tp2 cp2", f"{A2A} {SPLIT_TOKENS}", "selective")]
     ),
     "documents and dropout": Family(
         model("documents", FOUR_PAIRS, "--attention-dropout", "0.3"),
         [at("dp2 tp2", "--zero-stage 3", "full recompute")],
-        saved=2,
     ),
     "muon": Family(
         model("muon", FEWER_SAMPLES),
@@ -150,9 +147,9 @@ FAMILIES = {
     "lion": Family(
         LION_WORDS,
         [
-            at("dp2", "--zero-stage 3", "CPU optimizer 0.6"),
-            at("tp2", SPLIT_TOKENS),
-            at("pp2", "", "all on the CPU"),
+            at("dp4", "--zero-stage 3", "CPU optimizer 0.6"),
+            at("dp2 tp2", f"--zero-stage 1 {SPLIT_TOKENS}"),
+            at("dp2 pp2", "--zero-stage 2", "all on the CPU"),
         ],
     ),
     "moments in 8 bits": Family(
@@ -167,7 +164,11 @@ FAMILIES = {
     ),
     "rounded moments": Family(
         [*FEWER_SAMPLES, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
-        [at("tp2", "", "CPU optimizer 0.6"), at("pp2"), at("dp2", "--zero-stage 3", "CPU optimizer 0.6")],
+        [
+            at("dp2 tp2", "--zero-stage 1", "CPU optimizer 0.6"),
+            at("dp2 pp2", "--zero-stage 3"),
+            at("dp4", "--zero-stage 3", "CPU optimizer 0.6"),
+        ],
         saved=3,
         steps=5,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
@@ -49,6 +50,15 @@ def resume_half(rank: int, name: str, setup: Setup, engine: str, folder: str, ta
     trace = training.run(setup.steps // 2 + (tag is None), setup.steps)
     training.engine.close()
     return trace
+
+
+def said(rank: int, act: Callable[..., object], *args: Any) -> str:
+    """The sentence of a refused act; other errors are none."""
+    try:
+        act(*args)
+    except GptparError as error:
+        return str(error)
+    return ""
 
 
 def reference_on_rank(rank: int, name: str, setup: Setup) -> Trace:

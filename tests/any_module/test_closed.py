@@ -19,6 +19,7 @@ from tests.any_module.compare import problems
 from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
 from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
+from tests.any_module.on_rank import said
 from tests.any_module.reference import Trace, reference
 
 SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 1), Setup(2, 2, 0.6, 2), Setup(2, 3), Setup(2, 3, 0.6, 2)]
@@ -71,18 +72,14 @@ def test_a_module_trains_in_another_engine_after_the_first_is_closed(bench: Benc
 
 def twice(rank: int, setup: Setup, engine: str) -> str:
     training = Training(CASES["mlp"], setup, engine)
-    try:
-        initializer(engine)(model=training.model.blocks, config=setup.config(CASES["mlp"]))
-    except GptparError as error:
-        return str(error)
-    finally:
-        training.engine.close()
-    return ""
+    told = said(rank, lambda: initializer(engine)(model=training.model.blocks, config=setup.config(CASES["mlp"])))
+    training.engine.close()
+    return told
 
 
 @pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[-1]], ids=str)
 def test_a_module_of_a_living_engine_is_refused(bench: Bench, setup: Setup) -> None:
-    assert all("close()" in said for said in bench.on_ranks(setup.world, twice, setup, bench.engine))
+    assert all("close()" in told for told in bench.on_ranks(setup.world, twice, setup, bench.engine))
 
 
 def live_bytes() -> int:

@@ -24,8 +24,7 @@ NAMES = [
     *("gpt2_checkpointed", "recomputation_inside", "block_called_under_checkpoint"),
     *("block_called_under_checkpoint_reentrant", "dictionaries", "users_hooks", "side_outputs"),
 ]
-CASES = [*(("mlp", way, TWO) for way in WAYS), ("mlp", "default_aot", ALONE)]
-CASES += [(name, WAYS[number % 5], TWO) for number, name in enumerate(NAMES)]
+CASES = [("mlp", "default_aot", ALONE), *((name, WAYS[number % 5], TWO) for number, name in enumerate(NAMES))]
 
 
 @pytest.mark.parametrize(("name", "way", "setup"), CASES, ids=lambda value: str(value).replace(", ", "-"))

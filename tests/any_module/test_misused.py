@@ -7,7 +7,7 @@ import io
 import linecache
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,15 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, Training, initializer
 from tests.any_module.matrix import Bench
+from tests.any_module.on_rank import said
 from tests.any_module.zoo import Mlp
 
 SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 1, accumulation=2), Setup(2, 3, 0.6, 2)]
 layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-
-
-def said(act: Callable[[], Any]) -> str:
-    """The sentence; other errors are none."""
-    try:
-        act()
-    except GptparError as error:
-        return str(error)
-    return ""
 
 
 # Losses.
@@ -47,7 +38,7 @@ def step_before(rank: int, setup: Setup) -> tuple[str, bool]:
     training = Training(CASES["mlp"], setup, GPTPAR)
     old = loss_of(training, 5)
     training.run(0, 1)
-    told = said(lambda: training.engine.backward(old))
+    told = said(rank, lambda: training.engine.backward(old))
     training.engine.zero_grad()
     trace = training.run(1, 3)
     plain = Training(CASES["mlp"], setup, GPTPAR).run(0, 3)
@@ -66,7 +57,7 @@ def same_loss(rank: int, setup: Setup) -> str:
     training.engine.backward(loss)
     if setup.accumulation == 1:
         training.engine.step()
-    told = said(lambda: training.engine.backward(loss))
+    told = said(rank, lambda: training.engine.backward(loss))
     training.engine.close()
     return told
 
@@ -163,7 +154,7 @@ def copied(rank: int, setup: Setup) -> list[str]:
             lambda: torch.save(training.engine, io.BytesIO()),
             lambda: copy.deepcopy(training.model),
         ]
-        told = [said(act) for act in acts]
+        told = [said(rank, act) for act in acts]
     training.engine.close()
     twin = dict(copy.deepcopy(training.model).named_parameters())
     same = all(torch.equal(value, twin[name]) for name, value in training.trace.weights[-1].items())
@@ -184,7 +175,7 @@ def on_meta(rank: int) -> str:
         with torch.device("meta"):
             return Mlp()
 
-    return said(lambda: Training(Case("empty", build), Setup(), GPTPAR))
+    return said(rank, lambda: Training(Case("empty", build), Setup(), GPTPAR))
 
 
 def test_a_model_without_values_is_refused(bench: Bench) -> None:
@@ -196,7 +187,7 @@ def test_a_model_without_values_is_refused(bench: Bench) -> None:
 
 def other_config(rank: int, folder: str) -> str:
     config: Any = f"{folder}/nowhere.json" if rank == 1 else Setup(2).config(CASES["mlp"])
-    return said(lambda: initializer(GPTPAR)(model=Mlp(), config=config))
+    return said(rank, lambda: initializer(GPTPAR)(model=Mlp(), config=config))
 
 
 def other_scheduler(rank: int, folder: str) -> str:
@@ -206,7 +197,7 @@ def other_scheduler(rank: int, folder: str) -> str:
         return LambdaLR(optimizer, lambda step: 1.0)
 
     config = Setup(2, 3, 0.6).config(CASES["mlp"])
-    return said(lambda: initializer(GPTPAR)(model=Mlp().double(), lr_scheduler=make, config=config))
+    return said(rank, lambda: initializer(GPTPAR)(model=Mlp().double(), lr_scheduler=make, config=config))
 
 
 @pytest.mark.parametrize("act", [other_config, other_scheduler], ids=lambda act: act.__name__)

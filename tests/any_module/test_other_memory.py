@@ -15,6 +15,7 @@ from tests.any_module.cases import CASES
 from tests.any_module.harness import GPTPAR, Training
 from tests.any_module.layouts import covering
 from tests.any_module.matrix import Bench
+from tests.any_module.on_rank import said
 
 SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3, 0.6)]
 
@@ -65,11 +66,7 @@ def added(rank: int, setup: Setup, change: Change) -> str:
     training.model.metric = torch.nn.Linear(2, 2).requires_grad_(False)  # is nobody's concern
     training.run(1, 2)
     change(training)
-    try:
-        training.run(2, 3)
-    except GptparError as error:
-        return str(error)
-    return ""
+    return said(rank, training.run, 2, 3)
 
 
 LATER = {new_head: "last.weight", new_block: "blocks.3.norm.weight", new_parameter: "scale"}
@@ -78,8 +75,8 @@ LATER = {new_head: "last.weight", new_block: "blocks.3.norm.weight", new_paramet
 @pytest.mark.parametrize(("change", "setup"), covering(LATER, SETUPS))
 def test_parameters_that_come_later_are_refused(bench: Bench, setup: Setup, change: Change) -> None:
     name = LATER[change]
-    for said in bench.on_ranks(setup.world, added, setup, change):
-        assert re.search(rf"^{name}.* came into the model after gptpar.initialize.*engine.close\(\)", said), said
+    for told in bench.on_ranks(setup.world, added, setup, change):
+        assert re.search(rf"^{name}.* came into the model after gptpar.initialize.*engine.close\(\)", told), told
 
 
 def changed(rank: int, setup: Setup, change: Change, gathers: bool) -> str:
@@ -110,5 +107,5 @@ def changed(rank: int, setup: Setup, change: Change, gathers: bool) -> str:
 )
 def test_other_memory_is_refused(bench: Bench, setup: Setup, change: Change) -> None:
     gathers = (setup in SETUPS[1::2]) == (change in (cast, assigned, by_data))
-    for said in bench.on_ranks(setup.world, changed, setup, change, gathers):
-        assert re.search(r"(?=.*(blocks\.1\.|first\.weight))(?=.*(close|gathered))", said), said
+    for told in bench.on_ranks(setup.world, changed, setup, change, gathers):
+        assert re.search(r"(?=.*(blocks\.1\.|first\.weight))(?=.*(close|gathered))", told), told

@@ -23,6 +23,7 @@ from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
 from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
 from tests.any_module.matrix import Bench
+from tests.any_module.on_rank import said
 from tests.any_module.reference import Trace, reference
 from tests.any_module.scenarios.failing import loss_of
 from tests.any_module.zoo import Mlp
@@ -97,18 +98,9 @@ ACTS: dict[Callable[[Setup], None], str] = {
 }
 
 
-def told(rank: int, act: Callable[..., None], *args: Any) -> str:
-    """The sentence."""
-    try:
-        act(*args)
-    except GptparError as error:
-        return str(error)
-    return ""
-
-
 def assert_told(bench: Bench, setup: Setup, sentence: str, act: Callable[..., None], *args: Any) -> None:
     """Every rank says so."""
-    found = bench.on_ranks(setup.world, told, act, *args)
+    found = bench.on_ranks(setup.world, said, act, *args)
     assert all(re.search(sentence, text, re.DOTALL) for text in found), found
 
 

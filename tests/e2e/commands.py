@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gptpar.cli import main
+from gptpar.cli.launch import supervisor
+from gptpar.cli.launch.job import LaunchJob
+from gptpar.cli.launch.program import Program
+from gptpar.cli.launch.template import PR_SET_CHILD_SUBREAPER, REPLY_SECONDS, Template, serve
 from tests.forked import FORKED
 from tests.helpers import TINY
 
@@ -36,7 +43,7 @@ def gptpar(flags: str, verb: str = "pretrain", expect: int = 0) -> str:
 def said_by(words: Sequence[str], expect: int = 0, folder: Path | None = None) -> str:
     """What ``gptpar WORDS`` prints, on stdout and then on stderr.
 
-    Its process is a fork, which saves its start-up; workers that it starts are ordinary ones.
+    Its process is a fork, which saves its start-up, and so are workers that it starts.
 
     Args:
         expect: the exit code that it must have.
@@ -45,9 +52,9 @@ def said_by(words: Sequence[str], expect: int = 0, folder: Path | None = None) -
     return said_in_fork(main, words, expect, folder)
 
 
-def said_by_program(path: Path) -> str:
-    """What a program of Python prints, which runs in its own folder and in a fork."""
-    return said_in_fork(_run_program, path, 0, path.parent)
+def said_by_program(path: Path, *words: object, expect: int = 0) -> str:
+    """What a program of Python prints, which runs in its own folder and in a fork; see :func:`said_by`."""
+    return said_in_fork(_run_program, [str(path), *map(str, words)], expect, path.parent)
 
 
 def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: Path | None) -> str:
@@ -66,8 +73,10 @@ def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: 
     return said
 
 
-def _run_program(path: Path) -> None:
-    runpy.run_path(str(path), run_name="__main__")
+def _run_program(words: list[str]) -> None:
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _run(
@@ -80,10 +89,50 @@ def _run(
     os.environ.update(environment)
     os.chdir(folder or os.curdir)
     torch.set_num_threads(1)  # the variable has been read already
+    _fork_templates()
     try:
         sys.exit(act(argument))
     finally:
         atexit._run_exitfuncs()
+
+
+NUM_TEMPLATES = 3
+"""As many times a command may start workers that are forks; later ones are ordinary processes."""
+
+
+class ForkedTemplate(Template):
+    """A launcher's template that was forked from this process before there were threads, so that it imports nothing."""
+
+    def __init__(self, ours: socket.socket, pid: int):
+        self._socket, self._pid = ours, pid
+
+    def begin(self, program: Program, modules: Sequence[str], environment: Mapping[str, str]) -> ForkedTemplate:
+        """As :class:`Template` is made."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._socket.settimeout(REPLY_SECONDS)
+        self._replies = self._socket.makefile("r")
+        self._send({"modules": list(modules), "kind": program.kind, "name": program.name, "words": program.words})
+        return self
+
+    def end(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._replies.close()
+        self._socket.close()
+
+
+def _fork_templates() -> None:
+    """Let a launcher fork its workers also where none is to be started again. Templates end with this process."""
+    templates, launcher = [], os.getpid()
+    for _ in range(NUM_TEMPLATES):
+        ours, theirs = socket.socketpair()
+        if not (pid := os.fork()):
+            ours.close()
+            serve(theirs.detach(), launcher).run_and_leave()
+        theirs.close()
+        templates.append(ForkedTemplate(ours, pid))
+    LaunchJob.is_forked = property(lambda job: bool(templates) and job.program.kind != "executable")  # type: ignore[assignment]
+    supervisor.Template = lambda *given: templates.pop().begin(*given)  # type: ignore[assignment,misc]
 
 
 def stepping(words: list[str], taken: int) -> subprocess.Popen[str]:

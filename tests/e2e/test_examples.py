@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.documents import ROOT, block, commands
-from tests.e2e.commands import said_by
+from tests.e2e.commands import said_by, said_by_program
 
 EXAMPLES = ROOT / "examples" / "deepspeed"
 TINY_LLAMA = {
@@ -26,26 +23,8 @@ TINY_LLAMA = {
 
 
 def run(script: str, *words: object, code: int = 0) -> str:
-    """What a program of examples/deepspeed prints.
-
-    Args:
-        code: the exit code that is expected.
-    """
-    return answer([sys.executable, str(EXAMPLES / script), *map(str, words)], code)
-
-
-def answer(command: list[str], code: int = 0) -> str:
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=EXAMPLES,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
+    """What a program of examples/deepspeed prints; ``code``: the exit code that is expected."""
+    return said_by_program(EXAMPLES / script, *words, expect=code)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +59,12 @@ def losses(words: list[str]) -> list[float]:
 
 
 def start(words: list[str]) -> str:
+    """What it prints; a plain program of one process needs no launcher."""
     (program,) = TINY.keys() & {*words}
-    return said_by([*words, *TINY[program].split(), "--steps", "5"], folder=EXAMPLES)
+    place, few = words.index(program), [*TINY[program].split(), "--steps", "5"]
+    if "--plain" in words and not any("2" in word for word in words[:place]):
+        return run(program, *words[place + 1 :], *few)
+    return said_by([*words, *few], folder=EXAMPLES)
 
 
 @pytest.mark.parametrize("of", ["cifar.py", "train.py", "gpt_lite.json", "twin_flow.json", "ds_zero_offload.json"])
@@ -124,8 +107,9 @@ def test_cnn_reads_the_binary_version(tmp_path: Path) -> None:
 
 
 def test_hugging_face_model_learns_and_goes_on(tmp_path: Path, text: Path, llama: Path) -> None:
-    words = ("--text", text, *TINY["train.py"].split(), "--model-name", llama)
-    first = run("train.py", *words, "--steps", 10, "--save", tmp_path / "run").splitlines()
-    again = run("train.py", *words, "--steps", 12, "--save", tmp_path / "run").splitlines()
-    whole = run("train.py", *words, "--steps", 12).splitlines()
-    assert len(first) == 10 and first + again == whole
+    def steps(number: int, *more: object) -> list[str]:
+        words = ("--text", text, *TINY["train.py"].split(), "--model-name", llama, "--steps", number, *more)
+        return re.findall("^step .*$", run("train.py", *words), re.MULTILINE)
+
+    first, again = (steps(number, "--save", tmp_path / "run") for number in (10, 12))
+    assert len(first) == 10 and first + again == steps(12)

@@ -23,10 +23,12 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     return read_tensors(path[1] if isinstance(path, tuple) else path)
 
 
-@pytest.mark.parametrize("flags", ["--nproc-per-node 1 --bf16", "--nproc-per-node 2 --global-batch-size 8"])
-def test_resume_is_bit_identical(tmp_path: Path, flags: str) -> None:
-    """Six steps at once, or three, a stop and three more: the same losses, weights and moments to the last bit."""
-    flags += " --train-iters 6 --hidden-dropout 0.1 --attention-dropout 0.1 --lr-warmup-iters 2"
+def test_resume_is_bit_identical(tmp_path: Path) -> None:
+    """Six steps at once, or three, a stop and three more: the same losses, weights and moments to the last bit.
+
+    ``test_recovery.py`` has the same of two processes.
+    """
+    flags = "--bf16 --train-iters 6 --hidden-dropout 0.1 --attention-dropout 0.1 --lr-warmup-iters 2"
     gptpar(f"{flags} --save {tmp_path}/whole")
     gptpar(f"{flags} --save {tmp_path}/parts --load {tmp_path}/parts --exit-interval 3")
     assert load_meta(tmp_path / "parts")["progress"]["iteration"] == 3

@@ -11,7 +11,7 @@ from gptpar.data.documents import cumulative_lengths, follow_ends
 from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.model import core_attention as core
 from gptpar.model import varlen_attention as varlen
-from gptpar.model.core_attention import AttentionDropout, _one_call_a_group, core_attention
+from gptpar.model.core_attention import AttentionDropout, _dropout_in_kernel, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from tests.gpu.training import run
 from tests.pairs import in_turns
@@ -139,7 +139,7 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     monkeypatch.setattr("gptpar.model.core_attention.varlen_attention", kernel)
     q, k, v = inputs(2)
     seeds = seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[seeds_field("layers.0")]
-    y = _one_call_a_group(q, k, v, None, 0.4, seeds.host, 0, 0.3, cu_seqlens, window)
+    y = _dropout_in_kernel(q, k, v, None, 0.4, seeds.host, 0, 0.3, cu_seqlens, window)
     assert torch.equal(y, q + k.repeat_interleave(2, 1))
     assert [how for how, _ in calls] == [(cu_seqlens, window, 0.3, 0.4)] * 2
     assert calls[0][1] != calls[1][1]

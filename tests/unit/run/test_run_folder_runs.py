@@ -83,7 +83,7 @@ def test_damage_left_overs_and_owners(root: Path, show: Show, closing: Callable[
     assert f"{root}: a run writes here (host " in text and f"process {os.getpid()}" in text
     assert "left by a run that has ended (host node7\\x1b[2J, process 12" in text and "\x1b" not in text
     assert "iter_0000006.tmp-some-host-1-0a0a0a0a: left by a save that died" in text
-    assert "iter_0000006.damaged-1: damaged, and moved aside" in text
+    assert "iter_0000006.damaged-1: damaged; renamed because that iteration was saved again" in text
     assert "DAMAGED\n" in text and "ends at byte 0 of 32" in text
     found = json.loads(show("--json", expect=1))
     assert found["owner"]["alive"] and not found["branches"][0]["owner"]["alive"]

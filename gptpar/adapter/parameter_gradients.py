@@ -66,7 +66,7 @@ class ParameterGradients:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Empty ``.grad``, to which autograd would add, and use what the user has put there instead."""
+        """Copy gradients that the user has changed into the sums, and empty ``.grad``, to which autograd would add."""
         shown, self._shown = self._shown, []
         self._hidden = [(name, view) for name, view, _ in shown]
         for name, view, before in shown:

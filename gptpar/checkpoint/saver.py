@@ -70,7 +70,7 @@ class Saver:
 
     Args:
         topology: this process's place.
-        guard: every overwrite of a saved tensor asks it first, except tensors for which ``save.unguarded`` is true.
+        guard: is asked before a saved tensor is overwritten, unless ``save.unguarded`` is true for it.
         warn: prints the warning of a failed save.
         on_saved: is called on a process when that process finds that a save is on the disk.
         alive: is called while processes wait for a save, so that the launcher does not take them for hung.

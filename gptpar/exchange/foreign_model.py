@@ -15,7 +15,7 @@ from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 
 CONVERTED = "converted"
-"""The type of a tokenizer of which a checkpoint knows no more than the number of ids."""
+"""The tokenizer type of a checkpoint that stores only the vocabulary's size."""
 
 MAX_LISTED = 8
 """Tensors that an error names."""

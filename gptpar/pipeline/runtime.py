@@ -63,7 +63,7 @@ class Pipeline(nn.Module):
         num_virtual_stages: virtual stages of each process, for the interleaved schedule (arXiv 2104.04473).
         recompute: takes the names of a virtual stage's layers and returns groups of consecutive ones, which are
             recomputed in the backward pass.
-        keep: how the inputs of such groups are kept.
+        keep: how the inputs of recomputed groups are kept until the backward pass.
         on_host: names of layers that are not recomputed and whose saved tensors go to the host.
         token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """

@@ -30,9 +30,9 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
 from gptpar.topology.mesh import COPIES, DATA, TENSOR
 
-MAX_TOO_MANY = 8
-"""Steps that were done again, less those that were not, after which steps are not recorded any more. While most are
-done again, that is soon reached; a few among many never reach it."""
+MAX_NET_REDONE = 8
+"""Redone steps, less steps that needed no redo (never below 0), after which steps are no longer recorded. It is reached
+soon if most steps are redone, and never if few are."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Trainer:
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
-        self._limit, self.steps_done_again, self._too_many = made.limit, 0, 0
+        self._limit, self.steps_done_again, self._net_redone = made.limit, 0, 0
         self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_samples(self.pipeline.modules(), topology, self._split)
@@ -169,11 +169,11 @@ class Trainer:
             loss = work(given)
         # All processes decide alike, and wait for the step's passes.
         if not self.topology.sum_over_all(self._limit.exceeded.double()).item():
-            self._too_many = max(0, self._too_many - 1)
+            self._net_redone = max(0, self._net_redone - 1)
             return loss
-        self.steps_done_again, self._too_many = self.steps_done_again + 1, self._too_many + 1
+        self.steps_done_again, self._net_redone = self.steps_done_again + 1, self._net_redone + 1
         loss = self._forward_backward(given) if self._graph is None else self._graph.launch(given)
-        if self._too_many == MAX_TOO_MANY:
+        if self._net_redone == MAX_NET_REDONE:
             self._graph = self._limit = None
         return loss
 

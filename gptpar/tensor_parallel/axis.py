@@ -131,8 +131,8 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 class Collective(torch.autograd.Function):
     """One collective forward, another one backward.
 
-    Of a function that returns a tensor to which it has written, torch 2.11 compiles no backward pass, without an error.
-    So the result is a view.
+    The result is a view: torch 2.11 compiles a function that returns a tensor it has written to without a backward
+    pass, and reports no error.
     """
 
     @staticmethod

@@ -48,7 +48,12 @@ class TensorParts:
         return sum(part.numel() for _, part in self.parts)
 
     def fill(self, values: torch.Tensor, first: int = 0) -> None:
-        """Copy what is held out of the global tensor, or out of its rows from ``first`` on (any device and dtype)."""
+        """Copy this process's elements out of the global tensor, or out of consecutive rows of it.
+
+        Args:
+            values: the tensor or the rows, on any device, in any dtype.
+            first: number of the first row.
+        """
         origin = (first, *(0 for _ in self.shape[1:]))[: values.dim()]
         with torch.no_grad():
             for offsets, part in self.parts:

@@ -84,7 +84,7 @@ class LimitedRows(ExtremeLoads):
         super().__init__(config, topology)
         self.trainer._limit = limit = RowLimit(topology.device)
         self.exceeds = config.parallel.zero_stage > 0
-        dispatch.LIMIT, trainer.MAX_TOO_MANY = 1.25 if self.exceeds else 2.0, 2
+        dispatch.LIMIT, trainer.MAX_NET_REDONE = 1.25 if self.exceeds else 2.0, 2
         for stage in self.trainer.pipeline.stages_here:
             for module in stage.modules():
                 if isinstance(module, Experts) and module.placed.size > 1:
@@ -94,7 +94,7 @@ class LimitedRows(ExtremeLoads):
         super().train(first, last)
         is_alone = self.topology.mesh.world_size == 1
         assert self.trainer.steps_done_again == (last if self.exceeds and not is_alone else 0)
-        assert self.trainer.limits_rows == (not self.exceeds or is_alone or last < trainer.MAX_TOO_MANY)
+        assert self.trainer.limits_rows == (not self.exceeds or is_alone or last < trainer.MAX_NET_REDONE)
 
 
 def family(name: str, model: str, *more: str) -> Family:

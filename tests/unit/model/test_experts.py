@@ -314,7 +314,7 @@ def test_which_blocks_have_experts() -> None:
 
 
 def counted(balance: ExpertBalance, counts: list[list[int]]) -> list[torch.Tensor]:
-    """A step in which tokens chose these experts, on one process; in its second micro-batch, experts were full."""
+    """Count a step of two micro-batches on one process. In the second, the chosen experts were full."""
     balance.attach(dict.fromkeys(balance.names, nn.Module()))
     experts = torch.arange(len(counts[0]), dtype=torch.int16)
     chosen = [experts.repeat_interleave(torch.tensor(values))[:, None] for values in counts]

@@ -35,6 +35,7 @@ def test_presets_have_the_published_numbers_of_parameters(
     model = gpt_model(complete(config).model)
     assert model.num_parameters / 1e9 == pytest.approx(billions, abs=5e-4)
     assert model.num_active_parameters / 1e9 == pytest.approx(active, abs=5e-4)
+    assert (config.model.attention_dropout, config.model.hidden_dropout) == (0, 0)
 
 
 def test_flags_keep_megatrons_spellings() -> None:

@@ -32,7 +32,7 @@ from gptpar.config.deepspeed_reader import (
     without_auto,
 )
 from gptpar.config.deepspeed_rules import Door
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.jsonc import infinity
 from gptpar.config.sections.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.validate import out_of_range

@@ -29,11 +29,6 @@ def parser_of(verb: str, **facts: Any) -> Parser:
     return parser
 
 
-def description_of(verb: str) -> str:
-    """The description of a verb, for a parser that has other flags, too."""
-    return str(FACTS[verb]["description"])
-
-
 def add_flags(parser: argparse.ArgumentParser, verb: str, **facts: Any) -> None:
     """Add a verb's groups of flags to a parser; see :func:`parser_of`."""
     for title, flags in FACTS[verb].items():

@@ -13,7 +13,7 @@ import torch
 
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Config
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.sections.offload import offload_gradients_obstacles
 from gptpar.errors import GptparError, first_line, printable
 from gptpar.optim.schedule import make_schedule

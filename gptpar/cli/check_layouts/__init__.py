@@ -18,7 +18,7 @@ from gptpar.cli.check_layouts import module_training
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.cli.flags import add_flags, description_of
+from gptpar.cli.flags import FACTS, add_flags
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
 from gptpar.config.flags import ParsedFlags, parse_flags
@@ -78,7 +78,7 @@ def _parsed(words: Sequence[str]) -> ParsedFlags:
     return parse_flags(
         words,
         prog="gptpar check-layouts",
-        description=description_of("check-layouts"),
+        description=FACTS["check-layouts"]["description"],
         extra=_extra_flags,
         takes_config=False,
     )

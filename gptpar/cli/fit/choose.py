@@ -9,8 +9,9 @@ from pathlib import Path
 
 from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import Config, Flags, complete
-from gptpar.config.derive import derive, expand_preset
 from gptpar.config.sections.batch import MEASURED_STEPS
+from gptpar.config.sections.model import expand_preset
+from gptpar.config.validate import derive
 from gptpar.errors import GptparError
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.job import Job

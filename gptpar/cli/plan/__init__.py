@@ -9,13 +9,13 @@ import json
 from typing import Any
 
 from gptpar.adapter.user_module import is_named_in
-from gptpar.cli.flags import add_flags, description_of
+from gptpar.cli.flags import FACTS, add_flags
 from gptpar.cli.plan import module
 from gptpar.config import CheckpointConfig
 from gptpar.config.batch_sizes import on_made_up_data
-from gptpar.config.derive import expand_preset
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import run_file_text
+from gptpar.config.sections.model import expand_preset
 from gptpar.config.validate import range_problems
 from gptpar.data.documents import lengths_in_corpora
 from gptpar.errors import ConfigError, DataError
@@ -85,8 +85,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     Raises:
         ConfigError: the command line has mistakes.
     """
-    parsed = parse_flags(argv, prog="gptpar plan", description=description_of("plan"), extra=_extra_flags)
-    take_shape_of_hf(parsed)
+    parsed = parse_flags(argv, prog="gptpar plan", description=FACTS["plan"]["description"], extra=_extra_flags)
+    if folder := parsed.flags.checkpoint.load_hf:
+        take_shape_of_hf(parsed, folder)
     parsed = with_checkpoint_args(parsed)
     data = parsed.flags.data
     parsed = _with_defaults(parsed)

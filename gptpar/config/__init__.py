@@ -13,8 +13,8 @@ flags and say why, their ``check_...`` find all problems at once, and :func:`com
 
 A file of ``sections`` declares a section once, with its derivations and checks. ``...Config`` has the fields of the
 complete section. A field whose type ends in ``| Open`` is ``None`` until something says it: as typed, a section is
-``...Config[None]``, and complete it is ``...Config``. Flags that only stand for others are fields of ``...Flags``, which
-adds them to ``...Config[None]``.
+``...Config[None]``, and complete it is ``...Config``. Flags that only stand for others are fields of ``...Flags``,
+which adds them to ``...Config[None]``.
 """
 
 from __future__ import annotations

@@ -81,8 +81,6 @@ def flag(
         "complete": complete,
         "before": before,
     }
-    if isinstance(default, tuple):
-        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def lay_out(
     units = [unit_of(unit, parameters, shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units]
     trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
     frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
-    return ParameterTable(trained, place, ratio=options.offload.ratio, tied=tied), frozen
+    return ParameterTable(trained, place, ratio=options.offload.least_ratio, tied=tied), frozen
 
 
 def build_engine(
@@ -131,7 +132,7 @@ def build_engine(
     table, frozen = lay_out(plan, stage.parameters, of_group, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.mesh.world_size)
-    on_host = options.offload.parameters
+    on_host = options.offload.cpu_parameters
     if not on_host and not table.offloaded():  # offload needs the host's memory itself
         move_aside(stage.parameters.values(), device)
     values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
@@ -208,10 +209,10 @@ def _host_optimizer(
     if not any(piece.length for piece in pieces):
         return None
     room, partial_unit = 0, None if tied_weight is None else tied_weight.name
-    if offload.folder is None:
+    if offload.optimizer_nvme_path is None:
         room = room_for_speculation(
             StateSize.of(pieces, updates, settings.wide.itemsize),
-            offload.speculation,
+            offload.offload_speculation,
             sum(piece.length * settings.dtype.itemsize for piece in pieces if piece.unit == partial_unit),
             asker="gptpar.initialize",
             option='"speculation": "on"',
@@ -225,8 +226,8 @@ def _host_optimizer(
         (settings.wide if settings.adds_gradients else settings.dtype).itemsize,
         settings.wide,
         clip_grad=options.max_norm,
-        folder=offload.folder,
-        threads=offload.threads,
+        folder=None if offload.optimizer_nvme_path is None else Path(offload.optimizer_nvme_path),
+        threads=offload.cpu_optimizer_threads,
         speculated_elements=room,
         partial_unit=partial_unit,
     )

@@ -120,7 +120,7 @@ class DeepSpeedGetters(EngineState):
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether the CPU updates any parameters."""
-        return self.options.offload.ratio > 0
+        return self.options.offload.least_ratio > 0
 
     zero_cpu_offload = zero_use_cpu_optimizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
-from gptpar.offload.buckets import StateSize
+from gptpar.offload.build import Names, make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.update import Update
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
@@ -205,29 +203,17 @@ def _host_optimizer(
         order: the units as forward passes wait for them. The whole model's come first: they are brought before anything
             is called, wherever the model defines them.
     """
-    pieces, offload = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit)), options.offload
-    if not any(piece.length for piece in pieces):
-        return None
-    room, partial_unit = 0, None if tied_weight is None else tied_weight.name
-    if offload.optimizer_nvme_path is None:
-        room = room_for_speculation(
-            StateSize.of(pieces, updates, settings.wide.itemsize),
-            offload.offload_speculation,
-            sum(piece.length * settings.dtype.itemsize for piece in pieces if piece.unit == partial_unit),
-            asker="gptpar.initialize",
-            option='"speculation": "on"',
-            remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
-        )
-    return build_host_optimizer(
+    pieces = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit))
+    return make_host_optimizer(
+        options.offload,
         updates,
         pieces,
         {piece.unit: parameters.shards[piece.unit][table.on_device[piece.unit] :] for piece in pieces},
         device,
-        (settings.wide if settings.adds_gradients else settings.dtype).itemsize,
+        settings.dtype,
         settings.wide,
+        tied_weight,
         clip_grad=options.max_norm,
-        folder=None if offload.optimizer_nvme_path is None else Path(offload.optimizer_nvme_path),
-        threads=offload.cpu_optimizer_threads,
-        speculated_elements=room,
-        partial_unit=partial_unit,
+        itemsize=(settings.wide if settings.adds_gradients else settings.dtype).itemsize,
+        names=Names("gptpar.initialize", '"speculation": "on"', "zero_optimization.offload_optimizer.ratio"),
     )

@@ -1,4 +1,4 @@
-"""Builds the CPU optimizer of a GPT or of a module from the configuration, and refuses it where host memory or disk is too small."""
+"""Builds the CPU optimizer of a GPT or a module, and refuses it where host memory or disk is too small."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class Names(NamedTuple):
     ratio: str = "--cpu-optimizer-ratio"
 
 
+FLAGS = Names()
+
+
 def make_host_optimizer(
     offload: OffloadConfig,
     updates: Sequence[Update],
@@ -46,7 +49,7 @@ def make_host_optimizer(
     itemsize: int,
     summed_on_host: Collection[str] | None = None,
     activation_bytes: int = 0,
-    names: Names = Names(),
+    names: Names = FLAGS,
 ) -> HostOptimizer | None:
     """The CPU optimizer, or ``None`` if nothing is offloaded.
 
@@ -97,7 +100,7 @@ def make_host_optimizer(
 
 
 def _speculated_elements(
-    offload: OffloadConfig, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES, names: Names = Names()
+    offload: OffloadConfig, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES, names: Names = FLAGS
 ) -> int:
     """The number of elements whose double buffers fit in memory; see ``--offload-speculation``."""
     remedy = f"lower {names.ratio} {offload.least_ratio:g}, use more processes with ZeRO, or a smaller model"

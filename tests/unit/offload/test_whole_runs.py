@@ -87,7 +87,7 @@ def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -
         build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on").offload, size)
 
 
-@pytest.mark.parametrize("names", [build.Names(), build.Names("gptpar.initialize", "", "offload_optimizer.ratio")])
+@pytest.mark.parametrize("names", [build.FLAGS, build.Names("gptpar.initialize", "", "offload_optimizer.ratio")])
 def test_a_disk_that_does_not_suffice_is_told_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: build.Names
 ) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gptpar.adapter.compiled_blocks import compile_blocks
@@ -167,11 +166,7 @@ def build_engine(
 
 def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtype]:
     """The dtypes of all stages: tensors that they sum need a common dtype."""
-    if topology.mesh.pipeline == 1:
-        return dtypes
-    everyone: list[set[torch.dtype]] = [set()] * topology.mesh.world_size
-    dist.all_gather_object(everyone, dtypes)
-    return set().union(*everyone)
+    return dtypes if topology.mesh.pipeline == 1 else set().union(*topology.of_all(dtypes))
 
 
 def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:

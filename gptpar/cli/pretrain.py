@@ -20,7 +20,6 @@ from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
 from gptpar.exchange import missing_package, take_model_of_hf
-from gptpar.reporting.guards import guarded_console
 from gptpar.run.assemble import open_run
 from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.run.evaluation.items import all_problems
@@ -84,7 +83,7 @@ def pretrain(
     Returns:
         The signal that ended the run early, if one did.
     """
-    with guarded_console(), open_run(config, derived, without_effect) as run:
+    with open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
             if run.plan.finished(run.progress):
                 run.say(

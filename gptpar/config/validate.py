@@ -16,7 +16,6 @@ from gptpar.config.flags import ParsedFlags
 from gptpar.config.sections.batch import check_batch, check_duration, check_first_step, derive_batch
 from gptpar.config.sections.checkpoint import check_checkpoint, derive_saves
 from gptpar.config.sections.data import check_data, check_files, derive_data
-from gptpar.config.sections.logging import derive_logging
 from gptpar.config.sections.model import check_model, derive_model
 from gptpar.config.sections.offload import check_offload
 from gptpar.config.sections.optimizer import check_schedule, check_schedule_lengths
@@ -108,7 +107,6 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     derive_precision(notes)
     derive_data(notes)
     derive_saves(notes)
-    derive_logging(notes)
     return notes.flags, notes.derived
 
 

@@ -18,7 +18,7 @@ from gptpar.config.sections.offload import offload_gradients_obstacles
 from gptpar.errors import GptparError, first_line, printable
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
-from gptpar.reporting.guards import GuardedSink
+from gptpar.reporting.guards import GuardedSink, guarded_console
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.run import resume
 from gptpar.run.auto_offload import with_gradients, with_ratio
@@ -109,6 +109,7 @@ def open_run(
     _, _, world_size = world_from_environment()
     mesh = parallel.mesh(world_size)
     with ExitStack() as stack:
+        stack.enter_context(guarded_console())
         request = stack.enter_context(StopRequest().listening())
         stack.enter_context(memory_explained(lambda: config))
         activity = Activity.of_worker()

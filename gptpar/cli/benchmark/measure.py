@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
 from gptpar.cli.benchmark.machine import peak_memory
@@ -220,8 +219,6 @@ def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
         updates = () if host is None else tuple(host.latest_updates)
         tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
     if parsed.rest.breakdown:
-        ranks: list[Any] = [tracer.breakdown()] * topology.mesh.world_size
-        if len(ranks) > 1:
-            dist.all_gather_object(ranks, tracer.breakdown())
+        ranks = topology.of_all(tracer.breakdown())
         if topology.is_main:
             print(table(ranks), flush=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic
 
 from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
 from gptpar.config.fields import NEVER, Missing, Notes, Open, completed, flag
+from gptpar.config.sections.logging import EVAL_INTERVAL
 
 if TYPE_CHECKING:
     from gptpar.config import Flags
@@ -239,7 +240,7 @@ def _countable(flags: Flags) -> Iterator[str]:
             f"the run would read {samples:.3g} samples x {length:,} tokens, more than the {MAX_TOKENS:.0e} that can be "
             "counted: shorten it, or lower the batch or --seq-length."
         )
-    turns = (b.train_iters or samples // b.global_batch_size) // (log.eval_interval or 1) + 1
+    turns = (b.train_iters or samples // b.global_batch_size) // (log.eval_interval or EVAL_INTERVAL) + 1
     if log.eval_iters * turns * b.global_batch_size * length > MAX_TOKENS:
         yield (
             f"{turns:.3g} evaluations of --eval-iters {log.eval_iters} would read more than the {MAX_TOKENS:.0e} "

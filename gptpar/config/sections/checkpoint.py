@@ -173,8 +173,10 @@ def _exports(c: CheckpointConfig) -> Iterator[str]:
 
 
 def derive_saves(notes: Notes) -> None:
-    """Say where nothing is saved."""
+    """Say that nothing is saved, or where curves go beside the checkpoints."""
     notes.drop_zero("checkpoint", "save_interval")
     c = notes.flags.checkpoint
     if c.save_interval is not None and not c.save:
         notes.add("save interval", "none", "--save is not given: nothing is saved")
+    if c.save:
+        notes.fill("logging", "tensorboard_dir", f"{c.save}/tensorboard", "inside --save")

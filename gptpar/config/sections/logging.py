@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
-from gptpar.config.fields import NEVER, Notes, Open, flag, on_unless
+from gptpar.config.fields import NEVER, Open, flag, on_unless
 
 EVAL_INTERVAL = 1000
 """Steps between evaluations, unless --eval-interval says them."""
@@ -111,12 +111,3 @@ class HealthConfig:
         "such a step takes a further forward pass and a copy of the master weights in host memory",
         least=1,
     )
-
-
-def derive_logging(notes: Notes) -> None:
-    """Derive when to evaluate and where curves go."""
-    log, save = notes.flags.logging, notes.flags.checkpoint.save
-    if log.eval_iters or log.full_validation:
-        notes.fill("logging", "eval_interval", EVAL_INTERVAL, "default")
-    if save:
-        notes.fill("logging", "tensorboard_dir", f"{save}/tensorboard", "inside --save")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from gptpar.system.command_line import Parser, not_empty, not_negative_int, positive_float, positive_int
+from gptpar.system.files import facts_in
 
-FACTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+FACTS: dict[str, dict[str, Any]] = facts_in("flags.toml", __file__)
 _TYPES = {
     one.__name__: one for one in (int, float, str, Path, not_empty, not_negative_int, positive_float, positive_int)
 }

@@ -8,9 +8,7 @@ that set nothing are in ``deepspeed_keys.toml``.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from gptpar.config.deepspeed_optimizers import FP32_STATE, OPTIMIZER, OPTIMIZERS
@@ -50,6 +48,7 @@ from gptpar.config.deepspeed_rules import (
     whole,
     word_of,
 )
+from gptpar.system.files import facts_in
 
 WARMUPS = ("warmuplr", "warmupdecaylr", "warmupcosinelr")
 SCHEDULE_TYPES = {name.lower(): name for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")}
@@ -98,7 +97,7 @@ def _rows_of_file() -> Iterator[Key]:
     """The keys that set nothing, from ``deepspeed_keys.toml``."""
     kinds: dict[str, Callable[[str], Rule]] = {"no_effect": NoEffect, "absent": Absent}
     found: dict[str, dict[str, Rule]] = {}
-    for door, tables in tomllib.loads(Path(__file__).with_name("deepspeed_keys.toml").read_text("utf-8")).items():
+    for door, tables in facts_in("deepspeed_keys.toml", __file__).items():
         for kind, reasons in tables.items():
             for why, words in reasons.items():
                 section = ""

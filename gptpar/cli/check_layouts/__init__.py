@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,12 @@ from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import to_prove
+from gptpar.system.files import facts_in
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import open_world, world_from_environment
 
-_SMALL = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+_SMALL = facts_in("models.toml", __file__)
 SMALL: str = _SMALL["small"]
 MODELS: dict[str, str] = _SMALL["models"]
 """Name -> a model's flags beside SMALL."""

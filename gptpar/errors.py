@@ -45,7 +45,8 @@ class ProblemsError(GptparError):
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
-        super().__init__(f"{self.given} has {_numbered(self.problems)}")
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__(f"{self.given} has {count}:\n{numbered(problems)}")
 
     def __reduce__(self) -> tuple[type, tuple[list[str]]]:
         return type(self), (self.problems,)
@@ -102,9 +103,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
-def _numbered(problems: Sequence[str]) -> str:
-    lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1))
-    return f"{len(problems)} problem{'s' if len(problems) != 1 else ''}:\n{lines}"
+def numbered(problems: Sequence[str]) -> str:
+    """The problems, a numbered line each."""
+    return "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gptpar.adapter.compiled_blocks import compile_blocks
@@ -28,9 +27,8 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
-from gptpar.offload.buckets import StateSize
+from gptpar.offload.build import Names, make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.optim.update import Update
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
@@ -95,7 +93,7 @@ def lay_out(
     units = [unit_of(unit, parameters, shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units]
     trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
     frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
-    return ParameterTable(trained, place, ratio=options.offload.ratio, tied=tied), frozen
+    return ParameterTable(trained, place, ratio=options.offload.least_ratio, tied=tied), frozen
 
 
 def build_engine(
@@ -131,7 +129,7 @@ def build_engine(
     table, frozen = lay_out(plan, stage.parameters, of_group, options, data.place, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.mesh.world_size)
-    on_host = options.offload.parameters
+    on_host = options.offload.cpu_parameters
     if not on_host and not table.offloaded():  # offload needs the host's memory itself
         move_aside(stage.parameters.values(), device)
     values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
@@ -168,11 +166,7 @@ def build_engine(
 
 def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtype]:
     """The dtypes of all stages: tensors that they sum need a common dtype."""
-    if topology.mesh.pipeline == 1:
-        return dtypes
-    everyone: list[set[torch.dtype]] = [set()] * topology.mesh.world_size
-    dist.all_gather_object(everyone, dtypes)
-    return set().union(*everyone)
+    return dtypes if topology.mesh.pipeline == 1 else set().union(*topology.of_all(dtypes))
 
 
 def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:
@@ -204,29 +198,17 @@ def _host_optimizer(
         order: the units as forward passes wait for them. The whole model's come first: they are brought before anything
             is called, wherever the model defines them.
     """
-    pieces, offload = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit)), options.offload
-    if not any(piece.length for piece in pieces):
-        return None
-    room, partial_unit = 0, None if tied_weight is None else tied_weight.name
-    if offload.folder is None:
-        room = room_for_speculation(
-            StateSize.of(pieces, updates, settings.wide.itemsize),
-            offload.speculation,
-            sum(piece.length * settings.dtype.itemsize for piece in pieces if piece.unit == partial_unit),
-            asker="gptpar.initialize",
-            option='"speculation": "on"',
-            remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
-        )
-    return build_host_optimizer(
+    pieces = sorted(table.offloaded(), key=lambda piece: order.index(piece.unit))
+    return make_host_optimizer(
+        options.offload,
         updates,
         pieces,
         {piece.unit: parameters.shards[piece.unit][table.on_device[piece.unit] :] for piece in pieces},
         device,
-        (settings.wide if settings.adds_gradients else settings.dtype).itemsize,
+        settings.dtype,
         settings.wide,
+        tied_weight,
         clip_grad=options.max_norm,
-        folder=offload.folder,
-        threads=offload.threads,
-        speculated_elements=room,
-        partial_unit=partial_unit,
+        itemsize=(settings.wide if settings.adds_gradients else settings.dtype).itemsize,
+        names=Names("gptpar.initialize", '"speculation": "on"', "zero_optimization.offload_optimizer.ratio"),
     )

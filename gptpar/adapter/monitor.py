@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakMethod
 
@@ -20,7 +20,6 @@ from gptpar.errors import GptparError
 from gptpar.reporting import event_files
 from gptpar.reporting.csv_files import curves_of
 from gptpar.reporting.guards import print_warning
-from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import CsvSink, TensorBoardSink, WandbSink
 
 
@@ -102,9 +101,7 @@ class Monitor:
             self._wandb = None
 
     def _start_wandb(self) -> None:
-        o = self._logging
-        place = {"project": o.wandb_project, "entity": o.wandb_entity, "group": o.wandb_group}
-        self._wandb = WandbSink(Path.cwd(), ScalarOptions(), 1, place, {})
+        self._wandb = WandbSink(Path.cwd(), self._logging, 1, {})
 
     def _open_files(self, samples: int) -> None:
         if self._logging.csv_dir is not None:
@@ -112,7 +109,7 @@ class Monitor:
         if self._logging.tensorboard_dir is not None:
             folder = Path(self._logging.tensorboard_dir)
             self._try("tensorboard", lambda: event_files.cut_after(folder, samples, samples))
-            self._board = TensorBoardSink(folder, ScalarOptions(), queue_size=1)
+            self._board = TensorBoardSink(folder, replace(self._logging, tensorboard_queue_size=1))
 
     def _close_files(self) -> None:
         for name, sink in (("csv_monitor", self._csv), ("tensorboard", self._board)):

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ import torch
 from gptpar.adapter import torch_optimizers
 from gptpar.adapter.matrix_groups import MatrixOptions
 from gptpar.adapter.monitor import monitor_problems
-from gptpar.adapter.option_problems import precision_problems
 from gptpar.adapter.step_batch import StepBatch, step_batch
-from gptpar.config import Flags, LoggingConfig, LoggingFlags
+from gptpar.config import Flags, LoggingConfig, LoggingFlags, OffloadConfig, PrecisionConfig
 from gptpar.config.deepspeed_reader import (
     KeyReader,
     optimizer_problems,
@@ -32,7 +30,7 @@ from gptpar.config.deepspeed_reader import (
     without_auto,
 )
 from gptpar.config.deepspeed_rules import Door
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.jsonc import infinity
 from gptpar.config.sections.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.validate import out_of_range
@@ -57,25 +55,6 @@ class ModelKind(enum.Enum):
     MODULE = enum.auto()
     LAYERS = enum.auto()
     PIPELINE = enum.auto()
-
-
-@dataclass(frozen=True)
-class OffloadOptions:
-    """What is in host memory.
-
-    Attributes:
-        ratio: the twin-flow ratio, 0 to 1: the fraction of the optimizer's elements that the CPU updates.
-        folder: of files with their state; ``None``: the state is in memory.
-        parameters: whether the model's parameters are in host memory, too.
-        speculation: ``auto``, ``on`` or ``off``: whether the CPU updates before the gradient's norm is known.
-        threads: of each process's CPU optimizer; ``None``: by the machine's cores.
-    """
-
-    ratio: float
-    folder: Path | None
-    parameters: bool
-    speculation: str
-    threads: int | None
 
 
 @dataclass(frozen=True)
@@ -144,7 +123,7 @@ class EngineOptions:
     cast_inputs: bool
     loss_scale: LossScale
     zero_stage: int
-    offload: OffloadOptions
+    offload: OffloadConfig
     max_norm: float
     reduce_in_bf16: bool
     optimizer: Hyperparameters | None
@@ -171,7 +150,7 @@ class EngineOptions:
 
     def facts(self) -> dict[str, str]:
         """What must be the same on all processes: option -> value, in words."""
-        offload = replace(self.offload, folder=None, threads=None)
+        offload = replace(self.offload, optimizer_nvme_path=None, cpu_optimizer_threads=None)
         mine = replace(
             self, offload=offload, derived=(), without_effect=(), steps_per_print=0, monitor=LoggingConfig(), config={}
         )
@@ -237,7 +216,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
         *schedule_problems(raw, warns=True),
         *reader.problems,
         *values.out_of_range(),
-        *precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
+        *_precision_problems(values.flags.precision, values.get("module.param_dtype", None)),
         *_zero_problems(values),
         *_offload_problems(values, raw),
         *_pipeline_problems(values, world, model),
@@ -288,6 +267,24 @@ class _Values:
 
 
 _BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+
+
+def _precision_problems(precision: PrecisionConfig, wanted: str | None) -> Iterator[str]:
+    """Contradictions among the number formats.
+
+    Args:
+        wanted: ``data_types.param_dtype``; ``None``: it is not given.
+    """
+    found = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+    if wanted not in (None, found):
+        yield f"data_types.param_dtype is {json.dumps(wanted)}, and fp16 and bf16 say {found}: make them agree."
+    if precision.fp16 and precision.bf16:
+        yield "fp16 and bf16 are both enabled: choose one number format."
+    if precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale < precision.min_loss_scale:
+        yield (
+            f"fp16.initial_scale_power: the scale begins at {precision.initial_loss_scale:g}, below min_loss_scale "
+            f"{precision.min_loss_scale:g}: raise it, or lower min_loss_scale."
+        )
 
 
 def _zero_problems(values: _Values) -> Iterator[str]:
@@ -369,13 +366,7 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         cast_inputs=values.get(f"module.{flags.precision.dtype}_auto_cast", False),
         loss_scale=make_loss_scale(flags.precision),
         zero_stage=values.get("parallel.zero_stage", 0),
-        offload=OffloadOptions(
-            ratio=offload.least_ratio,
-            folder=None if offload.optimizer_nvme_path is None else Path(offload.optimizer_nvme_path),
-            parameters=offload.cpu_parameters,
-            speculation=offload.offload_speculation,
-            threads=offload.cpu_optimizer_threads,
-        ),
+        offload=offload,
         max_norm=o.clip_grad,
         reduce_in_bf16=flags.parallel.grad_reduce_in_bf16,
         optimizer=update.configured(o, rate, o.weight_decay) if has_optimizer else None,

@@ -42,7 +42,7 @@ def tied_unit(stage: PlacedParameters, table: ParameterTable, options: EngineOpt
         table: of its trained parameters.
         world: number of processes.
     """
-    if world > 1 or options.offload.parameters or options.offload.speculation == "off":
+    if world > 1 or options.offload.cpu_parameters or options.offload.offload_speculation == "off":
         return None
     if not isinstance(stage, ModuleStage):
         return None

@@ -279,12 +279,8 @@ class Weights(NotCopied):
             GptparError: no process trains a parameter of that name.
         """
         found = self.whole_here(name, kind)
-        shape, shapes = None if found is None else found.shape, list[torch.Size | None]()
-        if self._topology.mesh.pipeline == 1:
-            shapes = [shape]
-        else:
-            shapes = [None] * self._topology.mesh.world_size
-            dist.all_gather_object(shapes, shape)
+        shape = None if found is None else found.shape
+        shapes = [shape] if self._topology.mesh.pipeline == 1 else self._topology.of_all(shape)
         owner = next((rank for rank, shape in enumerate(shapes) if shape is not None), None)
         if owner is None:
             raise GptparError(f"{name} is no parameter that is trained.")

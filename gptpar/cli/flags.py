@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from gptpar.system.command_line import Parser, not_empty, not_negative_int, positive_float, positive_int
+from gptpar.system.files import facts_in
 
-FACTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+FACTS: dict[str, dict[str, Any]] = facts_in("flags.toml", __file__)
 _TYPES = {
     one.__name__: one for one in (int, float, str, Path, not_empty, not_negative_int, positive_float, positive_int)
 }
@@ -27,11 +27,6 @@ def parser_of(verb: str, **facts: Any) -> Parser:
     parser = Parser(prog=f"gptpar {verb}", **texts)
     add_flags(parser, verb, **facts)
     return parser
-
-
-def description_of(verb: str) -> str:
-    """The description of a verb, for a parser that has other flags, too."""
-    return str(FACTS[verb]["description"])
 
 
 def add_flags(parser: argparse.ArgumentParser, verb: str, **facts: Any) -> None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gptpar.cli.flags import description_of
+from gptpar.cli.flags import FACTS
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import FILE_NAME, write_run_file
 from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
 from gptpar.errors import ConfigError, GptparError
 from gptpar.exchange import missing_package, take_model_of_hf
-from gptpar.reporting.guards import guarded_console
 from gptpar.run.assemble import open_run
 from gptpar.run.checkpoint_args import with_checkpoint_args
 from gptpar.run.evaluation.items import all_problems
@@ -30,11 +29,17 @@ from gptpar.system.restart import note_stopped
 from gptpar.topology.world import world_from_environment
 
 
-def start_checks(flags: Flags) -> Iterable[str]:
+def start_checks(flags: Flags) -> Iterator[str]:
     """Problems with the tokenizer and its export, folders of other programs' checkpoints, and files to evaluate on."""
-    kind, tasks = flags.tokenizer.tokenizer_type, all_problems(flags.logging.eval_tasks or ())
-    tokenizer = [] if kind is None else tokenizer_problems(kind, **flags.tokenizer.options)
-    return [*tokenizer, *missing_package(flags), *folder_problems(flags.checkpoint), *tasks]
+    c, tokenizer = flags.checkpoint, flags.tokenizer
+    if tokenizer.tokenizer_type is not None:
+        yield from tokenizer_problems(tokenizer.tokenizer_type, **tokenizer.options)
+    if c.save_hf_interval is not None:
+        yield from missing_package(flags)
+    if c.load or c.save:
+        yield from folder_problems(c)
+    if flags.logging.eval_tasks:
+        yield from all_problems(flags.logging.eval_tasks)
 
 
 def remaining(parsed: ParsedFlags, global_batch_size: int, at_start: int) -> Callable[[int], int]:
@@ -78,7 +83,7 @@ def pretrain(
     Returns:
         The signal that ended the run early, if one did.
     """
-    with guarded_console(), open_run(config, derived, without_effect) as run:
+    with open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
             if run.plan.finished(run.progress):
                 run.say(
@@ -110,8 +115,9 @@ With --config {folder / FILE_NAME}, gptpar pretrain repeats it into another --sa
 
 def main(argv: list[str]) -> int:
     """Validate, start workers unless this is one, and train."""
-    parsed = parse_flags(argv, description=description_of("pretrain"))
-    take_model_of_hf(parsed)
+    parsed = parse_flags(argv, description=FACTS["pretrain"]["description"])
+    if folder := parsed.flags.checkpoint.load_hf:
+        take_model_of_hf(parsed, folder)
     worker = is_worker()
     if worker:
         parsed = continued(parsed)

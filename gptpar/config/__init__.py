@@ -8,12 +8,13 @@ that change what is typed: a search of layouts, a sweep.
 only where that means something ("never", "no folder"), aliases are gone, and ``"auto"`` stands only where a run on its
 GPU decides.
 
-The door, ``validate.resolve``, goes from one to the other: ``derive`` fills what follows from other flags and says why,
-``validate`` finds all problems at once, and :func:`complete` builds the ``Config``.
+The door, ``validate.resolve``, goes from one to the other: the sections' ``derive_...`` fill what follows from other
+flags and say why, their ``check_...`` find all problems at once, and :func:`complete` builds the ``Config``.
 
-Each file of ``sections`` declares one section once. ``...Config`` has the fields of the complete section. A field whose
-type ends in ``| Open`` is ``None`` until something says it: as typed, a section is ``...Config[None]``, and complete it
-is ``...Config``. Flags that only stand for others are fields of ``...Flags``, which adds them to ``...Config[None]``.
+A file of ``sections`` declares a section once, with its derivations and checks. ``...Config`` has the fields of the
+complete section. A field whose type ends in ``| Open`` is ``None`` until something says it: as typed, a section is
+``...Config[None]``, and complete it is ``...Config``. Flags that only stand for others are fields of ``...Flags``,
+which adds them to ``...Config[None]``.
 """
 
 from __future__ import annotations
@@ -24,20 +25,17 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from gptpar.config.fields import FlagField, completed, fields_of
+from gptpar.config.fields import FlagField, completed, fields_of, flag
 from gptpar.config.sections.batch import BatchConfig, BatchFlags
 from gptpar.config.sections.checkpoint import CheckpointConfig, RecoveryConfig
-from gptpar.config.sections.data import DataConfig, DataFlags
-from gptpar.config.sections.deepspeed import DeepSpeedFlags
-from gptpar.config.sections.health import HealthConfig
-from gptpar.config.sections.logging import LoggingConfig, LoggingFlags
+from gptpar.config.sections.data import DataConfig, DataFlags, TokenizerConfig
+from gptpar.config.sections.logging import HealthConfig, LoggingConfig, LoggingFlags
 from gptpar.config.sections.model import ModelConfig, ModelFlags
 from gptpar.config.sections.offload import OffloadConfig
 from gptpar.config.sections.optimizer import OptimizerConfig, OptimizerFlags
 from gptpar.config.sections.parallel import ParallelConfig, ParallelFlags
 from gptpar.config.sections.precision import PrecisionConfig
 from gptpar.config.sections.recompute import RecomputeConfig, RecomputeFlags
-from gptpar.config.sections.tokenizer import TokenizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +50,21 @@ class _Sections:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedFlags:
+    """A DeepSpeed configuration that says what the command line leaves open."""
+
+    deepspeed: bool = flag(False, "read --deepspeed_config, whose keys keep DeepSpeed's meaning")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON, comments and trailing commas allowed: batch sizes, optimizer, schedule, clipping, number "
+        "format, ZeRO stage and optimizer offload; with --lr, flags make the optimizer; other flags that contradict it "
+        "are refused",
+        names=("--deepspeed_config",),
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

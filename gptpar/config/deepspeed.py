@@ -17,8 +17,7 @@ from gptpar.config.deepspeed_reader import (
     schedule_problems,
 )
 from gptpar.config.deepspeed_rules import Door
-from gptpar.config.derive import Derived
-from gptpar.config.fields import flag_name
+from gptpar.config.fields import Derived, flag_name
 from gptpar.config.parsed import ParsedFlags
 
 _RATE = "optimizer.lr"

@@ -34,7 +34,6 @@ def _per_head(value: Any) -> object:
 _DECAY, _BETAS = "optimizer.weight_decay", "optimizer.adam_beta1 optimizer.adam_beta2"
 OPTIMIZER = (
     Key("optimizer.type", Sets(_optimizer, f"optimizer.optimizer {_MUONS}")),
-    Key("optimizer.legacy_fusion", NoEffect("there is one fused kernel")),
     Key("optimizer.params.lr", Sets(number, "optimizer.lr"), of=(*ADAM, "lion")),
     Key("optimizer.params.lr", Sets(number, "optimizer.lr optimizer.muon_lr"), of=MUON),
     Key("optimizer.params.adam_lr", Sets(number, "optimizer.lr"), of=MUON),
@@ -50,7 +49,6 @@ OPTIMIZER = (
     Key("optimizer.params.weight_decay", Sets(number, _DECAY, "of matrices, not of biases and norms"), Sets(number,
         _DECAY, "of every parameter whose group says no other"), default=0.0),
     Key("optimizer.params.max_grad_norm", Sets(number, "optimizer.clip_grad")),
-    Key("optimizer.params.set_grad_none", NoEffect("gradients have one place in memory")),
     Key("optimizer.params.adam_w_mode", Sets(truth), of=ADAM),
     Key("optimizer.params.torch_adam", NoEffect("the fused kernels are chosen here"), of=ADAM),
     Key("optimizer.params.amsgrad", Only(_FALSE, "a GPT has no AMSGrad: leave it out"), Sets(truth), of=ADAM),

@@ -2,12 +2,13 @@
 
 A row is a key's path, its rule on the command line, its rule for an engine if that differs, the optimizers or
 schedules whose section has the key, and DeepSpeed's default if gptpar's own differs. Everything else follows from the
-table: unknown keys, refused keys with their reasons, and keys that the banner names as without effect.
+table: unknown keys, refused keys with their reasons, and keys that the banner names as without effect. The rows of keys
+that set nothing are in ``deepspeed_keys.toml``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gptpar.config.deepspeed_optimizers import FP32_STATE, OPTIMIZER, OPTIMIZERS
@@ -47,6 +48,7 @@ from gptpar.config.deepspeed_rules import (
     whole,
     word_of,
 )
+from gptpar.system.files import facts_in
 
 WARMUPS = ("warmuplr", "warmupdecaylr", "warmupcosinelr")
 SCHEDULE_TYPES = {name.lower(): name for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")}
@@ -65,12 +67,7 @@ DEFAULTS_SINCE = {
 
 _MEASURED = "iteration time and throughput are always measured; see gptpar benchmark --breakdown"
 _TIMES = NoEffect("the engine measures nothing: time your loop")
-_PINNED = NoEffect("host memory that a GPU reads or writes is always pinned")
 _NVME = NoEffect("the operating system reads ahead and writes back")
-_ANY_LAYOUT = NoEffect("checkpoints load into any layout")
-_DIVIDED = NoEffect("the loss is divided before the backward pass")
-_BUCKETS = NoEffect("sizes of messages are chosen here")
-_COLLECTIVES = NoEffect("the ZeRO stage decides what is gathered and reduced, and when")
 _FALSE = (False,)
 IGNORED = "DeepSpeed has no such key, and ignores it"
 _SCHEDULE_WORDS = {name: name for name in SCHEDULE_TYPES.values()}
@@ -96,6 +93,23 @@ def _same(rule: Rule, prefix: str, names: str, engine: Rule | None = None) -> tu
     return tuple(Key(prefix + name, rule, engine) for name in names.split())
 
 
+def _rows_of_file() -> Iterator[Key]:
+    """The keys that set nothing, from ``deepspeed_keys.toml``."""
+    kinds: dict[str, Callable[[str], Rule]] = {"no_effect": NoEffect, "absent": Absent}
+    found: dict[str, dict[str, Rule]] = {}
+    for door, tables in facts_in("deepspeed_keys.toml", __file__).items():
+        for kind, reasons in tables.items():
+            for why, words in reasons.items():
+                section = ""
+                for word in words.split():
+                    if word.endswith(":"):
+                        section = f"{word[:-1]}."
+                    else:
+                        found.setdefault(section + word, {})[door] = kinds[kind](why)
+    for path, rules in found.items():
+        yield Key(path, rules.get("both") or rules["pretrain"], rules.get("engine"))
+
+
 # fmt: off
 _BATCH = (
     Key("train_batch_size", Sets(whole, "batch.global_batch_size")),
@@ -104,14 +118,11 @@ _BATCH = (
     Key("gradient_clipping", Sets(number, "optimizer.clip_grad"), default=1.0),
     Key("steps_per_print", Sets(interval, "logging.log_interval")),
     Key("dataloader_drop_last", NoEffect("every batch is full"), Sets(truth, "module.drop_last")),
-    Key("prescale_gradients", _DIVIDED),
-    Key("gradient_predivide_factor", _DIVIDED),
     Key("communication_data_type", Sets(word_of({"fp32": False, "fp16": OFF, "bf16": True, "bfp16": True}),
         "parallel.grad_reduce_in_bf16", "the sum is kept in fp32", off="gradients are sent in fp32")),
     Key("data_types.grad_accum_dtype", Sets(word_of(dict.fromkeys(FORMATS, OFF)),
         off="gradients are always summed in fp32")),
     Key("data_types.param_dtype", NoEffect("fp16 and bf16 decide"), Sets(word_of(FORMATS), "module.param_dtype")),
-    Key("data_types.buffer_dtype", Absent("another number format of buffers")),
 )
 
 _CYCLE, _RANGE = ("onecycle",), ("lrrangetest",)
@@ -147,7 +158,6 @@ _SCHEDULER = (
     _schedule_param("lr_range_test_staircase", truth, _RANGE, False),
 )
 
-_SCALES = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis"
 _FORMATS = (
     Key("fp16.enabled", Sets(true_in_words, "precision.fp16")),
     Key("fp16.loss_scale", Sets(lambda value: number(value) or None, "precision.loss_scale"), default=0),
@@ -158,78 +168,32 @@ _FORMATS = (
     Key("fp16.consecutive_hysteresis", Only(_FALSE, "the hysteresis is restored when the scale doubles: leave it out")),
     Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(true_in_words, "module.fp16_auto_cast")),
     Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, FP32_STATE)),
-    Key("fp16.opt_level", NoEffect("it is for Apex (amp), which DeepSpeed does not use with fp16")),
-    Key("fp16.dynamic_loss_scale", NoEffect("fp16.loss_scale says it: 0, which is its default, is dynamic")),
-    Key("fp16.fp16", NoEffect("GPT-NeoX's second name of fp16.enabled, which decides"), NoEffect("enabled decides")),
     *(row for bf16 in ("bf16.", "bfloat16.") for row in (
         Key(f"{bf16}enabled", Sets(true_in_words, "precision.bf16")),
-        Key(f"{bf16}immediate_grad_update", NoEffect("gradients are always added to their fp32 sums at once")),
-        Key(f"{bf16}check_grad_overflow", NoEffect("a step whose gradient is not finite is always skipped")),
-        *_same(NoEffect("fp16 alone has a loss scale"), bf16, _SCALES),
         *_same(Only(_FALSE, FP32_STATE), bf16, "bf16_master_weights_and_grads bf16_optimizer_states"),
         Key(f"{bf16}auto_cast", NoEffect("inputs are token ids"), Sets(true_in_words, "module.bf16_auto_cast")),
     )),
-    Key("amp", Absent("Apex")),
-    Key("torch_autocast", Absent("torch's autocast (see bf16 and fp16)")),
 )
 
 _ZERO_ = "zero_optimization."
 _OPTIMIZER_OUT, _PARAMETERS_OUT = f"{_ZERO_}offload_optimizer.", f"{_ZERO_}offload_param."
-_ONE_BY_ONE = NoEffect("layers come one by one")
 _ALL_USED = NoEffect("every parameter of a GPT is used")
-_STAGE3 = (
-    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-    "max_reuse_distance module_granularity_threshold"
-)
 _ZERO = (
     Key(f"{_ZERO_}stage", Sets(whole, "parallel.zero_stage")),
     Key(f"{_OPTIMIZER_OUT}device", Sets(word_of({"none": False, "cpu": True, "nvme": True}), "offload.cpu_optimizer")),
     Key(f"{_OPTIMIZER_OUT}nvme_path", Sets(text, "offload.optimizer_nvme_path")),
     Key(f"{_OPTIMIZER_OUT}ratio", Sets(share, "offload.cpu_optimizer_ratio",
         "exact here: this share of the elements, at every ZeRO stage")),
-    Key(f"{_OPTIMIZER_OUT}pin_memory", _PINNED),
-    Key(f"{_OPTIMIZER_OUT}cpuadam_cores_perc", NoEffect("see --cpu-optimizer-threads"), NoEffect("see gptpar.threads")),
-    Key(f"{_OPTIMIZER_OUT}super_offload", NoEffect("see --offload-speculation"), NoEffect("see gptpar.speculation")),
     *_same(_NVME, _OPTIMIZER_OUT, "buffer_count buffer_size pipeline_read pipeline_write pipeline fast_init"),
     Key(f"{_PARAMETERS_OUT}device", Sets(parameters_on_cpu, "offload.cpu_parameters")),
-    Key(f"{_PARAMETERS_OUT}pin_memory", _PINNED),
-    *_same(_ONE_BY_ONE, _PARAMETERS_OUT, "nvme_path buffer_count buffer_size max_in_cpu"),
     Key(f"{_ZERO_}cpu_offload", Sets(true_in_words, "offload.cpu_optimizer")),
     *_same(Sets(true_in_words, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
-    Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
-    *_same(NoEffect("this is always so here"), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
-    Key(f"{_ZERO_}save_muon_momentum_buffer_in_memory", NoEffect("the momentum is where its weights are")),
     *_same(_ALL_USED, _ZERO_, "ignore_unused_parameters find_unused_parameters",
         Sets(true_in_words, "module.ignore_unused_parameters", "they are updated with a gradient of zero")),
-    Key(f"{_ZERO_}sub_group_size", NoEffect("the optimizer's pieces are chosen here")),
-    *_same(_ANY_LAYOUT, _ZERO_,
-        "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save elastic_checkpoint "
-        "stage3_gather_fp16_weights_on_model_save pipeline_loading_checkpoint"),
-    *_same(_BUCKETS, _ZERO_, "reduce_bucket_size allgather_bucket_size all_reduce_bucket_size"),
-    *_same(_BUCKETS, _ZERO_, " ".join(f"{name} stage3_{name}" for name in _STAGE3.split())),
-    *_same(_COLLECTIVES, _ZERO_,
-        "reduce_scatter overlap_comm allgather_partitions round_robin_gradients use_multi_rank_bucket_allreduce "
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential use_all_reduce_for_fetch_params"),
-    *_same(NoEffect("it changes no number"), _ZERO_, "legacy_stage1 override_module_apply memory_efficient_linear"),
-    Key(f"{_ZERO_}leaf_module", NoEffect("units follow from the layers"), NoEffect("see gptpar.units")),
-    Key(f"{_ZERO_}log_trace_cache_warnings", NoEffect("nothing is traced")),
-    Key(f"{_ZERO_}zenflow", Absent("ZenFlow")),
-    *_same(NoEffect("parameters are divided over all processes; it changes no number"), _ZERO_,
-        "zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather"),
-    *_same(Absent("quantized communication (ZeRO++)"), _ZERO_,
-        "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights zeropp_loco_param"),
-    *_same(NoEffect("the optimizer is gptpar's, with every ZeRO stage"), "", "zero_allow_untested_optimizer"),
-    *_same(NoEffect("the CPU optimizer is gptpar's"), "", "zero_force_ds_cpu_optimizer"),
-    *_same(_COLLECTIVES, "", "disable_allgather gradient_allreduce_op use_data_before_expert_parallelism"),
 )
 
 _LOGS = (
     *_same(NoEffect(_MEASURED), "", "wall_clock_breakdown timers", _TIMES),
-    Key("memory_breakdown", NoEffect("see gptpar plan and --log-memory-to-tensorboard"),
-        NoEffect("see torch.cuda.memory_summary()")),
-    Key("dump_state", NoEffect("the start banner shows the configuration"),
-        NoEffect("the engine prints no configuration")),
-    Key("log_level", NoEffect("what is logged is one line each --log-interval"), NoEffect("see steps_per_print")),
     Key("comms_logger", NoEffect("see gptpar benchmark --breakdown"), _TIMES),
     Key("tensorboard", Sets(if_enabled(monitor_folder), "logging.tensorboard_dir", inside=_MONITOR)),
     Key("csv_monitor", Sets(if_enabled(monitor_folder), "logging.csv_dir", inside=_MONITOR)),
@@ -260,27 +224,13 @@ _REST = (
         NoEffect("activations go whole from stage to stage")),
     Key("checkpoint.tag_validation", NoEffect("a run's checkpoints are named after their steps"),
         Sets(tag_validation, "module.tag_validation")),
-    *_same(NoEffect("checkpoints load into any layout; see --save and --load"), "checkpoint.",
-        "load_universal use_node_local_storage parallel_write writer",
-        NoEffect("checkpoints load into any ZeRO stage and number of processes")),
-    Key("nebula", Absent("Nebula's checkpoints")),
     Key("aio", NoEffect(_NVME.why,
         "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds")),
     *_same(NoEffect("see --no-compile", "enabled backend kwargs deepcompile offload_activation passes"), "", "compile",
         NoEffect("see gptpar.compile")),
-    Key("graph_harvesting", NoEffect("see --cuda-graph"), NoEffect("see gptpar.step_graph")),
     *_same(NoEffect(IGNORED), "", "cuda_visible_devices monitor_config comms_config"),
-    Key("sparse_gradients", Absent("sparse gradients")),
-    Key("elasticity", Absent("elastic training")),
-    Key("autotuning", Absent("DeepSpeed's autotuning (see gptpar plan --search)"), Absent("DeepSpeed's autotuning")),
-    Key("curriculum_learning", Absent("curriculum learning")),
     Key("data_efficiency", Absent("curriculum learning and data routing", asks_for_routing)),
-    Key("compression_training", Absent("compression")),
-    *_same(Absent("quantized training"), "", "quantize_training weight_quantization"),
-    Key("progressive_layer_drop", Absent("progressive layer dropping")),
     Key("sparse_attention", Absent("sparse attention", asks_for_sparsity)),
-    Key("eigenvalue", Absent("the eigenvalue estimate")),
-    Key("hybrid_engine", Absent("the hybrid engine")),
     Key("tensor_parallel",
         Absent("tensor parallelism by this file (see --tensor-model-parallel-size)", asks_for_parallelism),
         Absent("tensor parallelism of any module", asks_for_parallelism)),
@@ -302,7 +252,7 @@ _GPTPAR = (
 )
 # fmt: on
 
-TABLE = (*_BATCH, *OPTIMIZER, *_SCHEDULER, *_FORMATS, *_ZERO, *_LOGS, *_REST, *_GPTPAR)
+TABLE = (*_BATCH, *OPTIMIZER, *_SCHEDULER, *_FORMATS, *_ZERO, *_LOGS, *_REST, *_GPTPAR, *_rows_of_file())
 
 
 def keys_for(raw: Mapping[str, Any], door: Door) -> Tree:

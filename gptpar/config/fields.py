@@ -1,4 +1,4 @@
-"""``flag`` declares a dataclass field that becomes a command-line flag, and says how its text is read."""
+"""``flag`` declares a field that becomes a command-line flag, and how its text is read; ``Notes`` fills open fields."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from gptpar.system.quantities import THOUSANDS, read_count
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # Python 3.13's, with a default
+
+    from gptpar.config import Flags
 
     Open = TypeVar("Open", bound=None, default=Never, covariant=True)
 else:
@@ -79,8 +81,6 @@ def flag(
         "complete": complete,
         "before": before,
     }
-    if isinstance(default, tuple):
-        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -281,3 +281,38 @@ def _number_or_word(text: str, words: Sequence[str], rules: Any) -> float | str:
         if rules["least"] <= (value := _number(text)) <= rules["most"]:
             return value
     raise ValueError(f"a number from {rules['least']} to {rules['most']}, or {' or '.join(words)}, is needed")
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value nobody typed: its name, what it became, and why."""
+
+    name: str
+    value: object
+    reason: str
+
+
+class Notes:
+    """Fills fields that are ``None`` and remembers why. Checks come later, so a field that is needed may be missing."""
+
+    def __init__(self, flags: Flags):
+        self.flags = flags
+        self.derived: list[Derived] = []
+
+    def fill(self, section: str, name: str, value: object, reason: str) -> None:
+        if getattr(getattr(self.flags, section), name) is None:
+            self.replace(section, name, value, reason)
+
+    def replace(self, section: str, name: str, value: object, reason: str) -> None:
+        self.flags = self.flags.update(section, **{name: value})
+        self.add(name.replace("_", " "), value, reason)
+
+    def add(self, name: str, value: object, reason: str) -> None:
+        """A value that has no field of its own."""
+        self.derived.append(Derived(name, value, reason))
+
+    def drop_zero(self, section: str, name: str) -> None:
+        """An interval of 0 is none."""
+        if getattr(getattr(self.flags, section), name) == 0:
+            self.flags = self.flags.update(section, **{name: None})
+            self.add(name.replace("_", " "), "none", "0 is off, as in Megatron")

@@ -15,13 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Flags, flag_fields
+from gptpar.config import DeepSpeedFlags, Flags, flag_fields
 from gptpar.config.deepspeed import read_deepspeed
-from gptpar.config.derive import Derived, choose_gelu, expand_preset
 from gptpar.config.elsewhere import OF_THE_LAUNCH, dashed, elsewhere
-from gptpar.config.fields import add_flags, as_word, flag_name
+from gptpar.config.fields import Derived, add_flags, as_word, flag_name
 from gptpar.config.parsed import ParsedFlags
 from gptpar.config.run_file import read_run_file
+from gptpar.config.sections.mlp import choose_gelu
+from gptpar.config.sections.model import expand_preset
 from gptpar.errors import ConfigError
 from gptpar.system.command_line import Parser, Unread
 
@@ -191,7 +192,8 @@ def parse_flags(
     for fill in (expand_preset, choose_gelu):
         parsed.flags, derived = fill(parsed.flags, parsed.given)
         parsed.derived += derived
-    read_deepspeed(parsed)
+    if parsed.flags.deepspeed != DeepSpeedFlags():
+        read_deepspeed(parsed)
     return parsed
 
 

@@ -22,16 +22,28 @@ def layer_pattern(text: str, letters: str, most: int) -> str:
     Raises:
         ValueError: why the text means nothing, as a part of a sentence.
     """
+    digits = layer_digits(text)
+    if isinstance(digits, int):
+        return letters[most] * (digits - 1) + letters[1 - most]
+    return "".join(letters[digit] for digit in digits)
+
+
+def layer_digits(text: str) -> list[int] | int:
+    """N, or a digit a layer.
+
+    Raises:
+        ValueError: why the text means nothing, as a part of a sentence.
+    """
     number = text.strip()
     if number.isdecimal() and 1 <= (every := int(number.lstrip("0")[:10] or 0)) <= MAX_LAYERS:
-        return letters[most] * (every - 1) + letters[1 - most]
+        return every
     try:
         digits = _digits(ast.parse(text[:MAX_CHARACTERS].strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         digits = None
     if not isinstance(digits, list) or not digits:
         raise ValueError(f"a number from 1 to {MAX_LAYERS:,}, or a list of 0 and 1 such as [0]*3+[1], is needed")
-    return "".join(letters[digit] for digit in digits)
+    return digits
 
 
 def _digits(node: ast.expr) -> list[int] | int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
 from typing import Any
 
-_FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+from gptpar.system.files import facts_in
+
+_FACTS = facts_in("presets.toml", __file__)
 
 
 def _complete(options: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig, compl
 from gptpar.config.fields import hints_of
 from gptpar.config.sections.model import check_model
 from gptpar.config.sections.positions import LLAMA_3_CONTEXT
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, numbered
 
 MAX_INT = 2**63 - 1
 UNIONS = (types.UnionType, typing.Union)
@@ -197,5 +197,4 @@ def _brief(value: object) -> str:
 
 
 def unusable(path: Path, problems: Sequence[str], remedy: str) -> CheckpointError:
-    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-    return CheckpointError(f"the meta of {path} is not that of a run of this version:\n{listing}\n{remedy}")
+    return CheckpointError(f"the meta of {path} is not that of a run of this version:\n{numbered(problems)}\n{remedy}")

@@ -10,19 +10,18 @@ from functools import cache
 from typing import Any
 
 from gptpar.config import Config, Flags, complete
-from gptpar.config.derive import Derived, derive
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
-from gptpar.config.fields import Missing, flag_name
+from gptpar.config.fields import Derived, Missing, Notes, flag_name
 from gptpar.config.flags import ParsedFlags
-from gptpar.config.sections.batch import check_batch, check_duration, check_first_step
-from gptpar.config.sections.checkpoint import check_recovery
-from gptpar.config.sections.data import check_data, check_files
-from gptpar.config.sections.model import check_model
+from gptpar.config.sections.batch import check_batch, check_duration, check_first_step, derive_batch
+from gptpar.config.sections.checkpoint import check_checkpoint, derive_saves
+from gptpar.config.sections.data import check_data, check_files, derive_data
+from gptpar.config.sections.model import check_model, derive_model
 from gptpar.config.sections.offload import check_offload
 from gptpar.config.sections.optimizer import check_schedule, check_schedule_lengths
-from gptpar.config.sections.parallel import check_parallel
-from gptpar.config.sections.precision import check_precision
-from gptpar.config.sections.recompute import check_recompute
+from gptpar.config.sections.parallel import check_parallel, derive_parallel
+from gptpar.config.sections.precision import check_precision, derive_precision
+from gptpar.config.sections.recompute import check_recompute, derive_recompute
 from gptpar.errors import ConfigError
 
 MAX_WHOLE = 2**63 - 1
@@ -90,6 +89,27 @@ def _ignored_experts(parsed: ParsedFlags) -> Iterator[str]:
         )
 
 
+def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
+    """Fill what follows from other flags.
+
+    Args:
+        flags: the flags as typed.
+        world_size: number of processes the run will have.
+
+    Returns:
+        The filled flags, and the derived values with their reasons.
+    """
+    notes = Notes(flags)
+    derive_model(notes)
+    derive_parallel(notes, world_size)
+    derive_batch(notes, world_size)
+    derive_recompute(notes)
+    derive_precision(notes)
+    derive_data(notes)
+    derive_saves(notes)
+    return notes.flags, notes.derived
+
+
 def find_problems(flags: Flags, world_size: int) -> list[str]:
     """One sentence for each problem, with the numbers and a remedy; empty when they can run."""
     batch = [*check_batch(flags, world_size), *check_duration(flags)]
@@ -102,7 +122,7 @@ def find_problems(flags: Flags, world_size: int) -> list[str]:
         *check_precision(flags, world_size),
         *check_recompute(flags),
         *check_offload(flags, world_size),
-        *check_recovery(flags),
+        *check_checkpoint(flags),
         *check_data(flags),
         *check_files(flags),
     ]

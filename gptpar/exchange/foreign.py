@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +18,7 @@ from typing import NamedTuple
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import printable
-from gptpar.system.files import MAX_SMALL_BYTES, read_regular
+from gptpar.system.files import MAX_SMALL_BYTES, facts_in, read_regular
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""
@@ -77,7 +76,7 @@ class _Format(NamedTuple):
 
 
 def _formats() -> Iterator[_Format]:
-    for fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["formats"]:
+    for fields in facts_in("foreign.toml", __file__)["formats"]:
         reader = ForeignReader(fields["reader"]) if "reader" in fields else None
         yield _Format(**{**fields, "reader": reader})
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
-from gptpar.config.derive import Derived
-from gptpar.config.fields import as_word, flag_name
+from gptpar.config.fields import Derived, as_word, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
 from gptpar.config.sections.positions import STRETCHING
 from gptpar.errors import CheckpointError
@@ -39,13 +38,8 @@ SPELLINGS = {
 """Field of a switch -> the field for which it stands, and the value."""
 
 
-def take_model_of_hf(parsed: ParsedFlags) -> None:
+def take_model_of_hf(parsed: ParsedFlags, folder: str) -> None:
     """Fill the model's flags, and the tokenizer's if none is given, from ``--load-hf``; note contradictions."""
-    folder = parsed.flags.checkpoint.load_hf
-    if folder is None:
-        if parsed.flags.checkpoint.moe_use_upcycling:
-            parsed.problems.append("--moe-use-upcycling needs a dense model: give its folder, --load-hf, or drop it.")
-        return
     try:
         model = open_hf(Path(folder))
         files_to_keep(Path(folder))
@@ -60,12 +54,8 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
         parsed.derived.append(Derived("tokenizer", found.tokenizer_type or "none", f"--load-hf {folder}"))
 
 
-def take_shape_of_hf(parsed: ParsedFlags) -> None:
+def take_shape_of_hf(parsed: ParsedFlags, folder: str) -> None:
     """Take the model's shape from ``config.json``, for a verb that reads neither weights nor text and begins no run."""
-    folder = parsed.flags.checkpoint.load_hf
-    if folder is None:
-        return
-    parsed.flags = parsed.flags.update("checkpoint", load_hf=None)
     try:
         fields = read_config(Path(folder))
     except CheckpointError as error:
@@ -73,6 +63,7 @@ def take_shape_of_hf(parsed: ParsedFlags) -> None:
         return
     theirs = flags_of(fields)
     _take_shape(parsed, str(fields["model_type"]), theirs, folder)
+    parsed.flags = parsed.flags.update("checkpoint", load_hf=None, moe_use_upcycling=False)
     parsed.flags = parsed.flags.update("model", make_vocab_size_divisible_by=1)  # it has the rows that it has
     tokenizer = parsed.flags.tokenizer
     if tokenizer.tokenizer_type is None and tokenizer.vocab_size is None:

@@ -74,7 +74,7 @@ def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes
 def missing_package(flags: Flags) -> Iterator[str]:
     """A sentence if a run's exports need a package that is not installed; those of an imported model copy files."""
     c, kind = flags.checkpoint, TOKENIZERS.get(flags.tokenizer.tokenizer_type or "")
-    copies = c.save_hf_interval is None or c.load_hf or kept_folder(Path(c.save or ""))
+    copies = c.load_hf or kept_folder(Path(c.save or ""))
     made = ("GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
     if not copies and kind in made and find_spec("tokenizers") is None:
         yield (

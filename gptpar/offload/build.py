@@ -1,14 +1,15 @@
-"""Builds the CPU optimizer from the configuration, and refuses it where host memory or disk is too small."""
+"""Builds the CPU optimizer of a GPT or a module, and refuses it where host memory or disk is too small."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from gptpar.config import Config
+from gptpar.config import OffloadConfig
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import StateSize
@@ -23,8 +24,19 @@ from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
 
 
+class Names(NamedTuple):
+    """What the settings are called where the user has said them, for errors."""
+
+    asker: str = "--cpu-optimizer"
+    speculation: str = "--offload-speculation on"
+    ratio: str = "--cpu-optimizer-ratio"
+
+
+FLAGS = Names()
+
+
 def make_host_optimizer(
-    config: Config,
+    offload: OffloadConfig,
     updates: Sequence[Update],
     partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
@@ -33,9 +45,11 @@ def make_host_optimizer(
     wide: torch.dtype,
     partial_unit: Unit | None = None,
     *,
+    clip_grad: float,
     itemsize: int,
     summed_on_host: Collection[str] | None = None,
     activation_bytes: int = 0,
+    names: Names = FLAGS,
 ) -> HostOptimizer | None:
     """The CPU optimizer, or ``None`` if nothing is offloaded.
 
@@ -51,7 +65,7 @@ def make_host_optimizer(
         activation_bytes: of host memory that activations will take.
 
     Raises:
-        GptparError: the host's memory does not suffice. It is raised before the state is allocated.
+        GptparError: the host's memory, or the disk, does not suffice. It is raised before the state is allocated.
     """
     elements = sum(partition.length for partition in partitions)
     kept = sum(
@@ -61,12 +75,13 @@ def make_host_optimizer(
     )
     if not elements:
         return None
-    at_once = config.offload.gradients_leave_at_once and summed_on_host is None
+    at_once = offload.gradients_leave_at_once and summed_on_host is None
     transfer_bytes = copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES
     if summed_on_host is not None:
         summed = sum(partition.length for partition in partitions if partition.unit in summed_on_host)
         transfer_bytes = sums_bytes(summed, wide.itemsize, itemsize)
     transfer_bytes += activation_bytes
+    size = StateSize.of(partitions, updates, wide.itemsize)
     return build_host_optimizer(
         updates,
         partitions,
@@ -74,42 +89,33 @@ def make_host_optimizer(
         device,
         itemsize,
         wide,
-        clip_grad=config.optimizer.clip_grad,
-        folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
-        threads=config.offload.cpu_optimizer_threads,
-        speculated_elements=_speculated_elements(
-            config,
-            StateSize.of(partitions, updates, wide.itemsize),
-            kept,
-            transfer_bytes,
-        ),
+        clip_grad=clip_grad,
+        folder=None if offload.optimizer_nvme_path is None else Path(offload.optimizer_nvme_path),
+        threads=offload.cpu_optimizer_threads,
+        speculated_elements=_speculated_elements(offload, size, kept, transfer_bytes, names),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,
         sums=summed_on_host,
     )
 
 
-def _speculated_elements(config: Config, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES) -> int:
+def _speculated_elements(
+    offload: OffloadConfig, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES, names: Names = FLAGS
+) -> int:
     """The number of elements whose double buffers fit in memory; see ``--offload-speculation``."""
-    if config.offload.optimizer_nvme_path is not None:
-        _require_disk(Path(config.offload.optimizer_nvme_path), size.num_bytes * place_on_machine()[1])
+    remedy = f"lower {names.ratio} {offload.least_ratio:g}, use more processes with ZeRO, or a smaller model"
+    if offload.optimizer_nvme_path is not None:
+        needed, free = size.num_bytes * place_on_machine()[1], shutil.disk_usage(offload.optimizer_nvme_path).free
+        if free < needed:
+            raise GptparError(
+                f"{names.asker}: this machine's processes need {format_bytes(needed)} in {offload.optimizer_nvme_path} "
+                f"and {format_bytes(free)} are free: {remedy}, or free some."
+            )
         return 0
-    ratio = config.offload.least_ratio
     return room_for_speculation(
-        size,
-        config.offload.offload_speculation,
-        kept,
+        *(size, offload.offload_speculation, kept),
         transfer_bytes=transfer_bytes,
-        asker="--cpu-optimizer",
-        option="--offload-speculation on",
-        remedy=f"lower --cpu-optimizer-ratio {ratio:g}, use more processes with ZeRO, or a smaller model",
+        asker=names.asker,
+        option=names.speculation,
+        remedy=remedy,
     )
-
-
-def _require_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise GptparError(
-            f"--optimizer-nvme-path {folder}: this machine's processes need {format_bytes(needed)} there and "
-            f"{format_bytes(free)} are free: lower --cpu-optimizer-ratio, or free some."
-        )

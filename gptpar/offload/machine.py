@@ -17,6 +17,7 @@ from gptpar.optim.cpu_adam import default_threads
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.torch_kernels import make_host_kernel
 from gptpar.optim.update import Update
+from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import available_memory, cores_of_process, place_on_machine
 
 KEPT_FREE = 0.1
@@ -120,13 +121,10 @@ def room_for_speculation(
         what = "master weights and optimizer state" + (f", twice for {option}" if wish == "on" else "")
         what += f" of {elements + size.later:,} elements"
         raise GptparError(
-            f"{asker} needs {_gib(needed + transfer_bytes)} of host memory in each of {processes} process(es) on this "
-            f"machine ({what}, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} are free for each: {remedy}."
+            f"{asker} needs {format_bytes(needed + transfer_bytes)} of host memory in each of {processes} process(es) "
+            f"on this machine ({what}, and {format_bytes(transfer_bytes)} for transfers), and {format_bytes(free)} are "
+            f"free for each: {remedy}."
         )
     if wish == "off":
         return 0
     return elements if wish == "on" or not free else min(elements, max(0, room - kept) // max(1, size.element_bytes))
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

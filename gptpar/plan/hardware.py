@@ -7,11 +7,10 @@ blocks), once for all layouts. Other GPUs are assumed to reach the same fraction
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 from gptpar.errors import ConfigError
+from gptpar.system.files import facts_in
 
 GIB = 2**30
 
@@ -33,7 +32,7 @@ class Gpu:
     link_bandwidth: float
 
 
-_SHEETS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+_SHEETS = facts_in("gpus.toml", __file__)
 GPUS = {name: Gpu(**sheet) for name, sheet in _SHEETS["gpus"].items()}
 
 

@@ -129,12 +129,12 @@ def estimate_memory(
     wide = settings.wide.itemsize
     gradient = settings.gradient_dtype.itemsize
     passes = options.batch.accumulation_steps
-    units, on_host = [*table.units, *frozen], options.offload.parameters
+    units, on_host = [*table.units, *frozen], options.offload.cpu_parameters
     stays = data.zero_stage < 3 and not on_host
     # If the optimizer works on the parameters themselves, they count as its master weights.
     shared = _masters_are_parameters(table, frozen, options, settings.wide)
     states = StateSize.of(table.offloaded(), updates, wide).num_bytes
-    in_memory = states if options.offload.folder is None else 0
+    in_memory = states if options.offload.optimizer_nvme_path is None else 0
     return ModuleMemory(
         num_parameters=sum(p.numel() for p in parameters.values()),
         world=world,
@@ -146,8 +146,8 @@ def estimate_memory(
         host_parameters=_held(units, False) if on_host else 0,
         host_optimizer=in_memory,
         host_transfers=_ring(table, gradient) if device_type == "cuda" else 0,
-        double_buffers=0 if options.offload.speculation == "off" else in_memory,
-        double_buffers_count=options.offload.speculation == "on",
+        double_buffers=0 if options.offload.offload_speculation == "off" else in_memory,
+        double_buffers_count=options.offload.offload_speculation == "on",
         on_disk=states - in_memory,
     )
 
@@ -162,7 +162,7 @@ def _masters_are_parameters(
     table: ParameterTable, frozen: Sequence[Unit], options: EngineOptions, wide: torch.dtype
 ) -> bool:
     """Whether the optimizer works on the parameters themselves."""
-    all_here = not table.elements(Home.HOST) and not options.offload.parameters
+    all_here = not table.elements(Home.HOST) and not options.offload.cpu_parameters
     return all_here and not frozen and all(unit.shards == 1 and unit.dtype == wide for unit in table.units)
 
 

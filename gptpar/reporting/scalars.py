@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
+from gptpar.config.sections.logging import LoggingFlags
 from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 
 SAMPLES_SUFFIX = " vs samples"
@@ -28,47 +29,28 @@ VERSUS_SAMPLES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class ScalarOptions:
-    """Which scalars are written, and how often; one field for each of Megatron's ``--*-to-tensorboard`` flags.
-
-    Attributes:
-        interval: iterations from one written record to the next.
-        log_timers: whether time, TFLOP/s, tokens/s and MFU of an iteration are logged, too.
-    """
-
-    interval: int = 1
-    log_timers: bool = False
-    log_learning_rate: bool = True
-    log_batch_size: bool = True
-    log_loss_scale: bool = True
-    log_world_size: bool = False
-    log_memory: bool = False
-    log_validation_ppl: bool = False
-
-
-def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_size: int) -> dict[str, float]:
+def iteration_scalars(record: IterationRecord, options: LoggingFlags, world_size: int) -> dict[str, float]:
     """The scalars of one iteration by name, without those that have no value; ``iteration-time`` is in seconds."""
     values: dict[str, float | None] = {
-        "learning-rate": record.learning_rate if options.log_learning_rate else None,
+        "learning-rate": record.learning_rate if options.log_learning_rate_to_tensorboard else None,
         "skipped-train-samples": record.skipped_samples or None,
-        "batch-size": record.global_batch_size if options.log_batch_size else None,
+        "batch-size": record.global_batch_size if options.log_batch_size_to_tensorboard else None,
         "lm loss": record.lm_loss,
         "restarts": record.restarts or None,
         **record.auxiliary_losses,
-        "loss-scale": record.loss_scale if options.log_loss_scale else None,
-        "world-size": world_size if options.log_world_size else None,
+        "loss-scale": record.loss_scale if options.log_loss_scale_to_tensorboard else None,
+        "world-size": world_size if options.log_world_size_to_tensorboard else None,
         "grad-norm": record.grad_norm,
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
         "outlier-iterations": record.num_outliers,
         **record.layer_norms,
     }
-    if options.log_memory:
+    if options.log_memory_to_tensorboard:
         memory = asdict(record.memory) if record.memory else {}
         values |= {f"mem-{name.replace('_', '-')}": value for name, value in memory.items()}
         values["mem-host-bytes"] = record.host_bytes
-    if options.log_timers:
+    if options.log_timers_to_tensorboard:
         values |= _time_scalars(record)
     return {name: value for name, value in values.items() if value is not None}
 
@@ -87,10 +69,10 @@ def _time_scalars(record: IterationRecord) -> dict[str, float | None]:
     }
 
 
-def validation_scalars(record: ValidationRecord, options: ScalarOptions) -> dict[str, float]:
+def validation_scalars(record: ValidationRecord, options: LoggingFlags) -> dict[str, float]:
     """The scalars of one evaluation by name."""
     values = {f"lm loss {record.split}": record.loss}
-    if options.log_validation_ppl:
+    if options.log_validation_ppl_to_tensorboard:
         values[f"lm loss {record.split} ppl"] = record.perplexity
     return values
 

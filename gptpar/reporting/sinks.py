@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gptpar.config import Config
+from gptpar.config.sections.logging import LoggingFlags
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting import csv_files, metrics_file
 from gptpar.reporting.record_file import RecordFile
@@ -20,7 +22,6 @@ from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationReco
 from gptpar.reporting.scalars import (
     SAMPLES_SUFFIX,
     VERSUS_SAMPLES,
-    ScalarOptions,
     iteration_scalars,
     task_scalars,
     validation_scalars,
@@ -101,11 +102,11 @@ class _ScalarSink(Sink):
         world_size: number of processes.
     """
 
-    def __init__(self, options: ScalarOptions, world_size: int):
+    def __init__(self, options: LoggingFlags, world_size: int):
         self._options, self._world_size = options, world_size
 
     def iteration(self, record: IterationRecord) -> None:
-        if record.iteration % self._options.interval == 0:
+        if record.iteration % self._options.tensorboard_log_interval == 0:
             self._write(iteration_scalars(record, self._options, self._world_size), record)
 
     def validation(self, record: ValidationRecord) -> None:
@@ -125,23 +126,21 @@ class TensorBoardSink(_ScalarSink):
 
     Args:
         folder: folder of the event files.
-        options: which scalars are written, and how often.
+        options: which scalars are written, how often, and how many events are kept in memory before they are written.
         world_size: number of processes.
-        queue_size: number of events that are kept in memory before they are written to disk.
     """
 
     name, keeps_records = "TensorBoard", True
 
-    def __init__(self, folder: Path, options: ScalarOptions, world_size: int = 1, queue_size: int = 1000):
+    def __init__(self, folder: Path, options: LoggingFlags, world_size: int = 1):
         self._events = _import("tensorboard.compat.proto.event_pb2", *_TENSORBOARD)
         self._summaries = _import("tensorboard.compat.proto.summary_pb2", *_TENSORBOARD)
         self._records = _import("tensorboard.summary.writer.record_writer", *_TENSORBOARD)
         now = time.time_ns()
         name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9}"
         header = self._bytes(self._events.Event(wall_time=now / 1e9, file_version="brain.Event:2"))
-        self._file = RecordFile(
-            folder / name, header=header, queue_size=queue_size, flush_seconds=TENSORBOARD_FLUSH_SECONDS
-        )
+        queue, seconds = options.tensorboard_queue_size, TENSORBOARD_FLUSH_SECONDS
+        self._file = RecordFile(folder / name, header=header, queue_size=queue, flush_seconds=seconds)
         super().__init__(options, world_size)
 
     def flush(self) -> None:
@@ -216,9 +215,8 @@ class WandbSink(_ScalarSink):
 
     Args:
         folder: folder of its local files.
-        options: which scalars are logged, and how often.
+        options: which scalars are logged, and how often; the project, and the run's name, entity and group.
         world_size: number of processes.
-        place: the project and, where given, the run's name, entity and group, under wandb's own names.
         settings: the run's configuration, shown beside its curves.
 
     Raises:
@@ -227,15 +225,10 @@ class WandbSink(_ScalarSink):
 
     name, keeps_records = "Weights & Biases", False
 
-    def __init__(
-        self,
-        folder: Path,
-        options: ScalarOptions,
-        world_size: int,
-        place: Mapping[str, str | None],
-        settings: Mapping[str, Any],
-    ):
+    def __init__(self, folder: Path, options: LoggingFlags, world_size: int, settings: Mapping[str, Any]):
         wandb = _import("wandb", *_WANDB)
+        place = {"project": options.wandb_project, "name": options.wandb_exp_name}
+        place |= {"entity": options.wandb_entity, "group": options.wandb_group}
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(**place, dir=str(folder), config=dict(settings))
@@ -289,40 +282,31 @@ def require_packages(*, tensorboard: bool, wandb: bool) -> None:
 
 
 def make_sinks(
+    config: Config,
     *,
     run_folder: Path | None,
+    place: Callable[[str | None], Path | None],
     resume_iteration: int = 0,
     resume_samples: int = 0,
     world_size: int = 1,
-    options: ScalarOptions | None = None,
-    tensorboard_folder: Path | None = None,
-    tensorboard_queue_size: int = 1000,
-    csv_folder: Path | None = None,
-    csv_loss_scale: bool = False,
-    wandb: Mapping[str, str | None] | None = None,
-    wandb_folder: Path | None = None,
-    settings: Mapping[str, Any] | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Sink]:
     """The sinks whose folder or project is given.
 
     Args:
-        csv_loss_scale: whether the CSV files have a curve of the loss scale.
-        wandb: see :class:`WandbSink`.
-        wandb_folder: folder of its own files; by default the run's folder.
+        place: a folder that the configuration names -> where the sink writes; ``None``: there is no such sink.
 
     Raises:
         ConfigError: a sink's package is not installed.
     """
-    options = options or ScalarOptions()
-    sinks: list[Sink] = []
-    if tensorboard_folder is not None:
-        sinks.append(TensorBoardSink(tensorboard_folder, options, world_size, tensorboard_queue_size))
-    if csv_folder is not None:
-        sinks.append(CsvSink(csv_folder, resume_samples, with_loss_scale=csv_loss_scale))
-    if wandb:
-        folder = wandb_folder or run_folder or Path.cwd()
-        sinks.append(WandbSink(folder, options, world_size, wandb, settings or {}))
+    log, sinks = config.logging, list[Sink]()
+    if (folder := place(log.tensorboard_dir)) is not None:
+        sinks.append(TensorBoardSink(folder, log, world_size))
+    if (folder := place(log.csv_dir)) is not None:
+        sinks.append(CsvSink(folder, resume_samples, with_loss_scale=config.precision.fp16))
+    if log.wandb_project:
+        folder = Path(log.wandb_save_dir) if log.wandb_save_dir else run_folder or Path.cwd()
+        sinks.append(WandbSink(folder, log, world_size, config.to_dict()))
     if run_folder is not None:
         sinks.append(JsonlSink(run_folder, resume_iteration, report))
     return sinks

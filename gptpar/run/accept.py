@@ -12,7 +12,7 @@ from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.config.stored import fits, problem_of, problems_of, stored_config, unusable, wrong_value
-from gptpar.errors import CheckpointError, printable
+from gptpar.errors import CheckpointError, numbered, printable
 from gptpar.exchange import CONVERTED
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.loss_scale import LossScale
@@ -70,7 +70,7 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
     if not c.no_load_optim:
         problems += _state_problems(config, stored, manifest)
     if problems:
-        listing = "\n".join(f"  {number}. {printable(problem)}" for number, problem in enumerate(problems, 1))
+        listing = numbered(list(map(printable, problems)))
         raise CheckpointError(f"{path} cannot be resumed by this command line:\n{listing}")
     return stored
 

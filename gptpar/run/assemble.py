@@ -13,13 +13,12 @@ import torch
 
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Config
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.sections.offload import offload_gradients_obstacles
 from gptpar.errors import GptparError, first_line, printable
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
-from gptpar.reporting.guards import GuardedSink
-from gptpar.reporting.scalars import ScalarOptions
+from gptpar.reporting.guards import GuardedSink, guarded_console
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.run import resume
 from gptpar.run.auto_offload import with_gradients, with_ratio
@@ -110,6 +109,7 @@ def open_run(
     _, _, world_size = world_from_environment()
     mesh = parallel.mesh(world_size)
     with ExitStack() as stack:
+        stack.enter_context(guarded_console())
         request = stack.enter_context(StopRequest().listening())
         stack.enter_context(memory_explained(lambda: config))
         activity = Activity.of_worker()
@@ -231,38 +231,20 @@ def _sinks(
     config: Config, topology: Topology, progress: Progress, say: Callable[[str], None], writes: bool
 ) -> list[Sink]:
     """The main process's sinks; in the run folder only if this run writes there."""
-    log, save = config.logging, Path(config.checkpoint.save) if config.checkpoint.save else None
+    save = Path(config.checkpoint.save) if config.checkpoint.save else None
 
     def place(folder: str | None) -> Path | None:
         """A sink's folder; none where it is in a run folder that stays as it is."""
         kept = folder is not None and save is not None and not writes and is_inside(Path(folder), save)
         return None if folder is None or kept else Path(folder)
 
-    options = ScalarOptions(
-        interval=log.tensorboard_log_interval,
-        log_timers=log.log_timers_to_tensorboard,
-        log_learning_rate=log.log_learning_rate_to_tensorboard,
-        log_batch_size=log.log_batch_size_to_tensorboard,
-        log_loss_scale=log.log_loss_scale_to_tensorboard,
-        log_world_size=log.log_world_size_to_tensorboard,
-        log_memory=log.log_memory_to_tensorboard,
-        log_validation_ppl=log.log_validation_ppl_to_tensorboard,
-    )
-    wandb = {"project": log.wandb_project, "name": log.wandb_exp_name}
-    wandb |= {"entity": log.wandb_entity, "group": log.wandb_group}
     sinks = make_sinks(
+        config,
         run_folder=save if writes else None,
+        place=place,
         resume_iteration=progress.iteration,
         resume_samples=progress.consumed_samples,
         world_size=topology.mesh.world_size,
-        options=options,
-        tensorboard_folder=place(log.tensorboard_dir),
-        tensorboard_queue_size=log.tensorboard_queue_size,
-        csv_folder=place(log.csv_dir),
-        csv_loss_scale=config.precision.fp16,
-        wandb=wandb if log.wandb_project else None,
-        wandb_folder=Path(log.wandb_save_dir) if log.wandb_save_dir else None,
-        settings=config.to_dict(),
         report=lambda sentence: say(f" > {sentence}"),
     )
     return [GuardedSink(sink) for sink in sinks]

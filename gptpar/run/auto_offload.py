@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.config import Config
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.data.loader import MicroBatch
 from gptpar.offload.copying_transfers import max_bytes_waiting
 from gptpar.optim.schedule import make_schedule

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gptpar.config import Config, ModelConfig, OptimizerConfig
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.engine.engine import Engine
 from gptpar.engine.ranges import Home

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from gptpar.checkpoint import checkpoints_in
 from gptpar.config import Flags, ModelFlags, TokenizerConfig
-from gptpar.config.derive import Derived
-from gptpar.config.fields import flag_name
+from gptpar.config.fields import Derived, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
-from gptpar.config.sections.model import FUSED_GELU, UNFUSED_GELU
+from gptpar.config.sections.mlp import FUSED_GELU, UNFUSED_GELU
 from gptpar.config.sections.positions import STRETCHING
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError, TokenizerError

@@ -95,13 +95,14 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         dtypes = settings.dtype, settings.wide
         partitions, leave = table.offloaded(), again.checkpoint_in_cpu or again.cpu_offloading_num_layers
         host = make_host_optimizer(
-            config,
+            config.offload,
             groups.updates,
             partitions,
             offloaded,
             device,
             *dtypes,
             tied,
+            clip_grad=config.optimizer.clip_grad,
             itemsize=copied_size(Job(config, topology.mesh)),
             summed_on_host=table.summed_on_host(settings.host_sums) if settings.host_sums else None,
             activation_bytes=int(activations_on_host(Job(config, topology.mesh), topology.stage)) if leave else 0,

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gptpar.config import Config, DataConfig, DataFlags, Flags
@@ -23,6 +21,7 @@ from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import normalized_split
 from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.system.files import facts_in
 
 Corpora = Mapping[str, list[dict[str, Any]]]
 
@@ -37,7 +36,7 @@ class Rule(Enum):
     FREE = auto()  # how the same is computed, for how long, or what is shown of it; or only ever read at a fresh start
 
 
-_FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_FACTS = facts_in("same_run.toml", __file__)
 _BY_RULE = {Rule[name]: " ".join(fields) for name, fields in _FACTS.items()}
 RULES: dict[str, Rule] = {
     **{name: rule for rule, names in _BY_RULE.items() for name in names.split()},

@@ -191,7 +191,8 @@ class Trainer:
             self._partial_gradient.begin(len(batches))
         inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
         losses = self._passes.run(inputs)
-        self.experts.note_choices([fields for _, fields in inputs])
+        if self.experts.names:
+            self.experts.note_choices([fields for _, fields in inputs])
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._passes.scale)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:

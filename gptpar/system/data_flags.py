@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 
-_TOKENIZERS = tomllib.loads(Path(__file__).with_name("tokenizers.toml").read_text(encoding="utf-8"))
+from gptpar.system.files import facts_in
+
+_TOKENIZERS = facts_in("tokenizers.toml", __file__)
 TOKENIZERS: dict[str, str] = _TOKENIZERS["types"]
 TOKENIZER_TYPES = tuple(TOKENIZERS)
 TOKENIZER_FILES: dict[str, str] = _TOKENIZERS["files"]

@@ -1,4 +1,4 @@
-"""Writes files atomically: neither a reader nor a crash sees half of one."""
+"""Reads files, and writes them atomically: neither a reader nor a crash sees half of one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import errno
 import os
 import re
 import stat
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gptpar.system.processes import is_running
 
@@ -53,6 +54,16 @@ def read_regular(path: str | os.PathLike[str], most: int = MAX_TEXT_BYTES) -> by
         if size > most:
             raise OSError(errno.EFBIG, f"it holds {size:,} bytes, and at most {most:,} are read", os.fspath(path))
         return file.read(most)
+
+
+def facts_in(name: str, beside: str) -> dict[str, Any]:
+    """The contents of one of the package's TOML files.
+
+    Args:
+        name: of the file.
+        beside: path of a module in the same folder.
+    """
+    return tomllib.loads(Path(beside).with_name(name).read_text(encoding="utf-8"))
 
 
 def lies_in(path: Path, folder: Path) -> bool:

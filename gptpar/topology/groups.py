@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from gptpar.topology.world import Facts, open_world
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,13 @@ class Topology:
         """The device of sums for a decision: the host, unless the caller's group takes GPU tensors alone."""
         takes_host = self.mesh.world_size == 1 or "cpu:" in dist.get_backend_config()
         return torch.device("cpu") if takes_host else self.device
+
+    def of_all(self, mine: T) -> list[T]:
+        """What each process says, by rank; all call this together."""
+        everyone = [mine] * self.mesh.world_size
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, mine)
+        return everyone
 
     def any_rank(self, yes: bool) -> bool:
         """Whether any process says yes; all processes call this together."""

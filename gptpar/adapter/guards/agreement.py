@@ -80,9 +80,7 @@ class Agreement:
 
     def error(self, verdict: float, step: int) -> GptparError:
         """The error for a verdict, with the same sentence on all processes; all call this together."""
-        everyone = [self._did] * self._topology.mesh.world_size
-        if self._topology.mesh.world_size > 1:
-            dist.all_gather_object(everyone, self._did)
+        everyone = self._topology.of_all(self._did)
         frozen = Counter(name for one in everyone for name in one.frozen)
         if differing := [name for name, count in frozen.items() if count < len(everyone)]:
             return GptparError(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gptpar.config import Flags
-from gptpar.config.derive import derive
 from gptpar.config.fields import as_word
 from gptpar.config.flags import ParsedFlags, flag_name
+from gptpar.config.validate import derive
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.spaces import CHOSEN, SweepValues, to_measure

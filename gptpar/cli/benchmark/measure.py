@@ -12,15 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
 from gptpar.cli.benchmark.machine import peak_memory
-from gptpar.cli.flags import add_flags, description_of
+from gptpar.cli.flags import FACTS, add_flags
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags
 from gptpar.config.batch_sizes import BatchSizes, on_made_up_data, read_schedule
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.sections.precision import wants_graph
 from gptpar.config.validate import resolve
@@ -68,8 +67,9 @@ def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None]
         if more_flags is not None:
             more_flags(parser)
 
-    parsed = parse_flags(argv, prog="gptpar benchmark", description=description_of("benchmark"), extra=flags)
-    take_shape_of_hf(parsed)
+    parsed = parse_flags(argv, prog="gptpar benchmark", description=FACTS["benchmark"]["description"], extra=flags)
+    if folder := parsed.flags.checkpoint.load_hf:
+        take_shape_of_hf(parsed, folder)
     return _with_defaults(_without_run_folder(with_checkpoint_args(parsed)))
 
 
@@ -219,8 +219,6 @@ def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
         updates = () if host is None else tuple(host.latest_updates)
         tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
     if parsed.rest.breakdown:
-        ranks: list[Any] = [tracer.breakdown()] * topology.mesh.world_size
-        if len(ranks) > 1:
-            dist.all_gather_object(ranks, tracer.breakdown())
+        ranks = topology.of_all(tracer.breakdown())
         if topology.is_main:
             print(table(ranks), flush=True)

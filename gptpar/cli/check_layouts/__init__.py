@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from gptpar.cli.check_layouts import module_training
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.cli.flags import add_flags, description_of
+from gptpar.cli.flags import FACTS, add_flags
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
 from gptpar.config.flags import ParsedFlags, parse_flags
@@ -26,11 +25,12 @@ from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.pairwise import pairwise
 from gptpar.plan.space.spaces import to_prove
+from gptpar.system.files import facts_in
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
 from gptpar.topology.world import open_world, world_from_environment
 
-_SMALL = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+_SMALL = facts_in("models.toml", __file__)
 SMALL: str = _SMALL["small"]
 MODELS: dict[str, str] = _SMALL["models"]
 """Name -> a model's flags beside SMALL."""
@@ -78,7 +78,7 @@ def _parsed(words: Sequence[str]) -> ParsedFlags:
     return parse_flags(
         words,
         prog="gptpar check-layouts",
-        description=description_of("check-layouts"),
+        description=FACTS["check-layouts"]["description"],
         extra=_extra_flags,
         takes_config=False,
     )

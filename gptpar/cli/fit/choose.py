@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from gptpar.cli.fit.machine import Machine, Pace
 from gptpar.config import Config, Flags, complete
-from gptpar.config.derive import derive, expand_preset
 from gptpar.config.sections.batch import MEASURED_STEPS
+from gptpar.config.sections.model import expand_preset
+from gptpar.config.validate import derive
 from gptpar.errors import GptparError
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes, format_count
 from gptpar.reporting.console import format_duration
+from gptpar.system.files import facts_in
 from gptpar.topology.mesh import Mesh
 
 CPU_MAX_STEPS = 2000
@@ -32,7 +32,7 @@ MIN_TRAINING_MINUTES = 3.0
 LENGTH_FLAGS = {"train-iters", "train-samples", "train-tokens", "train-minutes"}
 SHAPE_FLAGS = {"preset", "num-layers", "hidden-size", "load-hf"}
 PRESET = "350M"
-_CHOICES = tomllib.loads(Path(__file__).with_name("choices.toml").read_text(encoding="utf-8"))
+_CHOICES = facts_in("choices.toml", __file__)
 
 
 @dataclass(frozen=True)

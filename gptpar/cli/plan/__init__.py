@@ -8,19 +8,20 @@ import dataclasses
 import json
 from typing import Any
 
-from gptpar.adapter.user_module import is_named_in
-from gptpar.cli.flags import add_flags, description_of
-from gptpar.cli.plan import module
+from gptpar.adapter.deferred import deferred_init
+from gptpar.adapter.user_module import SEED, is_named_in, load_user_function
+from gptpar.cli.flags import FACTS, add_flags, parser_of
 from gptpar.config import CheckpointConfig
 from gptpar.config.batch_sizes import on_made_up_data
-from gptpar.config.derive import expand_preset
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.run_file import run_file_text
+from gptpar.config.sections.model import expand_preset
 from gptpar.config.validate import range_problems
 from gptpar.data.documents import lengths_in_corpora
 from gptpar.errors import ConfigError, DataError
 from gptpar.exchange import take_shape_of_hf
 from gptpar.plan.hardware import GPUS, make_cluster, peak_flops
+from gptpar.plan.module_memory import estimate_memory
 from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
@@ -85,8 +86,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     Raises:
         ConfigError: the command line has mistakes.
     """
-    parsed = parse_flags(argv, prog="gptpar plan", description=description_of("plan"), extra=_extra_flags)
-    take_shape_of_hf(parsed)
+    parsed = parse_flags(argv, prog="gptpar plan", description=FACTS["plan"]["description"], extra=_extra_flags)
+    if folder := parsed.flags.checkpoint.load_hf:
+        take_shape_of_hf(parsed, folder)
     parsed = with_checkpoint_args(parsed)
     data = parsed.flags.data
     parsed = _with_defaults(parsed)
@@ -113,7 +115,7 @@ def main(argv: list[str]) -> int:
         0 if the run fits, 1 if it does not.
     """
     if is_named_in(argv):
-        return module.main(argv)
+        return _plan_module(argv)
     planner, options = make_planner(argv)
     found = search(planner) if options.search else None
     if found is not None and not found.accepted:
@@ -133,3 +135,17 @@ def main(argv: list[str]) -> int:
         with atomic_output(options.write) as file:
             file.write(run_file_text({**options.typed, **plan.named_changes}, WRITTEN).encode())
     return 0 if plan.fits else 1
+
+
+def _plan_module(argv: list[str]) -> int:
+    """Predict the memory of a user's own module."""
+    options = parser_of("plan --module").parse_args(argv)
+    make = load_user_function(options.module)
+    with deferred_init(seed=SEED):
+        module = make().module
+    memory = estimate_memory(module, options.config, options.nproc)
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(memory), "device": memory.device, "host": memory.host}))
+    else:
+        print(memory)
+    return 0

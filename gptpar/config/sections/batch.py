@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic
 
 from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
-from gptpar.config.fields import NEVER, Missing, Open, completed, flag
+from gptpar.config.fields import NEVER, Missing, Notes, Open, completed, flag
+from gptpar.config.sections.logging import EVAL_INTERVAL
 
 if TYPE_CHECKING:
-    from gptpar.config import CheckpointConfig, Flags
+    from gptpar.config import Flags
 
 
 MEASURED_STEPS = 10
@@ -217,34 +218,7 @@ def check_duration(flags: Flags) -> Iterator[str]:
         yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
     if b.train_minutes is not None:
         yield from _fitted_length(flags)
-    yield from _saves(c)
     yield from _countable(flags)
-
-
-def _exports(c: CheckpointConfig) -> Iterator[str]:
-    """Check what is exported to Hugging Face."""
-    if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
-        yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
-    elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:
-        yield (
-            f"--save-hf-interval {c.save_hf_interval} is no multiple of --save-interval {c.save_interval}: only a "
-            "checkpoint can be exported."
-        )
-
-
-def _saves(c: CheckpointConfig) -> Iterator[str]:
-    """Check when to save, and where."""
-    for name in ("--save-interval-minutes", "--save-local"):  # --save-interval is Megatron's, which ignores it
-        if getattr(c, name[2:].replace("-", "_")) is not None and not c.save:
-            yield f"{name} is given but --save is not: say where to save."
-    yield from _exports(c)
-    intervals = c.save_local_interval, c.save_local_interval_minutes
-    if c.save_local is None and any(interval is not None for interval in intervals):
-        yield "--save-local-interval or -minutes is given but --save-local is not: say where to save."
-    elif c.save_local is not None and all(interval is None for interval in intervals):
-        yield f"--save-local {c.save_local} is never used: give --save-local-interval or --save-local-interval-minutes."
-    elif c.save_local is not None and c.save and Path(c.save_local).resolve() == Path(c.save).resolve():
-        yield f"--save-local {c.save_local} is --save itself: choose another folder, on a disk of this machine."
 
 
 def _length(b: BatchFlags) -> Iterator[str]:
@@ -266,7 +240,7 @@ def _countable(flags: Flags) -> Iterator[str]:
             f"the run would read {samples:.3g} samples x {length:,} tokens, more than the {MAX_TOKENS:.0e} that can be "
             "counted: shorten it, or lower the batch or --seq-length."
         )
-    turns = (b.train_iters or samples // b.global_batch_size) // (log.eval_interval or 1) + 1
+    turns = (b.train_iters or samples // b.global_batch_size) // (log.eval_interval or EVAL_INTERVAL) + 1
     if log.eval_iters * turns * b.global_batch_size * length > MAX_TOKENS:
         yield (
             f"{turns:.3g} evaluations of --eval-iters {log.eval_iters} would read more than the {MAX_TOKENS:.0e} "
@@ -315,3 +289,68 @@ def check_first_step(flags: Flags) -> Iterator[str]:
             f"the run has no step: it ends after {samples:,} samples, and its first batch has {first:,}: train on "
             "more, or lower the batch."
         )
+
+
+def derive_batch(notes: Notes, world_size: int) -> None:
+    _derive_schedule(notes)
+    batch = notes.flags.batch
+    data_parallel = notes.flags.parallel.data_parallel_size(world_size)
+    steps = batch.gradient_accumulation_steps
+    if steps and batch.global_batch_size and batch.global_batch_size % (steps * data_parallel) == 0:
+        reason = (
+            f"batch {batch.global_batch_size} / ({steps} micro-batches x {data_parallel} data-parallel process(es))"
+        )
+        notes.fill("batch", "micro_batch_size", batch.global_batch_size // (steps * data_parallel), reason)
+    batch = notes.flags.batch
+    if batch.micro_batch_size:
+        reason = f"micro-batch {batch.micro_batch_size} x {data_parallel} data-parallel process(es)"
+        unit = batch.micro_batch_size * data_parallel
+        times = f" x {steps} a step" if steps else ""
+        notes.fill("batch", "global_batch_size", unit * (steps or 1), reason + times)
+        full = notes.flags.batch.global_batch_size
+        if full and unit > 0 and full % unit == 0:
+            notes.add("micro batches per step", full // unit, f"batch {full} / ({reason})")
+    _derive_length(notes)
+    for name in ("exit_interval", "exit_duration_in_mins"):
+        notes.drop_zero("batch", name)
+
+
+def _derive_schedule(notes: Notes) -> None:
+    """Derive the sizes of --step-batch-size-schedule; the checks report one that cannot be read."""
+    words, seq_length = notes.flags.batch.step_batch_size_schedule, notes.flags.model.seq_length
+    if words is None or not seq_length:
+        return
+    with contextlib.suppress(ValueError):
+        notes.flags = notes.flags.update("batch", batch_sizes=read_schedule(words, seq_length))
+        last = BatchSizes(notes.flags.batch.batch_sizes or ()).last
+        notes.fill("batch", "global_batch_size", last, "the last of --step-batch-size-schedule")
+
+
+def _derive_length(notes: Notes) -> None:
+    """Derive the run's length: of --train-tokens and what is given beside it, whichever is reached first ends it."""
+    batch, seq_length = notes.flags.batch, notes.flags.model.seq_length
+    if not batch.train_tokens or not seq_length:
+        return
+    limit = -(-batch.train_tokens // seq_length)
+    reason = f"{batch.train_tokens:,} tokens / {seq_length} a sample"
+    notes.flags = notes.flags.update("batch", sample_limit=limit)
+    if batch.train_iters is not None:
+        _first_of_steps_and_tokens(notes, limit, reason)
+    elif batch.train_samples is None:
+        notes.fill("batch", "train_samples", limit, reason)
+    elif batch.train_samples > limit:
+        first = f"{reason}, reached before --train-samples {batch.train_samples:,}"
+        notes.replace("batch", "train_samples", limit, first)
+    elif batch.train_samples < limit:
+        notes.add("train samples", batch.train_samples, f"reached before --train-tokens {batch.train_tokens:,}")
+
+
+def _first_of_steps_and_tokens(notes: Notes, limit: int, reason: str) -> None:
+    batch = notes.flags.batch
+    if batch.global_batch_size is None or batch.rampup_batch_size is not None:
+        return  # the checks report it
+    steps = BatchSizes(batch.batch_sizes or ((0, batch.global_batch_size),)).steps_within(limit)
+    if steps < (batch.train_iters or 0):
+        notes.add("last iteration", steps, f"{reason}, reached before --train-iters {batch.train_iters}")
+    else:
+        notes.add("last iteration", batch.train_iters, f"reached before --train-tokens {batch.train_tokens:,}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptpar.config.fields import NEVER, flag, on_unless
+from gptpar.config.fields import NEVER, Notes, flag, on_unless
 
 if TYPE_CHECKING:
     from gptpar.config import Flags
@@ -112,12 +113,70 @@ class RecoveryConfig:
     )
 
 
-def check_recovery(flags: Flags) -> Iterator[str]:
-    """Whether there will be a whole state to go on from."""
-    r, c = flags.recovery, flags.checkpoint
-    asked = {"--max-restarts": r.max_restarts, "--mirror-interval": r.mirror_interval}
+def check_checkpoint(flags: Flags) -> Iterator[str]:
+    """When to save and where, what to load, and whether there will be a whole state to go on from."""
+    c = flags.checkpoint
+    yield from _saves(c)
+    yield from _exports(c)
+    yield from _folders(c, flags.logging.csv_dir)
+    yield from _loads(c)
+    asked = {"--max-restarts": flags.recovery.max_restarts, "--mirror-interval": flags.recovery.mirror_interval}
     for name, value in asked.items():
         if value and c.no_save_optim:
             yield (
                 f"{name} {value} with --no-save-optim: a restart would find no optimizer state; leave one of them out."
             )
+
+
+def _saves(c: CheckpointConfig) -> Iterator[str]:
+    """When to save, and where."""
+    for name in ("--save-interval-minutes", "--save-local"):  # --save-interval is Megatron's, which ignores it
+        if getattr(c, name[2:].replace("-", "_")) is not None and not c.save:
+            yield f"{name} is given but --save is not: say where to save."
+    intervals = c.save_local_interval, c.save_local_interval_minutes
+    if c.save_local is None and any(interval is not None for interval in intervals):
+        yield "--save-local-interval or -minutes is given but --save-local is not: say where to save."
+    elif c.save_local is not None and all(interval is None for interval in intervals):
+        yield f"--save-local {c.save_local} is never used: give --save-local-interval or --save-local-interval-minutes."
+    elif c.save_local is not None and c.save and Path(c.save_local).resolve() == Path(c.save).resolve():
+        yield f"--save-local {c.save_local} is --save itself: choose another folder, on a disk of this machine."
+
+
+def _folders(c: CheckpointConfig, csv_dir: str | None) -> Iterator[str]:
+    if c.load and not Path(c.load).exists() and c.load != c.save:
+        yield f"--load {c.load}: there is no such folder."
+    for name, folder in (("--save", c.save), ("--save-local", c.save_local), ("--csv-dir", csv_dir)):
+        if folder and Path(folder).exists() and not Path(folder).is_dir():
+            yield f"{name} {folder} is a file; a folder is needed."
+
+
+def _loads(c: CheckpointConfig) -> Iterator[str]:
+    if c.finetune and c.reset_iteration:
+        yield "--finetune and --reset-iteration exclude each other: only the second keeps the optimizer's moments."
+    if (c.ckpt_step is not None or c.begins_anew or c.no_load_lr_state) and not c.load:
+        yield (
+            "--ckpt-step, --finetune, --reset-iteration and --no-load-lr-state need --load, the folder to load from."
+        )
+    if c.moe_use_upcycling and c.load_hf is None:
+        yield "--moe-use-upcycling needs a dense model: give its folder, --load-hf, or drop it."
+
+
+def _exports(c: CheckpointConfig) -> Iterator[str]:
+    """Check what is exported to Hugging Face."""
+    if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
+        yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
+    elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:
+        yield (
+            f"--save-hf-interval {c.save_hf_interval} is no multiple of --save-interval {c.save_interval}: only a "
+            "checkpoint can be exported."
+        )
+
+
+def derive_saves(notes: Notes) -> None:
+    """Say that nothing is saved, or where curves go beside the checkpoints."""
+    notes.drop_zero("checkpoint", "save_interval")
+    c = notes.flags.checkpoint
+    if c.save_interval is not None and not c.save:
+        notes.add("save interval", "none", "--save is not given: nothing is saved")
+    if c.save:
+        notes.fill("logging", "tensorboard_dir", f"{c.save}/tensorboard", "inside --save")

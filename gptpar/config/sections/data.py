@@ -1,17 +1,17 @@
-"""Flags of the data (paths, splits, loaders, seed, masks of documents), and whether its files are there."""
+"""Flags of the data (paths, splits, loaders, seed, masks of documents) and the tokenizer; whether files are there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
-from gptpar.config.fields import Missing, Open, flag
-from gptpar.system.data_flags import split_weights
+from gptpar.config.fields import Missing, Notes, Open, flag
+from gptpar.system.data_flags import TIKTOKEN, TOKENIZER_FILES, TOKENIZER_TYPES, split_weights
 
 if TYPE_CHECKING:
-    from gptpar.config import CheckpointConfig, Flags
+    from gptpar.config import Flags
 
 
 SPLIT = "969, 30, 1"
@@ -80,6 +80,30 @@ class DataFlags(DataConfig[None]):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer made the data set (its vocabulary sizes the model)."""
+
+    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_model: str | None = flag(
+        None,
+        TOKENIZER_FILES["tokenizer_model"],
+        names=("--tokenizer-name-or-path", "--tokenizer-path", "--tokenizer-file"),
+    )
+    vocab_file: str | None = flag(None, TOKENIZER_FILES["vocab_file"])
+    merge_file: str | None = flag(None, TOKENIZER_FILES["merge_file"])
+    vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it", least=1)
+    tiktoken_pattern: str | None = flag(None, TIKTOKEN["tiktoken_pattern"], choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int | None = flag(None, TIKTOKEN["tiktoken_num_special_tokens"], least=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a tokenizer, beside its type."""
+        names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+        of_tiktoken = ("tiktoken_pattern", "tiktoken_num_special_tokens")
+        return {name: getattr(self, name) for name in (*names, *of_tiktoken)}
+
+
 SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes no larger one
 
 
@@ -123,10 +147,10 @@ def _full_validation(d: DataFlags) -> Iterator[str]:
         yield "--full-validation reads a validation set to its end, which --mock-data lack: give a corpus, or drop it."
     elif path is None and d.train_data_path:
         yield "--full-validation has no validation set to read: give --valid-data-path."
-    elif path is not None and 1 < len(_prefixes(path)) < len(path):
+    elif path is not None and 1 < (count := len(split_weights(path)[0])) < len(path):
         name = "--data-path" if d.data_path else "--valid-data-path"
         yield (
-            f"--full-validation reads each sample of {len(_prefixes(path))} corpora once, but the weights of {name} "
+            f"--full-validation reads each sample of {count} corpora once, but the weights of {name} "
             "repeat or leave out some: give validation's corpora without weights, with --train-data-path and "
             "--valid-data-path."
         )
@@ -144,16 +168,14 @@ def _tasks(flags: Flags) -> Iterator[str]:
 def check_files(flags: Flags) -> Iterator[str]:
     """Whether the files that must be there are there."""
     yield from _corpora(flags.data)
-    yield from _folders(flags.checkpoint, flags.logging.csv_dir)
-    yield from _loads(flags.checkpoint)
     switch = flags.batch.kill_switch_path
     if switch is not None and Path(switch).exists():
         yield f"--kill-switch-path {switch} is there already, so the run would stop at once: remove it."
 
 
 def _corpora(d: DataFlags) -> Iterator[str]:
-    for paths in (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path):
-        for prefix in _prefixes(paths or ()):
+    for paths in filter(None, (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)):
+        for prefix in split_weights(paths)[0]:
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
             if missing:
                 remedy = "give the path without .bin or .idx"
@@ -162,22 +184,12 @@ def _corpora(d: DataFlags) -> Iterator[str]:
                 yield f"the data set {prefix} is not complete: {' and '.join(missing)} not found; {remedy}."
 
 
-def _folders(c: CheckpointConfig, csv_dir: str | None) -> Iterator[str]:
-    if c.load and not Path(c.load).exists() and c.load != c.save:
-        yield f"--load {c.load}: there is no such folder."
-    for name, folder in (("--save", c.save), ("--save-local", c.save_local), ("--csv-dir", csv_dir)):
-        if folder and Path(folder).exists() and not Path(folder).is_dir():
-            yield f"{name} {folder} is a file; a folder is needed."
-
-
-def _loads(c: CheckpointConfig) -> Iterator[str]:
-    if c.finetune and c.reset_iteration:
-        yield "--finetune and --reset-iteration exclude each other: only the second keeps the optimizer's moments."
-    if (c.ckpt_step is not None or c.begins_anew or c.no_load_lr_state) and not c.load:
-        yield (
-            "--ckpt-step, --finetune, --reset-iteration and --no-load-lr-state need --load, the folder to load from."
-        )
-
-
-def _prefixes(paths: tuple[str, ...]) -> list[str]:
-    return split_weights(paths)[0]
+def derive_data(notes: Notes) -> None:
+    """Derive the tokenizer's kind by Megatron's default, its file by GPT-NeoX's way to name it, and the split."""
+    t = notes.flags.tokenizer
+    if t.tokenizer_type is None and t.vocab_file and t.merge_file:
+        notes.fill("tokenizer", "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file, as in Megatron")
+    if t.tokenizer_type in ("HFTokenizer", "PretrainedFromHF") and t.vocab_file:
+        notes.fill("tokenizer", "tokenizer_model", t.vocab_file, "--vocab-file, as in GPT-NeoX")
+    if notes.flags.data.data_path:
+        notes.fill("data", "split", SPLIT, "Megatron's default")

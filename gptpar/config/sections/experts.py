@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gptpar.config.fields import flag, flag_name
+from gptpar.config.layer_patterns import layer_digits
 
 if TYPE_CHECKING:
     from gptpar.config import Flags, ModelFlags
 
-MAX_LISTED = 100_000
-"""Blocks that a list may have."""
 LOAD = "fullest expert"
 """A number of each step: tokens of the fullest expert over those of an expert on average, as a mean over layers."""
 SENT_TO_ALL = 0.75
@@ -115,18 +113,10 @@ class ExpertOptions:
         """
         if not self.has_experts:
             return [False] * num_layers
-        text = re.sub(r"[\s()]", "", self.moe_layer_freq)
-        if re.fullmatch(r"[1-9]\d{0,4}", text):
-            return [number % int(text) == 0 for number in range(num_layers)]
-        found: list[bool] = []
-        for term in text.split("+"):
-            match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term)
-            if match is None:
-                raise ValueError(f"{term[:40]!r} is neither a number nor a list of 0 and 1 such as [0,1]*8")
-            found += [one == "1" for one in match[1].split(",")] * int(match[2] or 1)
-            if len(found) > MAX_LISTED:
-                raise ValueError(f"it lists more than {MAX_LISTED:,} blocks")
-        return [*found, *[False] * (num_layers - len(found))] if len(found) < num_layers else found
+        found = layer_digits(self.moe_layer_freq)
+        if isinstance(found, int):
+            return [number % found == 0 for number in range(num_layers)]
+        return [*map(bool, found), *[False] * (num_layers - len(found))]
 
 
 def share_of_tokens(size: int, topk: int) -> float:
@@ -178,7 +168,7 @@ def _blocks(m: ModelFlags) -> Iterator[str]:
     except ValueError as error:
         yield f"--moe-layer-freq {m.moe_layer_freq[:80]}: {error}."
         return
-    if len(found) > m.num_layers or ("[" in m.moe_layer_freq and len(found) != m.num_layers):
+    if len(found) > m.num_layers:
         yield f"--moe-layer-freq lists {len(found)} blocks, and --num-layers is {m.num_layers}: list as many."
     elif not any(found):
         yield f"--moe-layer-freq {m.moe_layer_freq[:80]} gives no block experts: list a 1, or drop --num-experts."

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import Missing, Open, flag, flag_name, on_unless
+from gptpar.config.fields import Derived, Missing, Notes, Open, flag, flag_name, on_unless
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.presets import PRESETS
 from gptpar.config.sections.experts import ExpertOptions, check_experts
-from gptpar.config.sections.positions import PositionOptions, check_rotation, check_scaling
+from gptpar.config.sections.mlp import GATES, MLPOptions, check_mlp, derive_mlp
+from gptpar.config.sections.positions import PositionOptions, check_rotation, check_scaling, derive_positions
 
 if TYPE_CHECKING:
     from gptpar.config import Flags
@@ -20,15 +22,9 @@ MAX_TOKEN_IDS = 2**31 - 1
 MAX_ELEMENTS = 10**14
 """Most elements of all parameters, and of a micro-batch's activations in one place: 100 times what anybody trained."""
 
-GATES = ("geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
-"""Activations that multiply one half of the first layer's output by a function of the other half; so does SwiGLU."""
-
-FUSED_GELU, UNFUSED_GELU = "gelu_tanh", "gelu"
-"""Megatron-LM's GELU: fused with a bias it is the tanh form, else the exact one."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(PositionOptions, ExpertOptions, Generic[Open]):
+class ModelConfig(PositionOptions, ExpertOptions, MLPOptions, Generic[Open]):
     """A GPT, completely described."""
 
     normalization: str = flag(
@@ -73,23 +69,6 @@ class ModelConfig(PositionOptions, ExpertOptions, Generic[Open]):
         None,
         "layers with --window-size: a letter a layer, S sliding or F full, repeated over the layers (default: S)",
         metavar="SSSF",
-    )
-    swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
-    mlp_activation: str = flag(
-        FUSED_GELU,
-        "the MLP's activation function without --swiglu (without biases the default is gelu, as in Megatron-LM); "
-        "geglu, geglu_tanh, quick_geglu, reglu and liglu are gates, as SwiGLU is: of the exact GELU, its tanh form, "
-        "x * sigmoid(1.702 x), the ReLU, and none",
-        choices=(FUSED_GELU, UNFUSED_GELU, "squared_relu", *GATES),
-        spellings={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "squared_relu"},
-    )
-    activation_func_clamp_value: float | None = flag(
-        None,
-        "c: in an MLP with a gate, clamp the gate's input to at most c, and the other half to -c ... c (gpt-oss: 7)",
-        above=0,
-    )
-    glu_linear_offset: float = flag(
-        0.0, "in an MLP with a gate, add this to the half that the gate multiplies (gpt-oss: 1)"
     )
     add_bias_linear: bool = on_unless(
         "--disable-bias-linear", "no biases in linear layers, nor in experts and their router"
@@ -162,11 +141,6 @@ class ModelConfig(PositionOptions, ExpertOptions, Generic[Open]):
     ``--softmax-over-padding``, and in models of other programs, all rows. Where a checkpoint does not say it: all."""
 
     @property
-    def gated(self) -> bool:
-        """Whether one half of the MLP's first layer is multiplied by an activation of the other half."""
-        return self.swiglu or self.mlp_activation in GATES
-
-    @property
     def has_dropout(self) -> bool:
         """Whether training draws random numbers."""
         return self.attention_dropout > 0 or self.hidden_dropout > 0
@@ -228,8 +202,7 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from check_scaling(m)
     yield from _layer_lists(m)
     yield from _windows(m)
-    yield from _mlp(m)
-    yield from _gates(flags)
+    yield from check_mlp(flags)
     yield from _sinks(m)
     yield from _mup(m)
     yield from check_experts(flags)
@@ -271,30 +244,6 @@ def _sinks(m: ModelFlags) -> Iterator[str]:
             f"--softmax-type learnable has no dropout of probabilities yet, and --attention-dropout is "
             f"{m.attention_dropout:g}: give --attention-dropout 0."
         )
-
-
-def _mlp(m: ModelFlags) -> Iterator[str]:
-    if m.swiglu and m.mlp_activation != "gelu_tanh":
-        yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
-    if m.swiglu and m.glu_activation not in (None, "swiglu"):
-        yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
-    if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
-        other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
-        yield f"--quick-geglu and {other} are different gates: keep one."
-
-
-def _gates(flags: Flags) -> Iterator[str]:
-    """Options that only an MLP with a gate has."""
-    m = flags.model
-    of_gates = [
-        flag_name(name)
-        for name in ("activation_func_clamp_value", "glu_linear_offset")
-        if getattr(m, name) != getattr(ModelFlags(), name)
-    ]
-    if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
-        yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."
-    if of_gates and flags.recompute.mlp_chunks_for_training > 1:
-        yield f"{', '.join(of_gates)}: --mlp-chunks-for-training has no such gate yet: drop one of them."
 
 
 def _mup(m: ModelFlags) -> Iterator[str]:
@@ -373,3 +322,39 @@ def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
             f"one activation would have {activation:.3g} elements (--micro-batch-size {micro} x --seq-length "
             f"{length} x the widest layer), more than {MAX_ELEMENTS:.0e}: lower these."
         )
+
+
+def expand_preset(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
+    """Set the model's options that its preset stands for.
+
+    Args:
+        given: fields that keep what was typed, as ``section.field``.
+    """
+    notes, preset = Notes(flags), flags.model.preset
+    for name, value in PRESETS.get(preset or "", {}).items():
+        if f"model.{name}" not in given:
+            notes.replace("model", name, value, f"--preset {preset}")
+    return notes.flags, notes.derived
+
+
+def derive_model(notes: Notes) -> None:
+    derive_positions(notes)
+    _derive_layer_lists(notes)
+    derive_mlp(notes)
+    model = notes.flags.model
+    if model.hidden_size and model.num_attention_heads:
+        notes.fill("model", "kv_channels", model.hidden_size // model.num_attention_heads, "hidden / heads")
+    if not model.group_query_attention and model.num_query_groups:
+        notes.replace("model", "group_query_attention", True, "--num-query-groups is given")
+    elif not model.group_query_attention:
+        notes.fill("model", "num_query_groups", model.num_attention_heads, "one key/value head a query head")
+    if model.seq_length and model.position_embedding_type == "learned_absolute":
+        notes.fill("model", "max_position_embeddings", model.seq_length, "--seq-length")
+
+
+def _derive_layer_lists(notes: Notes) -> None:
+    """Derive layers without positions or windows from Megatron's lists."""
+    for name, pattern, letters, most in LAYER_LISTS:
+        if (text := getattr(notes.flags.model, name)) is not None:
+            with contextlib.suppress(ValueError):  # the checks report it
+                notes.fill("model", pattern, layer_pattern(text, letters, most), f"{flag_name(name)} {text}")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import Open, flag, on_unless
+from gptpar.config.fields import Notes, Open, flag, on_unless
 from gptpar.config.roles import layer_roles
+from gptpar.config.sections.context import check_context, derive_context
 from gptpar.topology.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
     yield from _experts(flags, p.num_copies(world_size))
     yield from _tensor(flags)
     if context > 1:
-        yield from _context(flags)
+        yield from check_context(flags)
     yield from _pipeline(flags)
     yield from _zero(flags)
 
@@ -214,39 +215,6 @@ def _tensor(flags: Flags) -> Iterator[str]:
             yield f"{name} {length} is not divisible by --tensor-model-parallel-size {size}; sizes that fit: {sizes}."
     if p.sequence_parallel:
         yield from _sequence(flags, size)
-
-
-def _context(flags: Flags) -> Iterator[str]:
-    """Problems of context parallelism: processes need equally many tokens of a sample, and none has whole samples."""
-    m, p = flags.model, flags.parallel
-    size = p.context_parallel_size
-    parts = 2 * size if p.cp_comm_type == "allgather" else size
-    name = f"--context-parallel-size {size} with --cp-comm-type {p.cp_comm_type}"
-    if m.seq_length and m.seq_length % parts:
-        near = max(parts, round(m.seq_length / parts) * parts)
-        yield f"{name}: --seq-length {m.seq_length} is not divisible by {parts}: the nearest length is {near}."
-    yield from _context_heads(flags, name)
-    if flags.logging.eval_tasks:
-        yield f"{name}: --eval-tasks needs whole samples in each process: use gptpar evaluate on a checkpoint."
-
-
-def _context_heads(flags: Flags, name: str) -> Iterator[str]:
-    """Check that a2a gives each process equally many heads, and whole groups of them with dropout of attention."""
-    m, p = flags.model, flags.parallel
-    size, tensor = p.context_parallel_size, p.tensor_model_parallel_size
-    heads, groups = ((count or 0) // tensor for count in (m.num_attention_heads, m.num_query_groups))
-    if p.cp_comm_type == "a2a" and heads % size:
-        fit = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
-        yield (
-            f"{name}: {heads} heads of a tensor rank are not divisible by {size}: give --cp-comm-type allgather; sizes "
-            f"that fit: {fit}."
-        )
-    if m.attention_dropout and p.cp_comm_type == "a2a" and groups % size:
-        yield (
-            f"{name}: masks of --attention-dropout {m.attention_dropout:g} belong to whole query groups, and the "
-            f"{groups} of a tensor rank are not divisible by {size}: give --cp-comm-type allgather, which computes "
-            "attention for all tokens, or --attention-dropout 0."
-        )
 
 
 def _sequence(flags: Flags, size: int) -> Iterator[str]:
@@ -342,3 +310,39 @@ def _zero(flags: Flags) -> Iterator[str]:
         yield f"--zero-stage is {p.zero_stage}; it must be at most {HIGHEST_ZERO_STAGE}."
     if p.use_distributed_optimizer and p.zero_stage == 0:
         yield "--zero-stage 0 contradicts --use-distributed-optimizer, which is stage 1: drop one of them."
+
+
+def derive_parallel(notes: Notes, world_size: int) -> None:
+    p = notes.flags.parallel
+    data_parallel = p.data_parallel_size(world_size)
+    tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if p.sequence_parallel and tensor == 1:  # as in Megatron, which warns
+        notes.replace("parallel", "sequence_parallel", False, "--tensor-model-parallel-size is 1: nothing to split")
+    if notes.flags.precision.deterministic_mode and tensor > 1 and p.tp_comm_overlap:
+        reason = "--deterministic-mode: products fused with transfers are not proved to add in one order"
+        notes.replace("parallel", "tp_comm_overlap", False, reason)
+    context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    if p.model_parallel_size > 1 or context:
+        reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline{context})"
+        notes.add("data parallel size", data_parallel, reason)
+    if p.context_parallel_size > 1:
+        derive_context(notes)
+    num_layers, per_chunk = notes.flags.model.num_layers, p.num_layers_per_virtual_pipeline_stage
+    if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
+        reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
+        notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
+    _derive_zero_stage(notes, p.num_copies(world_size))
+
+
+def _derive_zero_stage(notes: Notes, num_copies: int) -> None:
+    p = notes.flags.parallel
+    strategy = p.data_parallel_sharding_strategy or SHARDED[-1]
+    if p.use_megatron_fsdp and strategy in SHARDED:
+        notes.fill("parallel", "zero_stage", SHARDED.index(strategy), f"--use-megatron-fsdp, {strategy}")
+    elif p.no_pipeline_parallel and num_copies > 1:
+        reason = f"--no-pipeline-parallel with {num_copies} copies of the weights"
+        notes.fill("parallel", "zero_stage", 3, reason)
+    elif p.use_distributed_optimizer:
+        notes.fill("parallel", "zero_stage", 1, "--use-distributed-optimizer")
+    else:
+        notes.fill("parallel", "zero_stage", 0, "every process holds all of its part of the model and the optimizer")

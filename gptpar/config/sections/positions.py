@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gptpar.config.fields import Missing, flag, on_unless
+from gptpar.config.fields import Missing, Notes, flag, on_unless
 
 if TYPE_CHECKING:
     from gptpar.config import ModelFlags
@@ -25,6 +25,13 @@ SCALED_BY: dict[str, tuple[str, ...]] = {
 
 STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
 """Fields of rotary positions that a new run with a trained model's weights may set otherwise, for longer samples."""
+
+
+NO_START = {
+    "alibi": "ALiBi's distances do not depend on where positions start",
+    "none": "there are no positions",
+}
+"""Kinds of positions that are the same wherever they start, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +138,19 @@ def _scaling_numbers(m: ModelFlags) -> Iterator[str]:
         yield "--rope-scaling-type yarn tells frequencies apart, and with --rotary-base 1 all are equal: raise it."
     if kind == "dynamic" and m.kv_channels and int(m.kv_channels * m.rotary_percent) == 2:
         yield "--rope-scaling-type dynamic needs two pairs of channels or more, and a head turns one: use another type."
+
+
+def derive_positions(notes: Notes) -> None:
+    """Derive the kind of positions from the older switches, and scaled frequencies from Megatron's."""
+    model = notes.flags.model
+    if model.use_rotary_position_embeddings and model.position_embedding_type != "rope":
+        notes.replace("model", "position_embedding_type", "rope", "--use-rotary-position-embeddings")
+    elif not model.add_position_embedding and model.position_embedding_type == "learned_absolute":
+        notes.replace("model", "position_embedding_type", "none", "--no-position-embedding")
+    kind = notes.flags.model.position_embedding_type
+    if notes.flags.data.reset_position_ids and kind in NO_START:
+        notes.replace("data", "reset_position_ids", False, NO_START[kind])
+    if model.use_rope_scaling:
+        notes.fill("model", "rope_scaling_type", "llama3", "--use-rope-scaling")
+    if notes.flags.model.rope_scaling_type == "llama3":
+        notes.fill("model", "original_max_position_embeddings", LLAMA_3_CONTEXT, "that of Llama 3.1")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gptpar.config.fields import flag, on_unless
+from gptpar.config.fields import Notes, flag, on_unless
 from gptpar.config.sections.experts import SENT_TO_ALL, share_of_tokens
 
 if TYPE_CHECKING:
@@ -149,3 +149,11 @@ def wants_graph(config: Config, num_copies: int) -> bool:
         return config.precision.cuda_graph == "on"
     gathers = config.parallel.zero_stage == 1 and num_copies > 1
     return not any(graph_obstacles(config, num_copies)) and not (gathers and config.parallel.model_parallel_size == 1)
+
+
+def derive_precision(notes: Notes) -> None:
+    """Drop a loss scale that nothing needs."""
+    p = notes.flags.precision
+    if p.loss_scale is not None and not p.fp16:
+        reason = f"without --fp16: the constant {p.loss_scale:g} would be divided out again"
+        notes.replace("precision", "loss_scale", None, reason)

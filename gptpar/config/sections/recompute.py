@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import Open, flag, flag_name
+from gptpar.config.fields import Notes, Open, flag, flag_name
 
 if TYPE_CHECKING:
     from gptpar.config import Flags
@@ -128,3 +128,46 @@ def _distributed(flags: Flags) -> Iterator[str]:
             "--distribute-saved-activations (--partition-activations) saves nothing with --sequence-parallel, where "
             "each process holds only its own tokens already: drop it."
         )
+
+
+def derive_recompute(notes: Notes) -> None:
+    r = notes.flags.recompute
+    if r.checkpoint_activations:
+        notes.fill("recompute", "recompute_granularity", "full", "--checkpoint-activations")
+    if r.activations_checkpoint_method is not None:
+        reason = f"--activations-checkpoint-method {r.activations_checkpoint_method}"
+        notes.fill("recompute", "recompute_granularity", "full", reason)
+        notes.fill("recompute", "recompute_method", r.activations_checkpoint_method, reason)
+    if r.recompute_activations:
+        notes.fill("recompute", "recompute_granularity", "selective", "--recompute-activations")
+    if notes.flags.recompute.recompute_granularity != "full":
+        _derive_whole_blocks(notes)
+    elif r.checkpoint_num_layers is not None:
+        reason = f"--checkpoint-num-layers {r.checkpoint_num_layers}"
+        notes.fill("recompute", "recompute_method", "uniform", reason)
+        notes.fill("recompute", "recompute_num_layers", r.checkpoint_num_layers, reason)
+    if notes.flags.recompute.recompute_granularity == "selective":
+        notes.fill("recompute", "recompute_modules", ("core_attn",), "Megatron's default")
+    _derive_saved_inputs(notes)
+
+
+def _derive_whole_blocks(notes: Notes) -> None:
+    """Ignore how whole blocks are recomputed where none are, as Megatron does."""
+    names = ["recompute_num_layers", "checkpoint_num_layers"]
+    if notes.flags.recompute.recompute_granularity is None:
+        names.append("recompute_method")
+    for name in names:
+        if getattr(notes.flags.recompute, name) is not None:
+            notes.replace("recompute", name, None, "no whole blocks are recomputed: see --recompute-granularity full")
+
+
+def _derive_saved_inputs(notes: Notes) -> None:
+    """Derive where inputs of recomputed blocks are kept; it is ignored without any, as in Megatron-DeepSpeed."""
+    r = notes.flags.recompute
+    if r.recompute_granularity is None:
+        for name in ("checkpoint_in_cpu", "distribute_saved_activations"):
+            if getattr(r, name):
+                notes.replace("recompute", name, False, "nothing is recomputed: see --recompute-granularity full")
+    elif r.distribute_saved_activations and notes.flags.parallel.tensor_model_parallel_size == 1:
+        reason = "--tensor-model-parallel-size is 1: nobody to share with"
+        notes.replace("recompute", "distribute_saved_activations", False, reason)

@@ -45,7 +45,7 @@ from gptpar.deepspeed.engines.stored_state import (
     scheduler_to_json,
 )
 from gptpar.deepspeed.engines.tags import LATEST, agreed_tag, candidates, link_tag, place_for
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, numbered
 from gptpar.system.files import replace_synced
 from gptpar.topology.mesh import DATA
 from gptpar.topology.tensor_parts import TensorParts, as_parts, kind_of, named
@@ -314,8 +314,8 @@ def _require_fit(ranks: Ranks, engine: EngineState, path: Path, state: StoredSta
     else:
         ranks.lead(lambda: report_all(print_report, [f"{one}; left alone" for one in differences]))
     if problems:
-        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise CheckpointError(f"{path} does not fit this engine, and nothing was loaded:\n{listing}\n{_REMEDY}")
+        said = f"{path} does not fit this engine, and nothing was loaded"
+        raise CheckpointError(f"{said}:\n{numbered(problems)}\n{_REMEDY}")
 
 
 _REMEDY = (

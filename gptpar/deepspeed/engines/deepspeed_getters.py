@@ -14,48 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptpar.deepspeed.engines.dataset import make_loader
 from gptpar.deepspeed.engines.engine_state import EngineState
+from gptpar.deepspeed.names import FACTS
 from gptpar.deepspeed.settings import DeepSpeedConfig
 from gptpar.errors import ConfigError
 from gptpar.topology.mesh import DATA
 
-_ZERO, _OPTIMIZER, _FP16 = "zero_optimization", "zero_optimization.offload_optimizer", "fp16"
-
-SETTINGS: Mapping[str, tuple[str, Any]] = {
-    "amp_enabled": ("amp.enabled", False),
-    "communication_data_type": ("communication_data_type", None),
-    "dump_state": ("dump_state", False),
-    "elasticity_enabled": ("elasticity.enabled", False),
-    "flops_profiler_enabled": ("flops_profiler.enabled", False),
-    "fp16_auto_cast": (f"{_FP16}.auto_cast", False),
-    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
-    "memory_breakdown": ("memory_breakdown", False),
-    "optimizer_name": ("optimizer.type", None),
-    "optimizer_params": ("optimizer.params", None),
-    "prescale_gradients": ("prescale_gradients", False),
-    "scheduler_name": ("scheduler.type", None),
-    "scheduler_params": ("scheduler.params", None),
-    "sparse_gradients_enabled": ("sparse_gradients", False),
-    "wall_clock_breakdown": ("wall_clock_breakdown", False),
-    "zero_allgather_bucket_size": (f"{_ZERO}.allgather_bucket_size", 500_000_000),
-    "zero_allgather_partitions": (f"{_ZERO}.allgather_partitions", True),
-    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
-    "zero_contiguous_gradients": (f"{_ZERO}.contiguous_gradients", True),
-    "zero_gather_16bit_weights_on_model_save": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
-    "zero_ignore_unused_parameters": (f"{_ZERO}.ignore_unused_parameters", True),
-    "zero_load_from_fp32_weights": (f"{_ZERO}.load_from_fp32_weights", True),
-    "zero_max_live_parameters": (f"{_ZERO}.stage3_max_live_parameters", 1_000_000_000),
-    "zero_max_reuse_distance": (f"{_ZERO}.stage3_max_reuse_distance", 1_000_000_000),
-    "zero_offload_optimizer": (_OPTIMIZER, None),
-    "zero_offload_param": (f"{_ZERO}.offload_param", None),
-    "zero_overlap_comm": (f"{_ZERO}.overlap_comm", None),
-    "zero_param_persistence_threshold": (f"{_ZERO}.stage3_param_persistence_threshold", 100_000),
-    "zero_partial_offload": (f"{_OPTIMIZER}.ratio", 1.0),
-    "zero_prefetch_bucket_size": (f"{_ZERO}.stage3_prefetch_bucket_size", 50_000_000),
-    "zero_reduce_bucket_size": (f"{_ZERO}.reduce_bucket_size", 500_000_000),
-    "zero_reduce_scatter": (f"{_ZERO}.reduce_scatter", True),
-    "zero_sub_group_size": (f"{_ZERO}.sub_group_size", 1_000_000_000),
-}
+_ZERO = "zero_optimization"
+SETTINGS: Mapping[str, list[Any]] = FACTS["settings"]
 """Getter -> the configuration's key that it tells, and DeepSpeed's default."""
+
 
 _NONE = "none"
 """The device of an offload section that is off."""
@@ -79,7 +46,7 @@ class DeepSpeedGetters(EngineState):
                 raise
             return getattr(module, name)
 
-    def _setting(self, key: str, default: Any) -> Any:
+    def _setting(self, key: str, default: Any = None) -> Any:
         found: Any = self.options.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -120,7 +87,7 @@ class DeepSpeedGetters(EngineState):
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether the CPU updates any parameters."""
-        return self.options.offload.ratio > 0
+        return self.options.offload.least_ratio > 0
 
     zero_cpu_offload = zero_use_cpu_optimizer
 

@@ -24,9 +24,9 @@ def graph_obstacles(options: EngineOptions, world: int) -> Iterator[str]:
     """What needs the host within a step, each reason as a part of a sentence."""
     if world > 1 and options.zero_stage >= 2:
         yield f"zero_optimization.stage {options.zero_stage} gives and takes memory during the step (use stage 1)"
-    if world > 1 and options.offload.ratio:
+    if world > 1 and options.offload.least_ratio:
         yield "zero_optimization.offload_optimizer waits for each unit, between the messages of several processes"
-    if options.offload.parameters:
+    if options.offload.cpu_parameters:
         yield "zero_optimization.offload_param brings and drops parameters during the step"
 
 

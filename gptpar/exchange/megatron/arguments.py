@@ -20,44 +20,13 @@ from gptpar.config.sections.model import check_model
 from gptpar.config.sections.positions import SCALED_BY
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable
+from gptpar.exchange.megatron.names import FACTS
 
-_LINEAR, _LAYERS = "linear or sparse attention", "layers of several shapes"
-_OF_FORKS = (
-    *("scale_emb", "embedding_multiplier", "input_embeddings_multiplier", "input_embeds_norm", "scale_depth"),
-    *("dim_model_base", "attn_logit_softcapping", "query_pre_attn_scalar", "use_glm_rope", "add_output_layer_bias"),
-    *("use_normhead", "num_unique_layers", "xielu", "xiprelu", "xiprelup", "spec"),
-)
-ABSENT_HERE = {
-    **dict.fromkeys(("num_experts", "num_moe_experts"), "mixture of experts"),
-    "multi_latent_attention": "multi-latent attention",
-    "apply_residual_connection_post_layernorm": "a residual taken after the norm",
-    "rotary_interleaved": "interleaved rotary pairs",
-    "rotary_seq_len_interpolation_factor": "stretched rotary positions",
-    "softmax_type": "a sink in its softmax",
-    "qk_clip": "clipped attention logits",
-    "mtp_num_layers": "multi-token prediction",
-    "qk_l2_norm": "queries and keys of length 1",
-    "attention_output_gate": "a gate whose rows stand before the keys",
-    "activation_func_clamp_value": "a limit of what goes into the activation",
-    "glu_linear_offset": "an offset beside the gate",
-    "quick_geglu": "the quick GeGLU",
-    **dict.fromkeys(("mup", "use_mup"), "another program's muP"),
-    "enable_mhc_connections": "hyper-connections",
-    **dict.fromkeys(("experimental_attention_variant", "linear_attention_type", "linear_attention_freq"), _LINEAR),
-    **dict.fromkeys(("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern"), "Mamba's layers"),
-    **dict.fromkeys(("heterogeneous_block_specs", "heterogeneous_layers_config_path"), _LAYERS),
-    "heterogeneous_layers_config_encoded_json": _LAYERS,
-    **dict.fromkeys(_OF_FORKS, ""),
+ABSENT_HERE: dict[str, str] = {
+    **{name: what for what, names in FACTS["absent"].items() for name in names.split()},
+    **dict.fromkeys(FACTS["forks"]["absent"].split(), ""),
 }
 """Arguments of Megatron and its forks that must be off -> what each turns on; "": see the flag of the same name."""
-
-OFF = {
-    "num_experts": (None, 0, [1]),  # [1] is Megatron-DeepSpeed's default
-    "softmax_type": (None, "vanilla"),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "activation_func_clamp_value": (None,),
-}
-"""Values that switch an argument off, where Python does not take them for false."""
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "seq_length")
 """Arguments without which no model can be built; Megatron always has them."""
@@ -106,7 +75,7 @@ def _absent(given: Mapping[str, Any]) -> Iterator[str]:
     on = {
         name: what or elsewhere().starts[flag_name(name)].why
         for name, what in ABSENT_HERE.items()
-        if _is_on(given.get(name), OFF.get(name))
+        if _is_on(given.get(name), FACTS["off"].get(name))
     }
     yield from (f"it has {what} ({flag_name(name)})" for name, what in on.items())
     scale, width = given.get("softmax_scale"), given.get("kv_channels")
@@ -154,11 +123,11 @@ def _uneven(given: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _is_on(value: object, off: tuple[object, ...] | None) -> bool:
+def _is_on(value: object, off: list[object] | None) -> bool:
     """Whether an argument is on; an object of another program's class is."""
     if not isinstance(value, (*PLAIN, list, tuple, type(None))):
         return True
-    return bool(value) if off is None else value not in off
+    return bool(value) if off is None else value is not None and value not in off
 
 
 def _short(value: object) -> str:

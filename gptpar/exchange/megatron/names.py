@@ -4,41 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import Any
 
 from gptpar.errors import CheckpointError, printable
+from gptpar.system.files import facts_in
 
-OURS = {
-    "word_embeddings.weight": "embedding.weight",
-    "position_embeddings.weight": "positions.weight",
-    "final_layernorm": "final_norm",
-    "final_norm": "final_norm",
-    "output_layer.weight": "output.weight",
-    "lm_head.weight": "output.weight",
-}
-"""Megatron's name -> ours, outside the blocks; a name without ``weight`` stands for all parameters of its module."""
-
-OURS_IN_BLOCK = {
-    "input_layernorm": "attention_norm",
-    "input_norm": "attention_norm",
-    "self_attention.linear_qkv.layer_norm_": "attention_norm.",
-    "self_attention.query_key_value": "attention.qkv",
-    "attention.query_key_value": "attention.qkv",
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.dense": "attention.out",
-    "attention.dense": "attention.out",
-    "self_attention.linear_proj": "attention.out",
-    "self_attention.q_layernorm": "attention.query_norm",
-    "self_attention.k_layernorm": "attention.key_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_attention_norm": "mlp_norm",
-    "pre_mlp_layernorm": "mlp_norm",
-    "mlp.linear_fc1.layer_norm_": "mlp_norm.",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
-    "mlp.linear_fc2": "mlp.down",
-}
-"""Megatron's name -> ours, within a block; the first match counts."""
+FACTS: dict[str, Any] = facts_in("megatron.toml", __file__)
+"""Megatron's arguments and names, from ``megatron.toml``."""
 
 EVERY_LAYER = "layers.*."
 """The prefix of a parameter whose layers are all stored as one tensor."""
@@ -64,7 +36,7 @@ def our_name(theirs: str, counted: int = 0) -> str:
     while found := _PREFIX.match(name):
         name = name[found.end() :]
     layer = _LAYER.fullmatch(name)
-    table, inner = (OURS_IN_BLOCK, layer[2]) if layer else (OURS, name)
+    table, inner = (FACTS["weights_in_block"], layer[2]) if layer else (FACTS["weights"], name)
     known = next((one for one in table if _begins(inner, one)), None)
     if known is None:
         raise CheckpointError(f"tensor {printable(theirs[:80])!r} has no place in a model as gptpar knows it")

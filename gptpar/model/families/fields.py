@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from gptpar.config import ModelConfig
@@ -15,8 +13,9 @@ from gptpar.config.sections.positions import SCALED_BY
 from gptpar.errors import printable
 from gptpar.model.attention import is_rotary, window_of
 from gptpar.model.rotary import yarn_amplitude
+from gptpar.system.files import facts_in
 
-_NAMES = tomllib.loads(Path(__file__).with_name("activations.toml").read_text(encoding="utf-8"))
+_NAMES = facts_in("activations.toml", __file__)
 ACTIVATIONS: dict[str, str] = _NAMES["activations"]
 """transformers' name of an activation function -> ``--mlp-activation``."""
 

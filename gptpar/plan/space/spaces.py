@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.derive import expand_preset
+from gptpar.config.sections.model import expand_preset
 from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Changes, Option, product

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gptpar.engine.engine import Engine
 from gptpar.optim.grad_norm import square_of
@@ -55,7 +54,7 @@ class LayerNorms:
             forward()
         mine = {name: (float(sum(squares[::2])), float(sum(squares[1::2]))) for name, squares in found.items()}
         sums: dict[str, tuple[float, float]] = {}
-        for process in self._from_all(mine):
+        for process in self._topology.of_all(mine):
             for name, (square, count) in process.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + square, before[1] + count
@@ -115,16 +114,10 @@ class LayerNorms:
     def _norms(self, squares: Mapping[str, float]) -> Norms:
         """Layer -> root of the sum of all processes' squares."""
         sums: Norms = {}
-        for process in self._from_all(dict(squares)):
+        for process in self._topology.of_all(dict(squares)):
             for name, square in process.items():
                 sums[name] = sums.get(name, 0.0) + square
         return {name: math.sqrt(square) for name, square in sums.items()}
-
-    def _from_all(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        everyone = [mine] * self._topology.mesh.world_size
-        if len(everyone) > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
 
 
 class _Watching:

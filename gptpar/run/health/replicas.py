@@ -8,7 +8,6 @@ copies stay equal. An error of a processor or of a link makes them differ, and n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,8 +118,7 @@ class ReplicaCheck:
 
     def _find_shared(self, mine: list[Key]) -> list[list[Key]]:
         """Find each rank's keys that other ranks have, too, in the same order on all of them."""
-        everyone: list[Any] = [None] * self._topology.mesh.world_size
-        dist.all_gather_object(everyone, mine)
+        everyone = self._topology.of_all(mine)
         count: dict[Key, int] = {}
         for keys in everyone:
             for key in keys:

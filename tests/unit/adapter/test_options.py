@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.adapter.options import OTHER_OPTIMIZER, EngineOptions, OffloadOptions, SchedulerOptions, read_options
+from gptpar.adapter.options import OTHER_OPTIMIZER, EngineOptions, SchedulerOptions, read_options
 from gptpar.adapter.step_batch import StepBatch, step_batch
+from gptpar.config import OffloadConfig
 from gptpar.config.deepspeed_rules import Absent, Door, NotRead, Tree
 from gptpar.config.deepspeed_table import SCHEDULE_TYPES, TABLE, keys_for
 from gptpar.errors import ConfigError
@@ -39,7 +40,7 @@ def test_a_path_a_dictionary_and_a_scripts_arguments_say_the_same() -> None:
     by_args = read_options(None, args, world=4)
     assert by_args == read_options(EXAMPLE, world=4) == read_options(str(EXAMPLE), argparse.Namespace(), world=4)
     assert by_args.batch == StepBatch(32, 4, 2) and by_args.zero_stage == 3 and by_args.dtype is torch.bfloat16
-    assert by_args.offload == OffloadOptions(0.3, None, parameters=False, speculation="auto", threads=None)
+    assert by_args.offload == OffloadConfig(cpu_optimizer=True, cpu_optimizer_ratio=0.3)
     assert by_args.optimizer == AdamHyperparameters(3e-4, 0.9, 0.95, 1e-8, 0.1)
     assert (by_args.max_norm, by_args.steps_per_print, by_args.scheduler) == (1.0, 10, None)
 
@@ -87,7 +88,7 @@ def test_the_smallest_configuration_is_complete() -> None:
         cast_inputs=False,
         loss_scale=LossScale(1.0, dynamic=False),
         zero_stage=0,
-        offload=OffloadOptions(0.0, None, parameters=False, speculation="auto", threads=None),
+        offload=OffloadConfig(),
         max_norm=1.0,
         reduce_in_bf16=False,
         optimizer=None,
@@ -113,13 +114,15 @@ def test_our_own_section() -> None:
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     found = options(gptpar={**section, "seed": 7}, zero_optimization=offload)
     assert (found.compile, found.units, found.step_graph, found.seed) == ("on", ("GPT2Block",), "off", 7)
-    assert found.offload == OffloadOptions(1.0, None, parameters=True, speculation="off", threads=3)
+    assert found.offload == OffloadConfig(
+        cpu_optimizer=True, cpu_parameters=True, offload_speculation="off", cpu_optimizer_threads=3
+    )
     assert options(gptpar={"step_graph": True}).step_graph == "on"
     assert options(gptpar={"step_graph": "auto"}).step_graph == "auto"
     zero = {"offload_optimizer": {"device": "cpu"}}
     for said, meant in ((True, "on"), (False, "off"), ("on", "on"), ("off", "off"), ("auto", "auto")):
         found = options(gptpar={"step_graph": said, "speculation": said}, zero_optimization=zero)
-        assert (found.step_graph, found.offload.speculation) == (meant, meant)
+        assert (found.step_graph, found.offload.offload_speculation) == (meant, meant)
     assert options(gptpar={"threads": 3}).without_effect == ("gptpar.threads: nothing is offloaded",)
 
 
@@ -279,8 +282,8 @@ def test_deepspeeds_own_rate_of_a_schedule_is_taken_with_a_warning() -> None:
 
 def test_state_on_a_disk_needs_its_folder(tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.25}
-    assert options(zero_optimization={"stage": 2, "offload_optimizer": nvme}).offload == OffloadOptions(
-        0.25, tmp_path, parameters=False, speculation="auto", threads=None
+    assert options(zero_optimization={"stage": 2, "offload_optimizer": nvme}).offload == OffloadConfig(
+        cpu_optimizer=True, cpu_optimizer_ratio=0.25, optimizer_nvme_path=str(tmp_path)
     )
     nvme["nvme_path"] = "/no/such"
     file = {**BATCH, "zero_optimization": {"offload_optimizer": nvme}, "gptpar": {"speculation": "on"}}

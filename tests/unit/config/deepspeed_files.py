@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gptpar.config import Config
-from gptpar.config.derive import Derived
+from gptpar.config.fields import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError

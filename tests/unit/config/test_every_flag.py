@@ -54,12 +54,13 @@ NOTHING_ELSE = {"optimizer", "deepspeed", "deepspeed_config", "data_args_path", 
 
 
 # What fills, checks or translates flags, or foresees a run: being read here alone is being ignored by the run.
-NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "plan/", "sweep/", "fit.py")
+NO_READERS = ("config/deepspeed", "config/flags.py", "plan/", "sweep/", "fit.py")
 
 
 def _yields(node: ast.stmt) -> bool:
-    """Whether it is a function that yields problems of the flags."""
-    return isinstance(node, ast.FunctionDef) and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in ast.walk(node))
+    """Whether it is a function that yields problems of the flags, or derives flags from flags."""
+    inside = list(ast.walk(node)) if isinstance(node, ast.FunctionDef) else []
+    return any(isinstance(n, ast.Yield | ast.YieldFrom) or getattr(n, "arg", "") == "notes" for n in inside)
 
 
 def names_read() -> set[str]:

@@ -1,5 +1,6 @@
 """What launch scripts of Megatron-LM, its older versions and its forks say: defaults, names, and files of words."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -223,6 +224,12 @@ def test_spaces_around_a_number_of_layers_and_lists_in_lists() -> None:
     for text in ("[[0]]", "[[0], 1]", "[]", "0", "20000000001"):
         with pytest.raises(ValueError, match=r"a number from 1 to 10,000, or a list of 0 and 1"):
             layer_pattern(text, "RN", 0)
+
+
+def test_a_repeated_list_of_blocks_with_experts() -> None:
+    model = resolved("--num-layers 4 --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax").model
+    for text in ("([0]*1+[1]*1)*2", "2*([0] + [1])"):
+        assert dataclasses.replace(model, moe_layer_freq=text).blocks_with_experts(4) == [False, True] * 2
 
 
 @pytest.mark.parametrize("name", ["save-optim", "load-rng", "check-for-nan-in-loss-and-grad", "rope-fusion"])

@@ -21,7 +21,7 @@ RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0
 
 def parsed_flags(folder: Path, flags: str) -> ParsedFlags:
     parsed = parse_flags(f"--load-hf {folder} {RUN} {flags}".split())
-    take_model_of_hf(parsed)
+    take_model_of_hf(parsed, str(folder))
     return parsed
 
 

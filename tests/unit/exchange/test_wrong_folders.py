@@ -158,7 +158,7 @@ def test_a_longer_sequence_than_the_folders_is_told_with_a_remedy_that_works(
 ) -> None:
     def problems(length: int, more: str = "") -> list[str]:
         parsed = parse_flags(f"--load-hf {tmp_path} --seq-length {length} --micro-batch-size 1 {more}".split())
-        take_model_of_hf(parsed)
+        take_model_of_hf(parsed, str(tmp_path))
         return parsed.problems
 
     save_theirs(tmp_path, family)

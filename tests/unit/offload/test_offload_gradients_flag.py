@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.config.derive import derive
 from gptpar.config.flags import parse_flags
 from gptpar.config.sections.precision import graph_obstacles
-from gptpar.config.validate import find_problems, resolve
+from gptpar.config.validate import derive, find_problems, resolve
 from gptpar.errors import ConfigError
 from gptpar.offload import build, machine
 from gptpar.offload.gpu_transfers import RING_BYTES

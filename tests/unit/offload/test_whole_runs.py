@@ -1,6 +1,9 @@
 """Whole runs with an offloaded partition: the same bits at every ratio, overflows, speculation, memory, and saves."""
 
 import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,21 +71,31 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch.setattr(machine, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
-        build._speculated_elements(config, StateSize(10**9, ADAMW.state_bytes(4)))
+        build._speculated_elements(config.offload, StateSize(10**9, ADAMW.state_bytes(4)))
 
 
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
     monkeypatch.setattr(machine, "available_memory", lambda: free)
-    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), StateSize(elements, ADAMW.state_bytes(4)))
+    size = StateSize(elements, ADAMW.state_bytes(4))
+    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1").offload, size)
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
     off = tiny_config(f"{OFFLOAD} 1 --offload-speculation off")
-    assert build._speculated_elements(off, StateSize(elements, ADAMW.state_bytes(4))) == 0
+    assert build._speculated_elements(off.offload, size) == 0
     with pytest.raises(GptparError, match="twice for --offload-speculation on"):
-        build._speculated_elements(
-            tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), StateSize(elements, ADAMW.state_bytes(4))
-        )
+        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on").offload, size)
+
+
+@pytest.mark.parametrize("names", [build.FLAGS, build.Names("gptpar.initialize", "", "offload_optimizer.ratio")])
+def test_a_disk_that_does_not_suffice_is_told_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: build.Names
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    offload = tiny_config(f"{OFFLOAD} 0.5 --optimizer-nvme-path {tmp_path}").offload
+    told = rf"^{names.asker}: this machine's processes need 1.12 GiB in {tmp_path} and 1.00 MiB are free: lower "
+    with pytest.raises(GptparError, match=f"{told}{names.ratio} 0.5, "):
+        build._speculated_elements(offload, StateSize(10**8, ADAMW.state_bytes(4)), names=names)
 
 
 def test_a_save_finds_the_state_of_one_home_at_a_time() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.config.sections.logging import LoggingConfig
 from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.record_file import RecordFile
 from gptpar.reporting.records import ValidationRecord
-from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, make_sinks
+from gptpar.reporting.sinks import JsonlSink, TensorBoardSink
 from tests.unit.reporting.records import read_tensorboard, record
 
 
@@ -69,7 +69,7 @@ def test_metrics_are_told_of_once_and_complete_after_the_next_checkpoint(tmp_pat
 
 def test_tensorboard_goes_on_after_a_full_disk_and_the_end_tells_what_is_missing(tmp_path: Path) -> None:
     said: list[str] = []
-    sink = GuardedSink(TensorBoardSink(tmp_path, ScalarOptions(), queue_size=1), said.append)
+    sink = GuardedSink(TensorBoardSink(tmp_path, LoggingConfig(tensorboard_queue_size=1)), said.append)
     with files_end_at(2000):
         for iteration in range(1, 21):
             sink.iteration(record(iteration))
@@ -95,7 +95,7 @@ def test_a_full_disk_at_the_start_ends_no_run(tmp_path: Path) -> None:
     history, said = tmp_path / "metrics.jsonl", list[str]()
     history.write_text(text := '{"iteration": 1}\noops\n{"iteration": 2}\n{"iteration": 3}\n')
     with files_end_at(10):
-        sinks = make_sinks(run_folder=tmp_path, tensorboard_folder=tmp_path / "events", resume_iteration=2)
+        sinks = [TensorBoardSink(tmp_path / "events", LoggingConfig()), JsonlSink(tmp_path, 2)]
         guarded = [GuardedSink(sink, said.append) for sink in sinks]
         for sink in guarded:
             sink.iteration(record(3))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.config.sections.logging import LoggingConfig
 from gptpar.errors import GptparError
 from gptpar.reporting.event_files import cut_after, event_files
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import MemoryStats, ValidationRecord
-from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import CsvSink, JsonlSink, TensorBoardSink
 from tests.unit.reporting.records import read_tensorboard, record
 
@@ -110,31 +110,32 @@ def test_the_last_iteration_is_read_from_the_end(tmp_path):
 
 
 def test_tensorboard_default_names_are_megatrons(tmp_path):
-    sink = TensorBoardSink(tmp_path, ScalarOptions(), world_size=4)
+    sink = TensorBoardSink(tmp_path, LoggingConfig(), world_size=4)
     sink.iteration(record(1))
     sink.iteration(record(2, lm_loss=None, memory=MemoryStats(1, 2, 3, 4)))
     sink.validation(ValidationRecord(2, 16, 2048, 4.5))
     sink.close()
     scalars = read_tensorboard(tmp_path)
-    names = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
+    names = ["learning-rate", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
     assert set(scalars) == {*names, *(f"{name} vs samples" for name in names)}
     assert scalars["lm loss"] == [(1, pytest.approx(4.9))]
     assert scalars["lm loss vs samples"] == [(8, pytest.approx(4.9))]
-    assert scalars["batch-size"] == [(1, 8.0), (2, 8.0)]
+    assert scalars["loss-scale"] == [(1, 1.0), (2, 1.0)]
     assert scalars["lm loss validation vs samples"] == [(16, 4.5)]
 
 
 def test_tensorboard_flags_add_and_drop_scalars(tmp_path):
-    options = ScalarOptions(
-        log_timers=True,
-        log_learning_rate=False,
-        log_batch_size=False,
-        log_loss_scale=False,
-        log_world_size=True,
-        log_memory=True,
-        log_validation_ppl=True,
+    options = LoggingConfig(
+        log_timers_to_tensorboard=True,
+        log_learning_rate_to_tensorboard=False,
+        log_batch_size_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=False,
+        log_world_size_to_tensorboard=True,
+        log_memory_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+        tensorboard_queue_size=1,
     )
-    sink = TensorBoardSink(tmp_path, options, world_size=4, queue_size=1)
+    sink = TensorBoardSink(tmp_path, options, world_size=4)
     sink.iteration(record(1, memory=MemoryStats(1, 2, 3, 4), num_zeros=7, params_norm=9.0, skipped_samples=8))
     sink.validation(ValidationRecord(1, 8, 1024, 3.0))
     sink.close()
@@ -189,7 +190,7 @@ def test_a_run_that_goes_on_drops_the_rows_that_it_writes_again(tmp_path: Path) 
 
 
 def written(folder: Path, iterations: range) -> None:
-    sink = TensorBoardSink(folder, ScalarOptions())
+    sink = TensorBoardSink(folder, LoggingConfig())
     for iteration in iterations:
         sink.iteration(record(iteration))
         sink.validation(ValidationRecord(iteration, 8 * iteration, 1024 * iteration, 4.0))

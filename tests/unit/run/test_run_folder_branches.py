@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gptpar.checkpoint import find_checkpoints, load_meta, read_tensors, save_checkpoint, verify_checkpoint
 from gptpar.cli import main
+from gptpar.config.sections.logging import LoggingConfig
 from gptpar.reporting.metrics_file import read_metrics
-from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
 from gptpar.run.run_folder.branches import finish_branches, leave_branch, read_journal
 from tests.helpers import TINY
@@ -161,7 +161,7 @@ def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
         save_checkpoint(first, number, {"w": torch.full((8,), float(number))}, {})
     lines = [json.dumps({"iteration": number}) + "\n" for number in range(1, 8)]
     (first / "metrics.jsonl").write_text("".join(lines))
-    sink = TensorBoardSink(first / "tensorboard", ScalarOptions())
+    sink = TensorBoardSink(first / "tensorboard", LoggingConfig())
     for number in range(1, 8):
         sink.iteration(record(number))
     sink.close()

@@ -203,7 +203,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 logits_NV, own_labels_N[part], weights_N[part], to_scale, axis, terms, num_valid
             )
             del logits_NV
-            loss += chunk_loss
+            loss = loss + chunk_loss  # not in place: see Collective
             if grad_hidden_ND is None or grad_NV is None:
                 continue
             if start + step < num_tokens:

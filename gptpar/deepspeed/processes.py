@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.errors import ConfigError
-from gptpar.topology.world import join_world
+from gptpar.topology.world import join_world, world_from_environment
 
 PORT = 29500
 """DeepSpeed's default port of the first process."""
@@ -35,7 +35,7 @@ def init_distributed(
 
     Args:
         dist_backend: default: NCCL for tensors on GPUs, gloo for others.
-        auto_mpi_discovery, verbose, config: without effect: mpirun's ranks need RANK and WORLD_SIZE.
+        auto_mpi_discovery, verbose, config: without effect: mpirun's processes without RANK and WORLD_SIZE are refused.
         distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
         timeout: how long collectives wait for other processes.
         init_method, rank, world_size: as ``torch.distributed.init_process_group`` has them.
@@ -61,6 +61,7 @@ def init_distributed(
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if "RANK" not in os.environ:
+        world_from_environment()  # refuses several processes without ranks: each would train by itself
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))

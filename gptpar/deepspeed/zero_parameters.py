@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptpar.adapter.deferred import Recording, _OnMeta, deferred_init
+from gptpar.deepspeed.engines.arguments import mpu_problems
 from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.deepspeed.processes import init_distributed
-from gptpar.errors import GptparError
+from gptpar.errors import ConfigError, GptparError
 from gptpar.pipeline.stage import place_parameter
 
 _IDS = itertools.count()
@@ -82,16 +83,46 @@ class Init:
 
     Args:
         module: a model that exists already: its parameters get DeepSpeed's attributes and keep their values.
+        data_parallel_group, sequence_data_parallel_group, mpu: describe the processes: data parallelism over all.
+        remote_device: ``cpu``, a GPU or none: the configuration's ``offload_param`` says where parameters are.
         enabled: whether the context does anything.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: false.
 
     The other arguments choose memory and messages, which ``initialize`` chooses here; parameters get the
     configuration's number format there, too.
+
+    Raises:
+        ConfigError: on entry: processes, device or weights are to be others; it names all.
     """
 
-    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any):
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ):
         self._enabled, self._stack = enabled, contextlib.ExitStack()
         self._recording: Recording | None = None
         self._modules: list[nn.Module] = []
+        self._mpu, self._groups = mpu, (data_parallel_group, sequence_data_parallel_group)
+        self._problems = []
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            self._problems.append("zero.Init: quantized weights would change the numbers: leave them out.")
+        if remote_device == "nvme" or param_swapper is not None:
+            self._problems.append("zero.Init: parameters are on the GPU or in host memory: give remote_device='cpu'.")
         for parameter in module.parameters() if module is not None else ():
             if enabled and not hasattr(parameter, "ds_id"):
                 _mark(parameter, ValueOwner(), divided=True)
@@ -99,6 +130,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled and not in_init():
             init_distributed()
+            self._check()
             self._recording = self._stack.enter_context(deferred_init(seed=None))
             for register in (
                 torch_module.register_module_parameter_registration_hook,
@@ -108,6 +140,19 @@ class Init:
                 hook = register(lambda module, name, value: self._modules.extend(_modules_of(module, value)))
                 self._stack.callback(hook.remove)
         return self
+
+    def _check(self) -> None:
+        world = dist.get_world_size()
+        sizes = [dist.get_world_size(group) for group in self._groups if group is not None]
+        problems = [*self._problems, *mpu_problems(self._mpu, world, is_pipeline=False)]
+        problems += [
+            f"zero.Init: a data-parallel group has {size} of {world} processes: parameters are divided over all of "
+            "them, so leave it out."
+            for size in sizes
+            if size != world
+        ]
+        if problems:
+            raise ConfigError(problems)
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()

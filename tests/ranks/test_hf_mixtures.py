@@ -46,7 +46,7 @@ TOLERANCE = 1e-5
 
 def config_of(folder: Path, flags: str, world_size: int) -> Config:
     parsed = parse_flags(f"--load-hf {folder} {RUN} {flags}".split())
-    take_model_of_hf(parsed)
+    take_model_of_hf(parsed, str(folder))
     return resolve(parsed, world_size)[0]
 
 

@@ -93,7 +93,7 @@ def take_arguments(args: Any, mpu: Any, mesh_param: Any, *, world: int, is_pipel
     Raises:
         ConfigError: descriptions and processes differ; it names all differences.
     """
-    problems = [*_mpu_problems(mpu, world, is_pipeline), *_mesh_problems(mesh_param, world)]
+    problems = [*mpu_problems(mpu, world, is_pipeline), *_mesh_problems(mesh_param, world)]
     here, given = local_rank(os.environ), getattr(args, "local_rank", None)
     if given is not None and not is_whole(given):
         problems.append(f"args.local_rank is of type {type(given).__name__}: a whole number is needed (type=int).")
@@ -108,7 +108,8 @@ def take_arguments(args: Any, mpu: Any, mesh_param: Any, *, world: int, is_pipel
         args.local_rank = here
 
 
-def _mpu_problems(mpu: Any, world: int, is_pipeline: bool) -> Iterator[str]:
+def mpu_problems(mpu: Any, world: int, is_pipeline: bool) -> Iterator[str]:
+    """What a model-parallel unit says of the processes that does not hold; nothing if there is none."""
     if mpu is None:
         return
     if is_pipeline:

@@ -37,6 +37,40 @@ class ParameterOffload:
         """Do nothing, since the engine's hooks are there."""
 
 
+class LossScaler:
+    """The loss scale by DeepSpeed's names, which programs print and some set.
+
+    Args:
+        scale: the engine's; 1 without fp16.
+        steps: returns :attr:`cur_iter`.
+    """
+
+    def __init__(self, scale: LossScale, steps: Callable[[], int]):
+        self._scale, self._steps = scale, steps
+        self.scale_window, self.min_scale = scale.window, scale.minimum
+
+    @property
+    def cur_scale(self) -> float:
+        """The present factor of losses; it can be set between two steps, on all processes alike."""
+        return self._scale.value
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self._scale.value = float(value)
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the factor changes by itself."""
+        return self._scale.dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Number of steps, with the skipped ones."""
+        return self._steps()
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """An optimizer that has parameter groups; the engine updates the parameters with the groups' present values.
 
@@ -52,9 +86,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaler: the loss scale.
         local_weights: a parameter -> [n] a copy of the master weights of its elements that this process updates.
         overflowed: returns :attr:`overflow`.
+        steps: returns the number of steps, with the skipped ones.
 
     Attributes:
         updates: see above.
+        loss_scaler: the loss scale by DeepSpeed's names.
         parameter_offload: DeepSpeed's hooks of ZeRO-3.
         offload_states, reload_states: the engine's.
     """
@@ -71,6 +107,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         scaler: LossScale,
         local_weights: Callable[[torch.Tensor], torch.Tensor],
         overflowed: Callable[[], bool],
+        steps: Callable[[], int],
     ):
         self._complete, self.updates = False, updates
         # Schedulers that move a beta, too, look for it among the defaults.
@@ -78,7 +115,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(list(groups), values | {name: groups[0][name] for name in values.keys() & groups[0].keys()})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
         self._scaler, self._local_weights, self._overflowed = scaler, local_weights, overflowed
-        self.parameter_offload = ParameterOffload()
+        self.parameter_offload, self.loss_scaler = ParameterOffload(), LossScaler(scaler, steps)
 
     @property
     def optimizer(self) -> EngineOptimizer:

@@ -13,10 +13,18 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gptpar.adapter.options import SchedulerOptions
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, is_whole
 from gptpar.optim.step_schedules import FORMULAS, one_cycle_betas
 
+_COUNTS = {"warmup_num_steps": 0, "total_num_steps": 0, "cycle_first_step_size": 1, "lr_range_test_step_size": 1}
+_COUNTS |= {"cycle_second_step_size": 0}
+"""Parameter that is a number of steps -> its least value."""
+
 ClientScheduler: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
+
+
+class ScheduleError(GptparError, ValueError):
+    """A schedule's parameter has a wrong value; torch's schedules raise a ValueError, too."""
 
 
 class StepScheduler(LRScheduler):
@@ -28,6 +36,9 @@ class StepScheduler(LRScheduler):
             each.
         **named: the formula's parameters by name.
         last_epoch: steps done by an optimizer whose state is being resumed; -1: none.
+
+    Raises:
+        ScheduleError: a parameter has a wrong value, or a list another length than there are groups.
     """
 
     formula: ClassVar[Callable[..., float]]
@@ -36,6 +47,7 @@ class StepScheduler(LRScheduler):
         bound = inspect.signature(self.formula).bind(0, 0.0, *values, **named)
         bound.apply_defaults()
         params = {name: value for name, value in bound.arguments.items() if name not in ("n", "lr")}
+        _require_values(params, inspect.signature(self.formula).parameters)
         self.params_of_groups = _of_each_group(optimizer, self.filled(params, optimizer))
         super().__init__(optimizer, last_epoch)
 
@@ -166,6 +178,17 @@ def _require_groups(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) ->
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def _require_values(params: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
+    for name in params.keys() & _COUNTS.keys():
+        value, least = params[name], _COUNTS[name]
+        is_default = value is None and known[name].default is None
+        if not is_default and not (is_whole(value) and value >= least):
+            raise ScheduleError(f"{name} is {value!r}: give a whole number of steps, {least} or more.")
+    kind = params.get("warmup_type", "log")
+    if kind not in ("log", "linear"):
+        raise ScheduleError(f"warmup_type is {kind!r}: give 'log' or 'linear'.")
+
+
 def _of_each_group(optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each group's parameters: a list holds one value for each group."""
     count = len(optimizer.param_groups)
@@ -173,7 +196,9 @@ def _of_each_group(optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) 
     for name, value in params.items():
         values = value if isinstance(value, list | tuple) else [value] * count
         if len(values) != count:
-            raise GptparError(f"{name} has {len(values)} rate(s) for {count} parameter group(s): give one, or as many.")
+            raise ScheduleError(
+                f"{name} has {len(values)} rate(s) for {count} parameter group(s): give one, or as many."
+            )
         for group, own in zip(groups, values, strict=True):
             group[name] = own
     return groups

@@ -97,6 +97,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
             self.loss_scaler,
             of_param,
             lambda: self._skipped == NOT_FINITE,
+            lambda: self.global_steps,
         )
         self.optimizer.offload_states, self.optimizer.reload_states = self.offload_states, self.reload_states
         self._frozen = FrozenParameters(self.optimizer, self.engine, trained)

@@ -1,7 +1,9 @@
 """Tests of DeepSpeed's small names: operators that are here, constants, versions."""
 
 import math
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +54,49 @@ def test_processes_meet_where_a_model_is_built() -> None:
     value = torch.ones(2)
     deepspeed.comm.inference_all_reduce(value)
     assert value.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"zero_quantized_weights": True}, "quantized weights would change the numbers: leave them out"),
+        ({"zero_quantized_nontrainable_weights": True}, "quantized weights would change the numbers"),
+        ({"remote_device": "nvme"}, "parameters are on the GPU or in host memory: give remote_device='cpu'"),
+        ({"data_parallel_group": 1}, "a data-parallel group has 1 of 4 processes: .* so leave it out"),
+        ({"sequence_data_parallel_group": 2}, "a data-parallel group has 2 of 4 processes"),
+        (
+            {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 2)},
+            r"mpu.get_data_parallel_world_size\(\) is 2 of 4",
+        ),
+    ],
+)
+def test_what_zero_init_cannot_do_is_refused_by_name(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: group or 4)
+    with pytest.raises(GptparError, match=message), deepspeed.zero.Init(**arguments):
+        raise AssertionError("the context was entered")
+    with deepspeed.zero.Init(enabled=False, **arguments):
+        model = torch.nn.Linear(2, 2)
+    assert not model.weight.is_meta
+
+
+def test_zero_init_takes_deepspeeds_arguments_and_no_others() -> None:
+    others = {"mem_efficient_linear": False, "remote_device": "cpu", "pin_memory": True, "config_dict_or_path": {}}
+    with deepspeed.zero.Init(None, None, **others, config=None, dtype=torch.bfloat16, tensor_overrides=None):
+        model = torch.nn.Linear(2, 2)
+    assert model.weight.is_meta
+    with pytest.raises(TypeError, match="unexpected keyword argument 'remote_devise'"):
+        deepspeed.zero.Init(remote_devise="cpu")
+
+
+def test_processes_of_mpirun_without_ranks_do_not_each_train_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(GptparError, match="mpirun started 2 processes .* each would train by itself: export RANK="):
+        deepspeed.init_distributed()
+    assert "RANK" not in os.environ and not dist.is_initialized()
 
 
 def test_versions_of_torch_are_compared_by_number() -> None:

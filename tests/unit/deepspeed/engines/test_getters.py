@@ -97,11 +97,17 @@ def test_a_skipped_step_is_not_applied() -> None:
     assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.loss_scale() == 0
     assert engine.optimizer.needs_scaler() and not make_engine(1).optimizer.needs_scaler()
     assert (engine.cur_scale, engine.optimizer.cur_scale, engine.optimizer.loss_scale) == (16.0, 16.0, 16.0)
+    scaler = engine.optimizer.loss_scaler
+    assert (scaler.loss_scale, scaler.dynamic, scaler.cur_iter) == (16.0, True, engine.global_steps)
     micro_batch(engine, factor=float("inf"))
     assert not engine.was_step_applied() and engine.skipped_steps == 1 and engine.optimizer.overflow
     assert (engine.cur_scale, engine.optimizer.cur_scale) == (8.0, 8.0)
     micro_batch(engine)
     assert engine.was_step_applied() and engine.global_samples == 6 and not engine.optimizer.overflow
+    assert (scaler.cur_scale, scaler.cur_iter) == (8.0, 2)
+    scaler.cur_scale = 4  # programs set the least one of several engines
+    micro_batch(engine)
+    assert engine.was_step_applied() and (engine.cur_scale, scaler.cur_iter) == (4.0, 3)
 
 
 def test_samples_go_on_after_a_resume_with_another_batch(tmp_path: Path) -> None:

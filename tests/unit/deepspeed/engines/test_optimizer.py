@@ -106,7 +106,7 @@ def test_a_scheduler_over_another_optimizer_of_the_same_groups_changes_the_engin
     scheduler = LambdaLR(torch.optim.AdamW(given, lr=1.0), lambda step: 1 / (1 + step))
     made = groups(None, given, module, options(optimizer=ADAM))
     optimizer = EngineOptimizer(
-        [ADAMW] * 2, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten, bool
+        [ADAMW] * 2, made, lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten, bool, int
     )
     assert scheduler_of(scheduler, optimizer, None) is scheduler
     scheduler.step()
@@ -196,6 +196,7 @@ def facade(calls: list[str], *rates: float) -> EngineOptimizer:
         LossScale(1.0, dynamic=False),
         torch.flatten,
         bool,
+        int,
     )
 
 

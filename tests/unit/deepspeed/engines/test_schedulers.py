@@ -12,7 +12,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 
 from gptpar.adapter.options import SchedulerOptions
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
-from gptpar.deepspeed.engines.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR, scheduler_of
+from gptpar.deepspeed.engines.schedulers import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    scheduler_of,
+)
 from gptpar.errors import GptparError
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.loss_scale import LossScale
@@ -35,6 +42,7 @@ def optimizer_of(*rates: float) -> EngineOptimizer:
         LossScale(1.0, dynamic=False),
         torch.flatten,
         bool,
+        int,
     )
 
 
@@ -124,7 +132,14 @@ def test_a_clients_scheduler_over_the_optimizer_that_was_taken_over() -> None:
     client = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     theirs = LambdaLR(client, lambda n: 1 / (n + 1))
     optimizer = EngineOptimizer(
-        [ADAMW], client.param_groups, lambda: None, lambda: None, LossScale(1.0, dynamic=False), torch.flatten, bool
+        [ADAMW],
+        client.param_groups,
+        lambda: None,
+        lambda: None,
+        LossScale(1.0, dynamic=False),
+        torch.flatten,
+        bool,
+        int,
     )
     configured = SchedulerOptions("WarmupLR", {})
     scheduler = scheduler_of(theirs, optimizer, configured)
@@ -180,3 +195,31 @@ def test_schedulers_that_do_not_fit(client: Any, expected: str) -> None:
     with pytest.raises(GptparError) as caught:
         scheduler_of(client, optimizer_of(1.0), None)
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        (WarmupLR, {"warmup_num_steps": None}, "warmup_num_steps is None: give a whole number of steps, 0 or more."),
+        (WarmupDecayLR, {"warmup_num_steps": -5, "total_num_steps": 9}, "warmup_num_steps is -5: give a whole number"),
+        (WarmupCosineLR, {"total_num_steps": 9, "warmup_type": "lin"}, "warmup_type is 'lin': give 'log' or 'linear'."),
+        (LRRangeTest, {"lr_range_test_step_size": 0}, "lr_range_test_step_size is 0: .* 1 or more."),
+        (LRRangeTest, {"lr_range_test_step_size": -5}, "lr_range_test_step_size is -5: give a whole number"),
+        (
+            OneCycle,
+            {"cycle_first_step_size": 0},
+            "cycle_first_step_size is 0: give a whole number of steps, 1 or more.",
+        ),
+        (OneCycle, {"cycle_second_step_size": -1}, "cycle_second_step_size is -1: give a whole number of steps, 0 or"),
+    ],
+)
+def test_a_schedule_refuses_what_it_cannot_follow(kind: Any, params: dict[str, Any], message: str) -> None:
+    """As torch's own schedules do, with a ValueError."""
+    rates_needed = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0} if kind is OneCycle else {}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kind(optimizer_of(0.1), **rates_needed, **params)
+
+
+def test_a_cycle_without_a_second_part_grows_and_decays() -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 0}
+    assert rates_of(lambda optimizer: OneCycle(optimizer, **params), 4, 1.0) == pytest.approx([0.1, 0.2, 0.3, 0.4])

@@ -54,7 +54,7 @@ def said_by(words: Sequence[str], expect: int = 0, folder: Path | None = None) -
 
 def said_by_program(path: Path, *words: object, expect: int = 0) -> str:
     """What a program of Python prints, which runs in its own folder and in a fork; see :func:`said_by`."""
-    return said_in_fork(_run_program, [str(path), *map(str, words)], expect, path.parent)
+    return said_in_fork(run_program, [str(path), *map(str, words)], expect, path.parent)
 
 
 def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: Path | None) -> str:
@@ -73,7 +73,7 @@ def said_in_fork(act: Callable[[Any], Any], argument: Any, expect: int, folder: 
     return said
 
 
-def _run_program(words: list[str]) -> None:
+def run_program(words: list[str]) -> None:
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
@@ -85,6 +85,8 @@ def _run(
     """In the child: be a command in the environment of commands."""
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    # Those of the server take a pipe for what its own were.
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder or os.curdir)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.documents import ROOT, block, commands
 from tests.e2e.commands import said_by, said_by_program
+from tests.e2e.quick_python import quick_python
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 
@@ -137,9 +138,11 @@ def test_example_runs_resumes_and_sums_up(tmp_path: Path, small_text: Path) -> N
     tiny = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --save-interval 10 --lr 1e-2"
     script = f"bash {ROOT}/examples/pretrain_gpt_350M.sh {tiny} --train-iters 30"
     settings = {"RUN": str(tmp_path / "run"), "DATA": str(small_text), "MINUTES": "0.1"}
-    first = run(f"{script} --exit-interval 20", tmp_path, **settings)
-    assert "saving checkpoint at iteration      20" in first
-    second = run(script, tmp_path, **settings)
+    with quick_python() as python:
+        settings["PYTHON"] = str(python)
+        first = run(f"{script} --exit-interval 20", tmp_path, **settings)
+        assert "saving checkpoint at iteration      20" in first
+        second = run(script, tmp_path, **settings)
     assert "(iteration 20)" in second and "saving checkpoint at iteration      30" in second
     summary = re.search(r"loss: ([\d.]+) at the start, ([\d.]+) on average over the last tenth of 30 steps", second)
     entropy = re.search(r"would give ([\d.]+) \(the corpus's unigram entropy\)", second)

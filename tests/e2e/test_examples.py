@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.documents import ROOT, block, commands
-from tests.e2e.commands import said_by, said_by_program
+from tests.e2e.commands import ENVIRONMENT, said_by, said_by_program
+from tests.e2e.quick_python import quick_python
 
 EXAMPLES = ROOT / "examples" / "deepspeed"
 TINY_LLAMA = {
@@ -92,7 +94,11 @@ def test_commands_of_deepspeeds_tutorials_have_plain_torchs_losses(of: str, llam
 
 
 def test_compare_reports_the_difference() -> None:
-    report = run("compare.py", "cifar.py", "--steps", 2, *TINY["cifar.py"].split())
+    with quick_python() as python:
+        words = [python, EXAMPLES / "compare.py", "cifar.py", "--steps", "2", *TINY["cifar.py"].split()]
+        done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    report = done.stdout
+    assert done.returncode == 0, report + done.stderr
     assert float(report.split("largest difference of a loss, by the first loss: ")[1].split()[0]) < 1e-6
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.documents import ROOT, blocks
+from tests.e2e.quick_python import quick_python
 
 PAGE = ROOT / "docs/extending.md"
 EXAMPLES = {
@@ -54,13 +55,19 @@ def applied(heading: str, folder: Path) -> None:
         (folder / file).write_text(text)
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[Path]:
+    with quick_python() as executable:
+        yield executable
+
+
 @pytest.mark.parametrize("heading", EXAMPLES)
-def test_an_example_works_and_changes_few_files(heading: str, tmp_path: Path) -> None:
+def test_an_example_works_and_changes_few_files(heading: str, python: Path, tmp_path: Path) -> None:
     num_files, printed = EXAMPLES[heading]
     applied(heading, tmp_path)
     assert len(edits(heading)) == num_files
     commands = "".join(one.text for one in blocks(PAGE) if (one.heading, one.language) == (heading, "sh"))
-    script = f'set -e\ngptpar() {{ "{sys.executable}" -m gptpar "$@"; }}\n{commands}'
+    script = f'set -e\ngptpar() {{ "{python}" -m gptpar "$@"; }}\n{commands}'
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

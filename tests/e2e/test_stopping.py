@@ -104,7 +104,8 @@ import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"SIGTERM\\n"))  # print is not to be entered twice
 signal.signal(signal.SIGINT, lambda *_: (os.write(1, b"SIGINT\\n"), sys.exit(130)))
 print("ready", flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.1)  # a signal between its handler's end and a sleep's continuation is seen when the sleep ends
 """
 FAKE_SSH = """#!/usr/bin/env bash
 shift 3 # -o BatchMode=yes HOST

@@ -66,7 +66,7 @@ class ParameterGradients:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Copy gradients that the user has changed into the sums, and empty ``.grad``, to which autograd would add."""
+        """Copy the gradients that the user has changed into the sums, and clear ``.grad``: autograd would add to it."""
         shown, self._shown = self._shown, []
         self._hidden = [(name, view) for name, view, _ in shown]
         for name, view, before in shown:

@@ -109,7 +109,7 @@ class HfModel:
         return {tensor.name: ParameterView(shape, tensor.view) for tensor, _ in self.parameters[name]}
 
     def parts(self, name: str) -> list[SourcePart]:
-        """The parts of the folder's files that hold one of our parameters, in the order in which they are read."""
+        """The parts of the folder's files that hold one of our parameters, in reading order."""
         return [
             SourcePart(name, tensor.name, source, start, stop)
             for tensor, source in self.parameters[name]

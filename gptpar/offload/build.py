@@ -25,7 +25,7 @@ from gptpar.system.host import place_on_machine
 
 
 class Names(NamedTuple):
-    """What the settings are called where the user has said them, for errors."""
+    """The settings' names in the user's configuration, for errors."""
 
     asker: str = "--cpu-optimizer"
     speculation: str = "--offload-speculation on"
@@ -113,7 +113,9 @@ def _speculated_elements(
             )
         return 0
     return room_for_speculation(
-        *(size, offload.offload_speculation, kept),
+        size,
+        offload.offload_speculation,
+        kept,
         transfer_bytes=transfer_bytes,
         asker=names.asker,
         option=names.speculation,

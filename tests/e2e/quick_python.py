@@ -67,7 +67,7 @@ def _serve(address: str, ready: Connection) -> None:
 def _answer(connection: socket.socket) -> None:
     """Run one program, and reply with its exit code; a program that nobody waits for any more is killed."""
     message, files, *_ = socket.recv_fds(connection, 2**20, 2)
-    program = FORK.Process(target=_be, args=(json.loads(message), files))
+    program = FORK.Process(target=_become, args=(json.loads(message), files))
     program.start()
     for file in files:
         os.close(file)
@@ -77,7 +77,8 @@ def _answer(connection: socket.socket) -> None:
     connection.send(str(program.exitcode).encode())
 
 
-def _be(asked: dict[str, Any], files: list[int]) -> None:
+def _become(asked: dict[str, Any], files: list[int]) -> None:
+    """Be the program that was asked for, in its environment and folder."""
     sys.executable = asked["executable"]
     paths = asked["environment"].get("PYTHONPATH", "").split(":")
     sys.path[:0] = paths

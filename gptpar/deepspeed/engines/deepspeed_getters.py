@@ -21,8 +21,7 @@ from gptpar.topology.mesh import DATA
 
 _ZERO = "zero_optimization"
 SETTINGS: Mapping[str, list[Any]] = FACTS["settings"]
-"""Getter -> the configuration's key that it tells, and DeepSpeed's default."""
-
+"""Getter -> the configuration's key whose value it returns, and DeepSpeed's default."""
 
 _NONE = "none"
 """The device of an offload section that is off."""

@@ -16,8 +16,13 @@ from gptpar.adapter.options import SchedulerOptions
 from gptpar.errors import GptparError, is_whole
 from gptpar.optim.step_schedules import FORMULAS, one_cycle_betas
 
-_COUNTS = {"warmup_num_steps": 0, "total_num_steps": 0, "cycle_first_step_size": 1, "lr_range_test_step_size": 1}
-_COUNTS |= {"cycle_second_step_size": 0}
+_COUNTS = {
+    "warmup_num_steps": 0,
+    "total_num_steps": 0,
+    "cycle_first_step_size": 1,
+    "cycle_second_step_size": 0,
+    "lr_range_test_step_size": 1,
+}
 """Parameter that is a number of steps -> its least value."""
 
 ClientScheduler: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None

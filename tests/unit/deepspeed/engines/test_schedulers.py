@@ -33,10 +33,10 @@ def groups(*rates: float) -> list[dict[str, Any]]:
     ]
 
 
-def optimizer_of(*rates: float) -> EngineOptimizer:
+def optimizer_over(groups: list[dict[str, Any]]) -> EngineOptimizer:
     return EngineOptimizer(
-        [ADAMW] * len(rates),
-        groups(*rates),
+        [ADAMW] * len(groups),
+        groups,
         lambda: None,
         lambda: None,
         LossScale(1.0, dynamic=False),
@@ -44,6 +44,10 @@ def optimizer_of(*rates: float) -> EngineOptimizer:
         bool,
         int,
     )
+
+
+def optimizer_of(*rates: float) -> EngineOptimizer:
+    return optimizer_over(groups(*rates))
 
 
 def rates_of(make: Callable[[EngineOptimizer], LRScheduler], steps: int, *lr: float) -> list[Any]:
@@ -131,16 +135,7 @@ def test_no_schedule() -> None:
 def test_a_clients_scheduler_over_the_optimizer_that_was_taken_over() -> None:
     client = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     theirs = LambdaLR(client, lambda n: 1 / (n + 1))
-    optimizer = EngineOptimizer(
-        [ADAMW],
-        client.param_groups,
-        lambda: None,
-        lambda: None,
-        LossScale(1.0, dynamic=False),
-        torch.flatten,
-        bool,
-        int,
-    )
+    optimizer = optimizer_over(client.param_groups)
     configured = SchedulerOptions("WarmupLR", {})
     scheduler = scheduler_of(theirs, optimizer, configured)
     assert scheduler is theirs

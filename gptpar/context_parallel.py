@@ -29,7 +29,7 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.data.loader import MicroBatch
 from gptpar.model.attention import Attention
 from gptpar.model.attention_sinks import attention_to_seen
-from gptpar.model.core_attention import AttentionDropout, core_attention, document_ids, not_compiled
+from gptpar.model.core_attention import CAUSAL, AttentionRule, core_attention, document_ids, not_compiled
 from gptpar.model.experts.routing import Router
 from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.varlen_attention import has_varlen_kernel, varlen_attention
@@ -146,11 +146,7 @@ def attend_by_gathering(
     q_BHTK: torch.Tensor,
     k_BGTK: torch.Tensor,
     v_BGTK: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
-    dropout: AttentionDropout | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks_H: torch.Tensor | None = None,
+    rule: AttentionRule = CAUSAL,
 ) -> torch.Tensor:
     """Compute :func:`core_attention` with all ranks' keys and values, some groups at a time; returns y_BHTK.
 
@@ -160,14 +156,13 @@ def attend_by_gathering(
     batch, groups, tokens, width = k_BGTK.shape
     length, queries = tokens * split.size, q_BHTK.shape[1] // groups
     at_once = groups_gathered(groups, 2 * batch * length * width * k_BGTK.element_size())
-    whole, chunks = partial(_of_whole, split, cu_seqlens), partial(_of_chunks, split, cu_seqlens)
     found, parts = [], (q_BHTK.split(at_once * queries, 1), k_BGTK.split(at_once, 1), v_BGTK.split(at_once, 1))
-    sinks = [None] * len(parts[1]) if sinks_H is None else sinks_H.split(at_once * queries)
+    sinks = [None] * len(parts[1]) if rule.sinks_H is None else rule.sinks_H.split(at_once * queries)
     for number, (q, k, v, sinks_h) in enumerate(zip(*parts, sinks, strict=True)):
-        attend, stops = partial(chunks, window, scale), [stop for _, stop in split.ranges(length)]
-        if dropout is not None:
+        attend, stops = partial(_of_chunks, split, rule), [stop for _, stop in split.ranges(length)]
+        if (dropout := rule.dropout) is not None:
             of_groups = dropout._replace(first_group=dropout.first_group + number * at_once)
-            attend, stops = partial(whole, of_groups, window, scale), [length]
+            attend, stops = partial(_of_whole, split, rule._replace(dropout=of_groups)), [length]
         found.append(_GatheredAgain.apply(attend, stops, group, q, sinks_h, k, v))
     return torch.cat(found, 1)
 
@@ -261,50 +256,28 @@ def _scattered(
 
 
 def _of_whole(
-    split: ContextSplit,
-    cu_seqlens: torch.Tensor | None,
-    dropout: AttentionDropout,
-    window: int | None,
-    scale: float | None,
-    q: torch.Tensor,
-    sinks_H: None,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    split: ContextSplit, rule: AttentionRule, q: torch.Tensor, sinks_H: None, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """Attention of this rank's queries, in a call with those of all tokens."""
     (first, mid), (last, end) = split.ranges(k.shape[2])
     early, late = q.split(mid - first, 2)
     early, late = F.pad(early, (0, 0, first, last - mid)), F.pad(late, (0, 0, 0, k.shape[2] - end))
-    y = core_attention(torch.cat([early, late], 2), k, v, cu_seqlens, dropout, window, scale)
+    y = core_attention(torch.cat([early, late], 2), k, v, rule)
     return torch.cat([y[:, :, first:mid], y[:, :, last:end]], 2)
 
 
 def _of_chunks(
-    split: ContextSplit,
-    cu_seqlens: torch.Tensor | None,
-    window: int | None,
-    scale: float | None,
-    q: torch.Tensor,
-    sinks_H: torch.Tensor | None,
-    *seen: torch.Tensor,
+    split: ContextSplit, rule: AttentionRule, q: torch.Tensor, sinks_H: torch.Tensor | None, *seen: torch.Tensor
 ) -> torch.Tensor:
     """Attention of this rank's two chunks of queries, each with the keys and values up to its own."""
-    length, found = q.shape[2] * split.size, []
+    length, found, rule = q.shape[2] * split.size, [], rule._replace(sinks_H=sinks_H)
     for q_chunk, k, v, (start, _) in zip(q.chunk(2, 2), seen[::2], seen[1::2], split.ranges(length), strict=True):
-        found.append(_of_chunk(q_chunk, k, v, start, length, cu_seqlens, window, scale, sinks_H))
+        found.append(_of_chunk(q_chunk, k, v, start, length, rule))
     return torch.cat(found, 2)
 
 
 def _of_chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    length: int,
-    cu_seqlens: torch.Tensor | None,
-    window: int | None,
-    scale: float | None,
-    sinks_H: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, length: int, rule: AttentionRule
 ) -> torch.Tensor:
     """Attention of the queries at the end of a sample's first tokens to the keys and values of all these tokens.
 
@@ -312,7 +285,7 @@ def _of_chunk(
         start: position of the first query.
         length: S.
     """
-    batch, stop, device = len(q), k.shape[2], q.device
+    (cu_seqlens, _, window, scale, sinks_H), batch, stop, device = rule, len(q), k.shape[2], q.device
     if has_varlen_kernel(device.type, q.dtype, q.shape[-1]):
         if cu_seqlens is None:
             cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)

@@ -38,12 +38,14 @@ class LoadedCheckpoint:
         meta: the dictionary given to `save_checkpoint`.
         path, iteration: the checkpoint used.
         skipped: newer checkpoints that were damaged, and how, one sentence each.
+        completed: what ``complete`` returned of this checkpoint.
     """
 
     meta: dict[str, Any]
     path: Path
     iteration: int
     skipped: list[str]
+    completed: Any = None
 
 
 def load_checkpoint(
@@ -55,7 +57,7 @@ def load_checkpoint(
     strict: bool = True,
     may_stay: Callable[[str], bool] = lambda name: False,
     may_cast: Callable[[str, torch.dtype], bool] = lambda name, stored: False,
-    complete: Callable[[Path, Manifest], object] = lambda path, manifest: None,
+    complete: Callable[[Path, Manifest], Any] = lambda path, manifest: None,
     prove_first: bool = False,
     remedy: str = "",
     apart: Path | None = None,
@@ -104,8 +106,8 @@ def load_checkpoint(
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # targets are filled on other threads' streams
             known = {name: targets[name] for name in targets if name in manifest.tensors}
-            _read(ranks, path, manifest, known, complete)
-            return LoadedCheckpoint(manifest.meta, path, number, skipped)
+            completed = _read(ranks, path, manifest, known, complete)
+            return LoadedCheckpoint(manifest.meta, path, number, skipped, completed)
         except DamagedCheckpoint as error:
             skipped.append(f"{path}: {error}")
             ranks.lead(partial(report, f"skipped a damaged checkpoint: {error}"))
@@ -269,15 +271,15 @@ def _read(
     path: Path,
     manifest: Manifest,
     targets: Mapping[str, torch.Tensor | TensorParts],
-    complete: Callable[[Path, Manifest], object] = lambda path, manifest: None,
-) -> None:
+    complete: Callable[[Path, Manifest], Any] = lambda path, manifest: None,
+) -> Any:
     parts = {name: as_parts(target) for name, target in targets.items()}
 
-    def read() -> None:
+    def read() -> Any:
         fill(path, manifest, parts)
-        complete(path, manifest)
+        return complete(path, manifest)
 
-    ranks.through_main(read, lambda filled: filled)
+    return ranks.through_main(read, lambda found: found)
 
 
 def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:

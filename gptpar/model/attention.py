@@ -19,7 +19,7 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.kernels.head_norm import HeadShape, normed_heads
 from gptpar.model.attention_sinks import SINK_CHANNELS
-from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.linear import Linears, Reader
@@ -115,8 +115,8 @@ def with_distances(
     return torch.cat((q_BHSK, q_more), -1), torch.cat((k_BGSK, k_more), -1), torch.cat((v_BGSK, v_more), -1)
 
 
-Attend = Callable[..., torch.Tensor]
-"""A function that takes the arguments of :func:`core_attention` by position, and returns the same."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule], torch.Tensor]
+"""A function that takes the arguments of :func:`core_attention`, and returns the same."""
 
 
 class Attention(nn.Module):
@@ -209,11 +209,11 @@ class Attention(nn.Module):
             first, num_heads = (count * self.queries_per_group for count in (self.first_group, self.num_groups))
             slopes_H = head_slopes(first, q_BHSK.shape[1], num_heads, q_BHSK.device)
             q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
-        how = cu_seqlens, dropout, self.window, scale, self.sinks
+        rule = AttentionRule(cu_seqlens, dropout, self.window, scale, self.sinks)
         if self.exchange is None:
-            y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, *how)
+            y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, rule)
         else:
-            y_BHSK = self.exchange.unpack(self.exchange.attend(self.exchange.pack(q_BHSK, k_BGSK, v_BGSK), *how))
+            y_BHSK = self.exchange.unpack(self.exchange.attend(self.exchange.pack(q_BHSK, k_BGSK, v_BGSK), rule))
         if self.has_distances:
             y_BHSK = y_BHSK[..., : self.head_width]
         for gate_BHSK in gates:

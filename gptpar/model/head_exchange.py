@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gptpar.model.core_attention import AttentionDropout, core_attention, not_compiled
+from gptpar.model.core_attention import CAUSAL, AttentionRule, core_attention, not_compiled
 from gptpar.tensor_parallel.axis import Collective, all_to_all
 
 
@@ -47,15 +47,7 @@ class HeadExchange:
         return torch.cat(parts, 3)
 
     @not_compiled  # its messages interrupt a compiled layer in any case
-    def attend(
-        self,
-        packed: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
-        dropout: AttentionDropout | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, packed: torch.Tensor, rule: AttentionRule = CAUSAL) -> torch.Tensor:
         """Compute :func:`core_attention` of what :meth:`pack` returns.
 
         Returns:
@@ -65,11 +57,11 @@ class HeadExchange:
         arrived = Collective.apply(packed, self.group, all_to_all, all_to_all)
         parts = arrived.split([heads, groups, groups], 3)
         q_BHSK, k_BGSK, v_BGSK = (x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in parts)
-        if dropout is not None:
+        if (dropout := rule.dropout) is not None:
             first = dropout.first_group * self.copies + self.rank * groups
             dropout = dropout._replace(first_group=first, num_groups=dropout.num_groups * self.copies)
-        own_sinks = None if sinks_H is None else sinks_H.unflatten(0, (self.size, -1))[self.rank]
-        y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, cu_seqlens, dropout, window, scale, own_sinks)
+        own_sinks = None if rule.sinks_H is None else rule.sinks_H.unflatten(0, (self.size, -1))[self.rank]
+        y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, rule._replace(dropout=dropout, sinks_H=own_sinks))
         leaving = y_BHSK.unflatten(2, (self.size, -1)).permute(2, 0, 3, 1, 4)
         return Collective.apply(leaving, self.group, all_to_all, all_to_all)
 

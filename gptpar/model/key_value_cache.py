@@ -18,7 +18,7 @@ from torch import nn
 
 from gptpar.model.attention import Attention
 from gptpar.model.attention_sinks import attention_to_seen
-from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.core_attention import AttentionRule, core_attention
 
 
 @dataclass
@@ -55,26 +55,23 @@ class KeyValueCache:
         q_BHSK: torch.Tensor,
         k_BGSK: torch.Tensor,
         v_BGSK: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        dropout: AttentionDropout | None,
-        window: int | None,
-        scale: float | None,
-        sinks_H: torch.Tensor | None,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """Returns y_BHSK; documents and dropout, which only training has, are ignored."""
-        place = self._place
+        place, rule = self._place, rule._replace(cu_seqlens=None, dropout=None)
         if place.rows is None:
-            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale, sinks_H)
+            return core_attention(q_BHSK, k_BGSK, v_BGSK, rule)
         keys_BGTK, values_BGTK = self._memory(k_BGSK, place.rows)
         if place.positions_BS is None:
             length = k_BGSK.shape[2]
             keys_BGTK[:, :, :length], values_BGTK[:, :, :length] = k_BGSK, v_BGSK
-            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale, sinks_H)
+            return core_attention(q_BHSK, k_BGSK, v_BGSK, rule)
         rows_B1 = torch.arange(len(keys_BGTK), device=k_BGSK.device)[:, None]
         keys_BGTK[rows_B1, :, place.positions_BS] = k_BGSK.transpose(1, 2)
         values_BGTK[rows_B1, :, place.positions_BS] = v_BGSK.transpose(1, 2)
         read = keys_BGTK[:, :, : place.length], values_BGTK[:, :, : place.length]
-        return attention_to_seen(q_BHSK, *read, seen_B1ST(place.positions_BS, place.length, window), scale, sinks_H)
+        seen = seen_B1ST(place.positions_BS, place.length, rule.window)
+        return attention_to_seen(q_BHSK, *read, seen, rule.scale, rule.sinks_H)
 
     def _memory(self, k_BGSK: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         if self._keys_RGTK is None or self._values_RGTK is None:

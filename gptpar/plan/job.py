@@ -235,7 +235,8 @@ class Job:
         documents: tuple[int, ...] | None = (length,) if gathers else None
         if self.config.data.reset_attention_mask:
             documents = self.document_lengths or (length,)
-        shape = BatchShape(self.tokens, length, dtype, self.device_type, documents, 1 if gathers else self.mesh.context)
+        rows, recorded = 1 if gathers else self.mesh.context, self.config.precision.cuda_graph == "on"
+        shape = BatchShape(self.tokens, length, dtype, self.device_type, documents, rows, recorded)
         return [self._over_context(cost) if cost.attention else cost for cost in costs_of(self.layers, shape)]
 
     def _over_context(self, cost: Cost) -> Cost:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gptpar.checkpoint import (
     HINT_NAME,
+    LoadedCheckpoint,
     Manifest,
     checkpoints_in,
     edited_hint,
@@ -165,32 +166,27 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
         )
-    formats: list[list[str]] = []  # the sentences of each checkpoint that was read, the last one's at the end
     loaded = load_checkpoint(
         *(folders_to_load(config, c.load), targets),
         iteration=c.ckpt_step,
         strict=not weights_only,
         may_stay=lambda name: _is_dropped(config, name),
         may_cast=lambda name, stored: may_differ(name, stored, targets[name].dtype),
-        complete=lambda path, manifest: formats.append(take_up_moments(path, manifest, targets)),
+        complete=lambda path, manifest: take_up_moments(path, manifest, targets),
         apart=memory_folder(),
         report=_only_missing(say),
     )
     trainer.engine.publish()
     trainer.experts.load(loaded.meta.get("experts"))
-    say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
-    if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
-        say(
-            f" > {HINT_NAME} names iteration {named}, but the newest checkpoint is taken whatever it says: add "
-            f"--ckpt-step {named} to go back to that one"
-        )
+    _say_which(loaded, folder, c.ckpt_step, say)
     if c.finetune:
         report_finetuned_differences(config, loaded.meta, say)
         return Progress()
     # Where the newest was damaged, an older one has been taken.
     stored = accepted(config, inputs, dataclasses.replace(manifest, iteration=loaded.iteration, meta=loaded.meta))
     report_differences(config, inputs, stored, say)
-    _say_each(formats[-1], say)
+    for sentence in loaded.completed:
+        say(f" > {sentence}")
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
@@ -201,9 +197,13 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     return stored.progress
 
 
-def _say_each(sentences: Sequence[str], say: Callable[[str], None]) -> None:
-    for sentence in sentences:
-        say(f" > {sentence}")
+def _say_which(loaded: LoadedCheckpoint, folder: Path, wanted: int | None, say: Callable[[str], None]) -> None:
+    say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
+    if wanted is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
+        say(
+            f" > {HINT_NAME} names iteration {named}, but the newest checkpoint is taken whatever it says: add "
+            f"--ckpt-step {named} to go back to that one"
+        )
 
 
 def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:

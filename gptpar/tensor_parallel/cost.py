@@ -24,6 +24,7 @@ class BatchShape(NamedTuple):
             is one document.
         rows_of_masks: rows of the document mask for each of these tokens: with context parallelism by a2a, a process
             has the rows of all processes' tokens.
+        recorded: whether the step is recorded as a CUDA graph.
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class BatchShape(NamedTuple):
     device_type: str = "cuda"
     document_lengths: tuple[int, ...] | None = None
     rows_of_masks: int = 1
+    recorded: bool = False
 
     @property
     def statistic_size(self) -> int:

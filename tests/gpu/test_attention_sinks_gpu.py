@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.model.core_attention import core_attention, document_mask
+from gptpar.model.core_attention import AttentionRule, core_attention, document_mask
 from tests.gpu.test_documents_gpu import BATCH, DEVICE, DOCUMENTS, GROUPS, LENGTH, TOLERANCE, cu_seqlens_of, inputs
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def test_sinks_take_part_in_the_softmax(
     parts.append(sinks_H)
     cu_seqlens = None if documents is None else cu_seqlens_of(documents)
     attention = torch.compile(core_attention) if compiled else core_attention
-    found = with_gradients(attention(*parts[:3], cu_seqlens, None, window, 0.2, sinks_H), parts)
+    found = with_gradients(attention(*parts[:3], AttentionRule(cu_seqlens, None, window, 0.2, sinks_H)), parts)
     wanted = by_definition(parts, cu_seqlens_of(documents or "whole samples"), window)
     for got, one in zip(found, wanted, strict=True):
         limit = TOLERANCE * max(1.0, one.abs().max().item())

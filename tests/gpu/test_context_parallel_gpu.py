@@ -12,7 +12,7 @@ import torch
 
 from gptpar.config.sections import parallel
 from gptpar.context_parallel import attend_by_gathering
-from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
 from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
 from tests.one_by_one import OneByOne
 
@@ -41,7 +41,7 @@ def seeds() -> LayerSeeds:
 
 
 def by_ranks(
-    monkeypatch: pytest.MonkeyPatch, size: int, whole: list[torch.Tensor], grad: torch.Tensor, *how: Any
+    monkeypatch: pytest.MonkeyPatch, size: int, whole: list[torch.Tensor], grad: torch.Tensor, rule: AttentionRule
 ) -> list[torch.Tensor]:
     """Output and gradients of whole samples, from ranks one after the other."""
     ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
@@ -50,7 +50,7 @@ def by_ranks(
     for split in ranks.splits:
         ranks.rank, places = split.rank, split.places(1, grad.shape[2])[0].to(DEVICE)
         own = [x.detach()[:, :, places].requires_grad_() for x in whole]
-        mine = attend_by_gathering(split, cast(Any, ranks), own[0], own[1], own[2], *how)
+        mine = attend_by_gathering(split, cast(Any, ranks), own[0], own[1], own[2], rule)
         y[:, :, places] = mine.detach()
         (d_q[:, :, places],) = torch.autograd.grad(mine, own[0], grad[:, :, places])
     return [y, d_q, *ranks.gradients()]
@@ -67,10 +67,11 @@ def test_gathered_keys_are_those_of_one_process(
     monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * LENGTH * WIDTH * 2)
     whole, cu_seqlens = inputs(batch), documents(batch) if has_documents else None
     wide = [x.detach().double().requires_grad_() for x in whole]
-    wanted = core_attention(wide[0], wide[1], wide[2], cu_seqlens, None, window, 0.2)
+    rule = AttentionRule(cu_seqlens, None, window, 0.2)
+    wanted = core_attention(wide[0], wide[1], wide[2], rule)
     grad = torch.randn_like(whole[0])
     wanted_all = [wanted.detach(), *torch.autograd.grad(wanted, wide, grad.double())]
-    found = by_ranks(monkeypatch, size, whole, grad, cu_seqlens, None, window, 0.2)
+    found = by_ranks(monkeypatch, size, whole, grad, rule)
     for got, right in zip(found, wanted_all, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=TOLERANCE, atol=TOLERANCE * right.abs().max().item())
 
@@ -83,14 +84,15 @@ def test_dropped_probabilities_are_those_of_one_process(
     """A mask that differed in a few places would show in outputs of about 1."""
     monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", 1)
     whole, cu_seqlens = inputs(2, dtype), documents(2) if has_documents else None
-    dropout = AttentionDropout(0.3, seeds(), 0, GROUPS)
-    wanted = core_attention(whole[0], whole[1], whole[2], cu_seqlens, dropout, None, 0.2)
+    rule = AttentionRule(cu_seqlens, AttentionDropout(0.3, seeds(), 0, GROUPS), None, 0.2)
+    wanted = core_attention(whole[0], whole[1], whole[2], rule)
     grad = torch.randn_like(wanted)
     wanted_all = [wanted.detach(), *torch.autograd.grad(wanted, whole, grad)]
-    found = by_ranks(monkeypatch, 2, whole, grad, cu_seqlens, dropout, None, 0.2)
+    found = by_ranks(monkeypatch, 2, whole, grad, rule)
     for got, right in zip(found, wanted_all, strict=True):
         torch.testing.assert_close(got, right, rtol=0, atol=TOLERANCE * right.abs().max().item())
-    other = core_attention(whole[0], whole[1], whole[2], cu_seqlens, dropout._replace(p=1e-9), None, 0.2)
+    kept = rule._replace(dropout=AttentionDropout(1e-9, seeds(), 0, GROUPS))
+    other = core_attention(whole[0], whole[1], whole[2], kept)
     assert (other - wanted).abs().max() > 0.1
 
 

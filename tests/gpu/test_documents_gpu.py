@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch, make_micro_batch
-from gptpar.model.core_attention import AttentionDropout, core_attention, document_mask
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention, document_mask
 from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
 from tests.gpu.training import run
 
@@ -55,7 +55,7 @@ def test_documents_are_their_mask(queries: int, width: int, documents: str, wind
     """A width of 20 channels has no kernel and takes the mask."""
     parts, cu_seqlens = inputs(queries, width), cu_seqlens_of(documents)
     attention = torch.compile(core_attention) if compiled else core_attention
-    found = with_gradients(attention(parts[0], parts[1], parts[2], cu_seqlens, None, window, 0.2), parts)
+    found = with_gradients(attention(parts[0], parts[1], parts[2], AttentionRule(cu_seqlens, None, window, 0.2)), parts)
     for got, wanted in zip(found, by_mask(parts, cu_seqlens, window), strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -70,8 +70,8 @@ def test_dropout_inside_documents_belongs_to_groups(window: int | None) -> None:
     parts, cu_seqlens = inputs(2, 64), cu_seqlens_of("some")
 
     def attend(parts: list[torch.Tensor], p: float, first: int = 0) -> list[torch.Tensor]:
-        dropout = AttentionDropout(p, seeds(), first, GROUPS)
-        return with_gradients(core_attention(parts[0], parts[1], parts[2], cu_seqlens, dropout, window, 0.2), parts)
+        rule = AttentionRule(cu_seqlens, AttentionDropout(p, seeds(), first, GROUPS), window, 0.2)
+        return with_gradients(core_attention(parts[0], parts[1], parts[2], rule), parts)
 
     whole, again = attend(parts, 0.3), attend(parts, 0.3)
     assert torch.equal(whole[0], again[0])
@@ -94,7 +94,7 @@ def test_documents_need_no_mask_in_memory() -> None:
     cu_seqlens = torch.arange(0, BATCH * 16384 + 1, 256, dtype=torch.int32, device=DEVICE)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with_gradients(core_attention(parts[0], parts[1], parts[2], cu_seqlens), parts)
+    with_gradients(core_attention(parts[0], parts[1], parts[2], AttentionRule(cu_seqlens)), parts)
     assert torch.cuda.max_memory_allocated() - before < 256 << 20
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.model.core_attention import attention_with_dropout, document_mask
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, attention_with_dropout, document_mask
 from gptpar.model.dropout import EMBEDDINGS, LayerSeeds, kept, seed_fields, seeds_field
 from tests.gpu.training import run
 
@@ -32,9 +32,13 @@ def inputs(queries: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [part.detach().requires_grad_() for part in parts]
 
 
+def dropping(p: float, first: int = 0) -> AttentionRule:
+    return AttentionRule(dropout=AttentionDropout(p, seeds(), first, GROUPS))
+
+
 def attend(parts: list[torch.Tensor], p: float, first: int = 0, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The output and the gradients of queries, keys and values."""
-    y = attention_with_dropout(parts[0], parts[1], parts[2], mask, p, seeds(), first, GROUPS)
+    y = attention_with_dropout(parts[0], parts[1], parts[2], mask, dropping(p, first))
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), parts)]
 
 
@@ -75,7 +79,7 @@ def test_probabilities_are_dropped_fairly_and_heads_independently(dtype: torch.d
     for first in range(0, LENGTH, WIDTH):
         values = zeros.clone()
         values[:, :, range(first, first + WIDTH), range(WIDTH)] = 1
-        y = attention_with_dropout(zeros, zeros, values, None, 0.25, seeds(), 0, GROUPS)
+        y = attention_with_dropout(zeros, zeros, values, None, dropping(0.25))
         masks.append(y[:, :, first + WIDTH :] > 0)  # these queries see all of the keys
         share = (1 / (1 - 0.25)) / torch.arange(first + WIDTH + 1, LENGTH + 1, device=DEVICE)
         wanted = masks[-1] * share[:, None]
@@ -115,5 +119,5 @@ def test_the_same_run_twice_is_bit_identical() -> None:
 
 def test_attention_that_drops_next_to_nothing_is_torchs() -> None:
     parts = inputs(1, torch.float32)
-    y = attention_with_dropout(parts[0], parts[1], parts[2], None, 1e-9, seeds(), 0, GROUPS)
+    y = attention_with_dropout(parts[0], parts[1], parts[2], None, dropping(1e-9))
     torch.testing.assert_close(y, F.scaled_dot_product_attention(*parts, is_causal=True), rtol=1e-4, atol=1e-5)

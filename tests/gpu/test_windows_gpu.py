@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.model.core_attention import core_attention, seen_SS
+from gptpar.model.core_attention import AttentionRule, core_attention, seen_SS
 from tests.gpu.training import run
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def attend(
     parts: list[torch.Tensor], window: int, scale: float, attention: Callable[..., torch.Tensor] = core_attention
 ) -> list[torch.Tensor]:
     """The output, and the gradients of queries, keys and values."""
-    y = attention(parts[0], parts[1], parts[2], None, None, window, scale)
+    y = attention(parts[0], parts[1], parts[2], AttentionRule(window=window, scale=scale))
     return [y.detach(), *torch.autograd.grad(y, parts, torch.ones_like(y) / 2)]
 
 

@@ -15,7 +15,7 @@ from gptpar.context_parallel import ContextSplit, attend_by_gathering
 from gptpar.data.loader import MicroBatch
 from gptpar.model import head_exchange
 from gptpar.model.attention_sinks import attention_to_seen
-from gptpar.model.core_attention import AttentionDropout, core_attention
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from gptpar.model.head_exchange import HeadExchange
 from gptpar.plan.hardware import make_cluster
@@ -113,10 +113,11 @@ def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64) for heads in (4, 2, 2))
     cu_seqlens = None if starts is None else torch.tensor([*starts, 32, 32, 32], dtype=torch.int32)
-    wanted = core_attention(q, k, v, cu_seqlens, None, window, 0.3)
+    rule = AttentionRule(cu_seqlens, None, window, 0.3)
+    wanted = core_attention(q, k, v, rule)
     for start, stop in ((0, 4), (4, 8), (12, 16)):
         seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
-        found = context_parallel._of_chunk(*seen, start, 16, cu_seqlens, window, 0.3)
+        found = context_parallel._of_chunk(*seen, start, 16, rule)
         torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
 
 
@@ -146,8 +147,8 @@ def test_keys_and_values_are_gathered_again(
         cu_seqlens = torch.tensor([*starts, *[16 * batch] * 3], dtype=torch.int32).clamp(max=16 * batch)
     whole = [torch.randn(batch, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
     sinks = [torch.randn(heads, dtype=torch.float64, requires_grad=True)] if has_sinks else []
-    how = cu_seqlens, None, 7, 0.3, *sinks
-    wanted = core_attention(whole[0], whole[1], whole[2], *how)
+    rule = AttentionRule(cu_seqlens, None, 7, 0.3, *sinks)
+    wanted = core_attention(whole[0], whole[1], whole[2], rule)
     grad = torch.randn_like(wanted)
     d_q, d_k, d_v, *d_sinks = torch.autograd.grad(wanted, [*whole, *sinks], grad)
     ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
@@ -164,7 +165,7 @@ def test_keys_and_values_are_gathered_again(
     for split in ranks.splits:
         ranks.rank, places = split.rank, split.places(1, 16)[0]
         q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
-        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, *how)
+        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, rule)
         assert gathered and all(one.expired() for one in gathered)
         torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
         for _ in range(2):  # a graph can be used again
@@ -184,8 +185,9 @@ def test_dropped_probabilities_are_those_of_one_process(
     torch.manual_seed(0)
     whole = [torch.randn(2, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
     seeds = seed_fields(["layers.0"], 1234, 3, 1, torch.device("cpu"))[seeds_field("layers.0")]
-    how = torch.tensor([0, 5, 16, 32], dtype=torch.int32), AttentionDropout(0.3, seeds, groups, 2 * groups), 7, 0.3
-    wanted = core_attention(whole[0], whole[1], whole[2], *how)
+    dropout = AttentionDropout(0.3, seeds, groups, 2 * groups)
+    rule = AttentionRule(torch.tensor([0, 5, 16, 32], dtype=torch.int32), dropout, 7, 0.3)
+    wanted = core_attention(whole[0], whole[1], whole[2], rule)
     grad = torch.randn_like(wanted)
     d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
     ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
@@ -193,7 +195,7 @@ def test_dropped_probabilities_are_those_of_one_process(
     for split in ranks.splits:
         ranks.rank, places = split.rank, split.places(1, 16)[0]
         q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
-        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, *how)
+        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, rule)
         torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
         (found,) = torch.autograd.grad(y, q, grad[:, :, places])
         torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
@@ -241,7 +243,7 @@ def test_attention_by_heads_copies_no_message(
         in_order.append(x.is_contiguous())
         return x.clone(memory_format=torch.contiguous_format)
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         read.extend([q, k, v])
         return torch.empty_like(q).copy_(q)  # as kernels allocate it: in the order of the queries' strides
 

@@ -43,15 +43,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         temporary.rename(folder)
         sync_directory(folder.parent)
     except OSError as error:
-        cause = f"{error.filename}: {error.strerror}" if _is_elsewhere(error, temporary, folder) else error.strerror
-        raise CheckpointError(f"{folder} cannot be written: {cause or error}") from error
+        named = str(error.filename or folder).replace(str(temporary), str(folder))
+        place = "" if named == str(folder) else f"{named}: "
+        raise CheckpointError(f"{folder} cannot be written: {place}{error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _is_elsewhere(error: OSError, temporary: Path, folder: Path) -> bool:
-    """Whether an error names a file that is not in the new folder, and no folder above it."""
-    if not isinstance(error.filename, str | Path):
-        return False
-    named = Path(error.filename).absolute()
-    return not named.is_relative_to(temporary) and named != folder and not temporary.is_relative_to(named)

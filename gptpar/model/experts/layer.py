@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, crossing_cost, on_their_ranks, sent_to_all
+from gptpar.model.experts.dispatch import ALL_EXPERTS, LIMIT, ExpertAxis, crossing_cost, on_their_ranks, sent_to_all
 from gptpar.model.experts.products import (
     PLACE_BYTES,
     Places,
@@ -131,18 +131,20 @@ class Experts(nn.Module):
         """The router, and the products of K experts for each token; a compiler computes a gate again."""
         (_, parts, inner, width), size, k = self.up.shape, batch.dtype.itemsize, self.topk
         columns, is_split = k * parts * inner, self.axis.size > 1
+        rows = k * (LIMIT if batch.recorded and self.placed.size > 1 else 1)  # that buffers have room for
         products = (
             Product(width, self.num_experts),
             Product(width, columns, moves_input=is_split),
             Product(k * inner, width, moves_output=is_split),
         )
         # Tokens; copies of them, the outputs of both products, and the activation function's; places of the copies.
-        kept = (width + 2 * k * width + columns + k * inner) * size + PLACE_BYTES * k + self.router.kept(batch)
+        kept = (width + 2 * rows * width + rows * (parts + 1) * inner) * size + PLACE_BYTES * k
+        kept += self.router.kept(batch)
         # Copies are written and read, and their outputs summed; the activation function reads and writes.
-        moved = 2 * k * width + 2 * columns + (k + 1) * width
+        moved = 2 * rows * (width + parts * inner) + (k + 1) * width
         if self.up_bias is not None:  # outputs of both products are read and written once more
-            moved += 2 * (columns + k * width)
-        cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=k * width * size)
+            moved += 2 * rows * (width + parts * inner)
+        cost = Cost(products, forward=moved, backward=2 * moved, kept=kept, workspace=rows * width * size)
         if self.placed.size > 1:
             cost += crossing_cost(self.placed.size, k, width, batch)
         if self.shared is None:

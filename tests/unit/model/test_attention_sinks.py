@@ -8,7 +8,7 @@ import torch
 
 from gptpar.model import attention_sinks as sinks_module
 from gptpar.model import core_attention as core
-from gptpar.model.core_attention import AttentionDropout, core_attention, document_mask
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention, document_mask
 from gptpar.model.dropout import LayerSeeds
 from tests.pairs import every_pair
 from tests.unit.model.test_document_attention import cu_seqlens_of, inputs, same, with_gradients
@@ -93,7 +93,7 @@ def test_sinks_take_part_in_the_softmax(
         monkeypatch.setattr(sinks_module, "_flash_backward", flash_backward)
     parts, sinks_H = inputs(groups), sinks()
     cu_seqlens = None if lengths is None else cu_seqlens_of(lengths, 0)
-    y = core_attention(*parts, cu_seqlens, None, window, 0.3, sinks_H)
+    y = core_attention(*parts, AttentionRule(cu_seqlens, None, window, 0.3, sinks_H))
     same(with_gradients(y, [*parts, sinks_H]), by_definition(parts, sinks_H, lengths, window, 0.3))
 
 
@@ -102,7 +102,7 @@ def test_a_sink_keeps_its_bits_in_bf16() -> None:
     would be wrong by 1.2 %."""
     sinks_H = torch.tensor([1.7, 5.3], dtype=torch.bfloat16)
     q, k, v = torch.randn(1, 2, 8, 8).bfloat16(), torch.zeros(1, 2, 8, 8).bfloat16(), torch.ones(1, 2, 8, 8).bfloat16()
-    y = core_attention(q, k, v, None, None, None, 0.3, sinks_H)[0, :, :, 0].double()
+    y = core_attention(q, k, v, AttentionRule(scale=0.3, sinks_H=sinks_H))[0, :, :, 0].double()
     n = torch.arange(1, 9, dtype=torch.float64)
     torch.testing.assert_close(y, n / (n + sinks_H.double().exp()[:, None]), rtol=2**-7, atol=0)
 
@@ -112,4 +112,4 @@ def test_sinks_are_not_dropped_beside_dropout() -> None:
     seeds = LayerSeeds(torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32))
     dropout = AttentionDropout(0.5, seeds, first_group=0, num_groups=2)
     with pytest.raises(AssertionError, match="sinks cannot be combined with dropout"):
-        core_attention(q, k, v, dropout=dropout, sinks_H=sinks())
+        core_attention(q, k, v, AttentionRule(dropout=dropout, sinks_H=sinks()))

@@ -16,7 +16,7 @@ from gptpar.config import complete
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.model.block import Block
-from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis
+from gptpar.model.experts.dispatch import ALL_EXPERTS, LIMIT, ExpertAxis
 from gptpar.model.gpt import gpt_model
 from gptpar.model.spec import ModelSpec
 from gptpar.pipeline.stage import Stage
@@ -177,6 +177,17 @@ def test_what_the_exchange_of_tokens_costs(size: int, sent: float, places: float
     places += 2 * (9 * (1 + sent) - 8)
     assert (more.kept - one.kept, more.products) == (places + 2 * 4 * sent, one.products)
     assert more.workspace / one.workspace == (2 + 1 + (1 if size == 2 else 2) * sent) / 2
+
+
+def test_recorded_steps_have_room_for_more_rows_than_the_mean() -> None:
+    """Where other ranks send tokens: copies of them and both products' outputs; numbers of the products stay."""
+    config, batch = tiny_config(EXPERTS).model, BatchShape(TOKENS, LENGTH, torch.float32)
+    alone, split = (Block(config, experts=ExpertAxis(number)).mlp for number in (1, 2))
+    recorded = batch._replace(recorded=True)
+    assert alone.cost(recorded) == alone.cost(batch)
+    one, more, of_row = split.cost(batch), split.cost(recorded), 2 * config.hidden_size + 2 * 24
+    assert more.kept - one.kept == (LIMIT - 1) * 2 * of_row * 4
+    assert (more.products, more.exchanged) == (one.products, one.exchanged)
 
 
 @pytest.mark.parametrize("flags", ["", pytest.param(LLAMA, marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from gptpar.data.documents import cumulative_lengths, follow_ends
 from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.model import core_attention as core
 from gptpar.model import varlen_attention as varlen
-from gptpar.model.core_attention import AttentionDropout, _dropout_in_kernel, core_attention
+from gptpar.model.core_attention import AttentionDropout, AttentionRule, _dropout_in_kernel, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from tests.gpu.training import run
 from tests.pairs import in_turns
@@ -71,7 +71,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 def test_documents_are_apart(documents: tuple[list[int], int], heads: tuple[int | None, int]) -> None:
     (lengths, room), (window, groups) = documents, heads
     parts = inputs(groups)
-    y = core_attention(*parts, cu_seqlens_of(lengths, room), None, window, 0.3)
+    y = core_attention(*parts, AttentionRule(cu_seqlens_of(lengths, room), None, window, 0.3))
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
 
 
@@ -81,7 +81,7 @@ def test_dropout_that_drops_next_to_nothing_keeps_documents_apart(
 ) -> None:
     parts, name = inputs(2), seeds_field("layers.0")
     dropout = AttentionDropout(1e-12, seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[name], 0, 2)
-    y = core_attention(*parts, cu_seqlens_of(lengths, room), dropout, window, 0.3)
+    y = core_attention(*parts, AttentionRule(cu_seqlens_of(lengths, room), dropout, window, 0.3))
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
 
 
@@ -121,7 +121,7 @@ def test_a_gpus_kernel_is_given_documents_and_windows(
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn, raising=False)
     monkeypatch.setattr(varlen, "_GROUPS", {}, raising=False)
     parts = inputs(groups)
-    y = core_attention(*parts, cu_seqlens_of(lengths, room), None, window, 0.3)
+    y = core_attention(*parts, AttentionRule(cu_seqlens_of(lengths, room), None, window, 0.3))
     same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
 
 
@@ -139,7 +139,8 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     monkeypatch.setattr("gptpar.model.core_attention.varlen_attention", kernel)
     q, k, v = inputs(2)
     seeds = seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[seeds_field("layers.0")]
-    y = _dropout_in_kernel(q, k, v, None, 0.4, seeds.host, 0, 0.3, cu_seqlens, window)
+    rule = AttentionRule(cu_seqlens, AttentionDropout(0.4, seeds, 0, 2), window, 0.3)
+    y = _dropout_in_kernel(q, k, v, None, rule)
     assert torch.equal(y, q + k.repeat_interleave(2, 1))
     assert [how for how, _ in calls] == [(cu_seqlens, window, 0.3, 0.4)] * 2
     assert calls[0][1] != calls[1][1]

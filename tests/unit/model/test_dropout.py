@@ -1,14 +1,19 @@
 """Dropout's masks: fair, independent of each other, and functions of what they may depend on alone."""
 
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gptpar.model.block import Block
-from gptpar.model.core_attention import _dropout_in_kernel, _dropout_in_memory, document_mask
+from gptpar.model.core_attention import (
+    AttentionDropout,
+    AttentionRule,
+    _dropout_in_kernel,
+    _dropout_in_memory,
+    document_mask,
+)
 from gptpar.model.dropout import (
     EMBEDDINGS,
     KINDS,
@@ -122,9 +127,8 @@ def attended(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One of the two ways, on the CPU."""
-    if method == "plain":
-        return _dropout_in_memory(q, k, v, mask, p, seeds_of().words, first, GROUPS)
-    return _dropout_in_kernel(q, k, v, mask, p, seeds_of().host, first)
+    attend = _dropout_in_memory if method == "plain" else _dropout_in_kernel
+    return attend(q, k, v, mask, AttentionRule(dropout=AttentionDropout(p, seeds_of(), first, GROUPS)))
 
 
 def queries_keys_values() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,10 +211,5 @@ def compiled_frames(num_layers: int, **options: bool) -> int:
 def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one graph on the CPU; a GPU's way leaves it to seed the generator, and is not compiled anew either."""
     assert compiled_frames(2, fullgraph=True) == 1
-
-    def as_on_a_gpu(*arguments: Any, scale: float | None) -> torch.Tensor:
-        *tensors, p, seeds, first_group, _ = arguments
-        return _dropout_in_kernel(*tensors, p, seeds.host, first_group, scale)
-
-    monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", as_on_a_gpu)
+    monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", _dropout_in_kernel)
     assert compiled_frames(3) == compiled_frames(2)

@@ -25,6 +25,7 @@ PURE = [
     "config",
     "topology/mesh.py",
     "topology/placement.py",
+    "optim/index_ranges.py",
     "optim/schedule.py",
     "engine/ranges.py",
     "engine/table.py",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -130,8 +130,13 @@ class ReadGuard:
             for unit in present:
                 self.arrived(unit)
 
-    def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def read(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Iterable[ReadGuard] = ()
+    ) -> Any:
         """Call a function on parameters some of which are released; returns its result.
+
+        Args:
+            others: guards of other engines' parameters among the arguments.
 
         Raises:
             GptparError: these cannot be gathered by this process alone, or the function gives them other memory.
@@ -149,8 +154,10 @@ class ReadGuard:
                 if args[1] is args[0]:  # a cast of the whole module that changes nothing
                     return None
                 raise GptparError(self._told("{} was to get other memory by .data = ...", args[:1]) + IN_PLACE)
-            if not (name in ABOUT or attribute and attribute not in VIEWS or self._is_watching()):
-                self._bring((args, kwargs))
+            if not (name in ABOUT or attribute and attribute not in VIEWS):
+                for guard in (self, *others):
+                    if not guard._is_watching():
+                        guard._bring((args, kwargs))
             if name == "__get__" and attribute == "data":
                 return args[0].detach()  # has the parameter's version, which tells that it was changed in place
             return function(*args, **kwargs)
@@ -215,7 +222,8 @@ class _Watched:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls._guard.read(func, args, kwargs or {})
+        guards = {one._guard for one in types if issubclass(one, _Watched)}
+        return cls._guard.read(func, args, kwargs or {}, guards - {cls._guard})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._guard.plainly(self, lambda: copy.deepcopy(self, memo))

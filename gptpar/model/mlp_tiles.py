@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gptpar.kernels import gate
 from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.tensor_parallel.linear_ops import column_backward, column_forward, row_backward, row_forward
 from gptpar.tensor_parallel.products import product
@@ -31,6 +32,8 @@ def _activation_backward(grad_NF: torch.Tensor, up_NU: torch.Tensor, name: str, 
     function, backward = FUNCTIONS[name]
     if not is_gated:
         return backward(grad_NF, up_NU)
+    if name == "swiglu":
+        return gate.backward(grad_NF, up_NU)
     gate_NF, value_NF = up_NU.chunk(2, dim=-1)
     return torch.cat([backward(grad_NF * value_NF, gate_NF), grad_NF * function(gate_NF)], dim=-1)
 

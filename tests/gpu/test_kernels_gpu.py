@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from gptpar.kernels import gpu, plain_loss
 from gptpar.kernels.addition import MIN_ELEMENTS, add_each
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
+from gptpar.kernels.gate import swiglu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
@@ -89,6 +90,21 @@ def test_activations_with_bias_gradient_equal_torch(
     (wanted,) = torch.autograd.grad(activation(wide, None), wide, grad.double())
     torch.testing.assert_close(got[0].double(), wanted, **TOLERANCE[dtype])
     torch.testing.assert_close(got[1].double(), got[0].double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(3, 40), (1000, 4096), (257, 2730)])
+def test_swiglu_equals_torch(dtype: torch.dtype, compiled: bool, shape: tuple[int, int]) -> None:
+    up = random(shape[0], 2 * shape[1], dtype=dtype).mul(3).requires_grad_()
+    grad = random(*shape, dtype=dtype, seed=1)
+    y = (torch.compile(swiglu) if compiled else swiglu)(up)
+    (got,) = torch.autograd.grad(y, up, grad)
+    wide = up.detach().double().requires_grad_()
+    gate, value = wide.chunk(2, dim=-1)
+    wanted = gate * gate.sigmoid() * value
+    torch.testing.assert_close(y.detach().double(), wanted.detach(), **TOLERANCE[dtype])
+    torch.testing.assert_close(got.double(), torch.autograd.grad(wanted, wide, grad.double())[0], **TOLERANCE[dtype])
 
 
 @DTYPES

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gptpar.kernels import plain_loss
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
+from gptpar.kernels.gate import swiglu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
@@ -31,6 +32,15 @@ def test_a_bias_gets_its_gradient_from_an_activation(activation: Callable[..., t
     inputs = (x, weight, bias)
     wanted = torch.autograd.grad(activation(F.linear(x, weight, bias), None), inputs, grad)
     assert_same(torch.autograd.grad(activation(F.linear(x, weight, bias.detach()), bias), inputs, grad), wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (7, 10)])
+def test_swiglu_is_the_product_of_its_halves(shape: tuple[int, int]) -> None:
+    up, grad = random(*shape), random(shape[0], shape[1] // 2, seed=1).detach()
+    gate, value = up.chunk(2, dim=-1)
+    plain = gate * torch.sigmoid(gate) * value
+    assert_same((swiglu(up),), (plain,))
+    assert_same(torch.autograd.grad(swiglu(up), up, grad), torch.autograd.grad(plain, up, grad))
 
 
 @pytest.mark.parametrize("queries", [1, 3])

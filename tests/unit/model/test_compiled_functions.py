@@ -19,6 +19,7 @@ from torch.library import CustomOpDef
 
 import gptpar
 from gptpar.kernels.bias_gradient import gelu, split_heads, squared_relu
+from gptpar.kernels.gate import swiglu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.residual_norm import output_norm, residual_norm
 from gptpar.model import attention_sinks
@@ -105,6 +106,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "kernels.bias_gradient._Gelu": (gelu, [X, D1]),
     "kernels.bias_gradient._SplitHeads": (partial(split_heads, seq_length=3, queries=2, width=2), [X, D1]),
     "kernels.bias_gradient._SquaredRelu": (squared_relu, [X, D1]),
+    "kernels.gate._Swiglu": (swiglu, [X]),
     "kernels.head_norm._HeadNorms": (norms_of_heads, [(TOKENS, 24), (24,), (4,), (4,), (4,), (4,)]),
     "kernels.residual_norm._OutputNorm": (partial(output_norm, eps=1e-5), [X, D1, D1, D1]),
     "kernels.residual_norm._ResidualNorm": (partial(residual_norm, eps=1e-5), [X, X, D1, D1, D1]),

@@ -313,4 +313,13 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   return gptpar::kNoMemory;
 }
 
+// Like cpu_adam_square, in the background, as cpu_adam_order does. `sum` has its value when the order is done.
+int64_t cpu_adam_order_square(const void* grad, int64_t n, int32_t grad_type, int32_t threads, int32_t isa,
+                              double* sum) try {
+  return gptpar::of_this_process<gptpar::JobQueue>().submit(
+      [=] { return cpu_adam_square(grad, n, grad_type, threads, isa, sum); });
+} catch (const std::bad_alloc&) {
+  return gptpar::kNoMemory;
+}
+
 }  // extern "C"

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +34,7 @@ from gptpar.offload.events import What
 from gptpar.offload.gpu_transfers import summed_ring_bytes
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.transfers import D2HCopy, DeviceEvent
-from gptpar.optim.cpu_adam import order_sum
+from gptpar.optim.cpu_adam import order_square, order_sum
 from gptpar.optim.elementwise import Done
 from gptpar.system import pages
 
@@ -133,6 +134,18 @@ class _Addend:
     num_bytes: int
 
 
+class _Ordered(NamedTuple):
+    """What the kernels' queue has of an addend: both wait for results.
+
+    Attributes:
+        added: the addition.
+        squares: of the ranges of the sum that this process counts, if the addend is its last.
+    """
+
+    added: Callable[[], Done]
+    squares: Sequence[Callable[[], float]]
+
+
 class HostSums:
     """The sums of some units' buckets, and the thread that adds to them.
 
@@ -159,7 +172,7 @@ class HostSums:
         self._submitted: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
         self._leaving: deque[_Addend] = deque()
         self._here: deque[_Addend] = deque()
-        self._ordered: deque[tuple[_Addend, Callable[[], Done] | None]] = deque()
+        self._ordered: deque[tuple[_Addend, _Ordered | None]] = deque()
         self._launched: deque[DeviceEvent] = deque()
         self._changed = threading.Condition()
         self._waiting_bytes, self._max_bytes = 0, 0
@@ -271,23 +284,25 @@ class HostSums:
             self._changed.notify_all()
         return True
 
-    def _order(self, addend: _Addend) -> Callable[[], Done] | None:
-        """Put an addition into the kernels' queue; ``None`` after an error."""
+    def _order(self, addend: _Addend) -> _Ordered | None:
+        """Put an addition into the kernels' queue, and behind a sum's last one its squares; ``None`` after an error."""
+        total, threads = addend.total, addend.bucket.kernel.threads
+        counted = addend.bucket.counted if addend.result is not None else ()
         try:
             if self._failure is None:
-                return order_sum(addend.total, addend.old, addend.grad.tensor(), addend.bucket.kernel.threads)
+                added = order_sum(total, addend.old, addend.grad.tensor(), threads)
+                return _Ordered(added, [order_square(total[start:stop], threads) for start, stop in counted])
         except BaseException as error:
             self._failure = error
         return None
 
-    def _finish(self, addend: _Addend, done: Callable[[], Done] | None) -> None:
-        bucket, square = addend.bucket, 0.0
+    def _finish(self, addend: _Addend, ordered: _Ordered | None) -> None:
+        square = 0.0
         try:
-            if done is not None:
-                added = done()
+            if ordered is not None:
+                added = ordered.added()
                 self.busy_s += added.end - added.begin
-                if addend.result is not None:
-                    square = sum(bucket.kernel.square(addend.total[start:stop]) for start, stop in bucket.counted)
+                square = sum(one() for one in ordered.squares)
         except BaseException as error:
             self._failure = error
         addend.grad.release()

@@ -59,7 +59,8 @@ def _library() -> _Kernels | None:
     lasting.cpu_adam_wake.argtypes, lasting.cpu_adam_wake.restype = [], None
     lasting.cpu_adam_square.argtypes = [ctypes.c_void_p, i64, i32, i32, i32, doubles]
     kernels.brief.cpu_adam_order.argtypes = [*what, i32, i32]
-    kernels.brief.cpu_adam_order.restype = i64
+    kernels.brief.cpu_adam_order_square.argtypes = lasting.cpu_adam_square.argtypes
+    kernels.brief.cpu_adam_order.restype = kernels.brief.cpu_adam_order_square.restype = i64
     for library in kernels:
         library.cpu_adam_wait.argtypes = [i64, i32, doubles, doubles]
     return kernels
@@ -299,6 +300,27 @@ def order_sum(total: Tensor, old: Tensor, addend: Tensor, threads: int) -> Calla
     step = _BLEND.pack(*addresses, _TYPES[addend.dtype], 0, *_UNUSED, 1.0, 1.0, 0, 0, 0, 0, 1.0, False)
     ticket = _checked(kernels.brief.cpu_adam_order(step, 1, _RANGE.pack(0, len(total), 0), 1, None, 0, threads, -1))
     return functools.partial(_wait_for, kernels, ticket, (total, old, addend))
+
+
+def order_square(values: Tensor, threads: int) -> Callable[[], float]:
+    """Put the sum of squares of a vector into the kernels' queue; the result is that of :meth:`CpuAdam.square`.
+
+    Args:
+        values: [n] contiguous fp32 on the CPU; with fp64, torch computes it.
+    """
+    kernels = _library()
+    if kernels is None or values.dtype != torch.float32:
+        return functools.partial(square_by_blocks, values)
+    total = ctypes.c_double()
+    kind, place = _TYPES[values.dtype], ctypes.byref(total)
+    order = kernels.brief.cpu_adam_order_square
+    ticket = _checked(order(values.data_ptr(), len(values), kind, threads, CpuAdam._isa, place))
+
+    def square() -> float:
+        _wait_for(kernels, ticket, (values,))
+        return total.value
+
+    return square
 
 
 _BlendNumbers = tuple[float, float, float, bool]

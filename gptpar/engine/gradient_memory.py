@@ -95,14 +95,14 @@ class GradientMemory:
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""
         if unit.name not in self._sums:
-            dtype = self.dtype_of(unit)
-            # Memory taken ahead may still hold the last step's gradient, which the subscriber reads: only the padding
-            # is zeroed here.
-            ahead = self.ahead and unit.name in self._divided
-            new = torch.empty if ahead else torch.zeros
-            total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
-            for start, stop in unit.padding() if ahead else ():
+            # In a sum for one micro-batch only the padding is zeroed: the collector writes or zeroes the rest. Memory
+            # taken ahead may still hold the last step's gradient, which the subscriber reads.
+            is_kept = not self.ahead and not self.single and unit.name in self.kept_whole
+            new = torch.zeros if is_kept else torch.empty
+            total = new(unit.length, dtype=self.dtype_of(unit), device=self.shard.device)
+            for start, stop in () if is_kept else unit.padding():
                 total[start:stop].zero_()
+            self._sums[unit.name] = total
         return self._sums[unit.name]
 
     def views_of(self, unit: Unit) -> dict[str, torch.Tensor]:

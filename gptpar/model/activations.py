@@ -41,14 +41,17 @@ FUNCTIONS |= {"gelu": FUNCTIONS["geglu"], "gelu_tanh": FUNCTIONS["geglu_tanh"]}
 """Name in ``--mlp-activation`` -> function, and its gradient from (the output's gradient, the input)."""
 
 
-def gated(name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0) -> torch.Tensor:
+def gated(
+    name: str, up: torch.Tensor, limit: float | None = None, offset: float = 0.0, *, again: bool = False
+) -> torch.Tensor:
     """One half of an MLP's first product, multiplied by a function of the other half (Shazeer 2020).
 
     Args:
         limit: bound of the gate's input from above, and of the other half's absolute value.
         offset: is added to the other half.
+        again: whether this is computed again in the backward pass: a compiler keeps what a function saves for its own.
     """
-    if name == "swiglu" and limit is None and not offset:
+    if name == "swiglu" and limit is None and not offset and not again:
         return swiglu(up)
     gate_NF, value_NF = up.chunk(2, dim=-1)
     if limit is not None:

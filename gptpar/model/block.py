@@ -39,15 +39,16 @@ KERNELS = (9, 22)
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
 
 
-def _of_gate(config: ModelConfig) -> dict[str, Any]:
-    return {"limit": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
+def _of_gate(linears: Linears) -> dict[str, Any]:
+    config, again = linears.config, linears.activation_again
+    return {"limit": config.activation_func_clamp_value, "offset": config.glu_linear_offset, "again": again}
 
 
 def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
     """A mixture of experts in place of an MLP."""
     config = linears.config
     name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
-    activate = partial(gated, name, **_of_gate(config)) if config.gated else FUNCTIONS[name][0]
+    activate = partial(gated, name, **_of_gate(linears)) if config.gated else FUNCTIONS[name][0]
     # What reads the sum of experts forms no gradient of the shared one's bias.
     of_shared = replace(linears, output_norm=False)
     return Experts(linears, activate, None if shared is None else MLP(of_shared, shared), placed)
@@ -71,7 +72,7 @@ class MLP(nn.Module):
         config = linears.config
         width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
-        self.of_gate, parts = _of_gate(config), 2 if self.gated else 1
+        self.of_gate, parts = _of_gate(linears), 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.END)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 
 from gptpar.model.block import make_experts
 from gptpar.model.experts.dispatch import ALL_EXPERTS
@@ -88,8 +87,7 @@ def test_a_rank_without_rows_has_gradients_of_zero() -> None:
 @pytest.mark.parametrize("more", ["", "--moe-expert-capacity-factor 0.75 ", "--no-compile "])
 def test_a_step_as_one_graph_is_bit_identical(more: str) -> None:
     flags = FLAGS + "--seq-length 16 --moe-router-enable-expert-bias --bf16 " + more
-    with inductor_config.patch(deterministic=True):  # kernels chosen by their times may differ between two runs
-        one_by_one, as_graph = run(DEVICE, flags + "--cuda-graph off"), run(DEVICE, flags + "--cuda-graph on")
+    one_by_one, as_graph = run(DEVICE, flags + "--cuda-graph off"), run(DEVICE, flags + "--cuda-graph on")
     assert one_by_one[0] == as_graph[0] and torch.equal(one_by_one[1], as_graph[1])
 
 

@@ -212,7 +212,7 @@ def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
     checkpoint = trainer.config.checkpoint
     if (folder := checkpoint.load_hf) is not None:
         kept_with = Path(checkpoint.save) if checkpoint.save and trainer.topology.is_main else None
-        weights = trainer.engine.optimizer.state_tensors()["weights"]
+        weights = trainer.engine.optimizer.parts("weights")
         mixture = trainer.config.model if checkpoint.moe_use_upcycling else None
         kind = start_from_hf(Path(folder), weights, kept_with, mixture)
         trainer.engine.publish()

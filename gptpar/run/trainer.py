@@ -120,7 +120,7 @@ class Trainer:
 
     def initialise(self) -> None:
         """Give the weights their initial values."""
-        weights = self.engine.optimizer.state_tensors()["weights"]
+        weights = self.engine.optimizer.parts("weights")
         inits = {name: param.info.init for name, param in self.engine.table.params.items()}
         initialise(weights, inits, self.config.data.seed)
         self.engine.publish()

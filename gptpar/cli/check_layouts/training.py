@@ -38,7 +38,7 @@ class CaseRun:
         samples = (config.batch.train_iters or 0) * config.batch.global_batch_size
         self.trainer = Trainer(config, topology, make_schedule(config, samples))
         self.trainer.initialise()
-        self.outcome = Outcome(initial=self._whole(self._state("weights")))
+        self.outcome = Outcome(initial=self._whole(self.trainer.engine.optimizer.parts("weights")))
 
     def train(self, first: int, last: int) -> None:
         """Take the steps ``first`` to ``last - 1``."""
@@ -55,7 +55,7 @@ class CaseRun:
             # The norm of an outlier is compared, too; the weights show whether it was skipped.
             shown = float("nan") if skipped == NOT_FINITE else norm
             self.outcome.steps.append((mean, shown, *auxiliary, *layers))
-            weights = self._whole(self._state("weights"))
+            weights = self._whole(optimizer.parts("weights"))
             self.outcome.weights.append(weights | self.trainer.experts.tensors() if weights else weights)
 
     def save(self, folder: Path, iteration: int) -> None:
@@ -77,9 +77,6 @@ class CaseRun:
         if self.trainer.skip_step is not None:
             self.trainer.skip_step.load(loaded.meta["skip_step"])
         self.trainer.engine.publish()
-
-    def _state(self, kind: str) -> dict[str, TensorParts]:
-        return self.trainer.engine.optimizer.state_tensors()[kind]
 
     def _batches(self, step: int) -> list[MicroBatch]:
         """This process's micro-batches: number j of data rank r is number ``j * dp + r`` of the global batch."""

@@ -123,7 +123,7 @@ class Init:
         self._mpu, self._groups = mpu, (data_parallel_group, sequence_data_parallel_group)
         self._dtype, self._problems = dtype, []
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            self._problems.append(f"zero.Init: dtype is {dtype!r}: give torch.float32 or another floating-point format.")
+            self._problems.append(f"zero.Init: dtype is {dtype!r}: give torch.float32 or another format of floats.")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             self._problems.append("zero.Init: quantized weights would change the numbers: leave them out.")
         if remote_device == "nvme" or param_swapper is not None:

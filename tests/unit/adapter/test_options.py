@@ -341,8 +341,8 @@ def test_number_formats_tags_and_unused_parameters() -> None:
     }
     assert problems({**BATCH, **wrong}) == [
         'config: data_types.grad_accum_dtype is "fp8": one of fp32, fp16, bf16 is needed.',
-        "config: data_types.buffer_dtype: another number format of buffers (cast them first: they keep theirs) is not part "
-        "of gptpar; leave it out.",
+        "config: data_types.buffer_dtype: another number format of buffers (cast them first: they keep theirs) is not "
+        "part of gptpar; leave it out.",
         'config: checkpoint.tag_validation is "maybe": Ignore, Warn or Fail is needed.',
         'config: gradient_allreduce_op is "sum": gradients are the mean over processes: multiply the loss instead.',
         "config: zero_optimization.ignore_unused_parameters is 3: true or false is needed.",

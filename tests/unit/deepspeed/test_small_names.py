@@ -50,7 +50,7 @@ def test_processes_meet_where_a_model_is_built() -> None:
         assert not dist.is_initialized()
     with deepspeed.zero.Init():
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        with torch.device("cpu"), pytest.raises(GptparError, match="initialize where no tensor has memory: call it aft"):
+        with torch.device("cpu"), pytest.raises(GptparError, match="initialize where no tensor has memory"):
             deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
     value = torch.ones(2)
     deepspeed.comm.inference_all_reduce(value)

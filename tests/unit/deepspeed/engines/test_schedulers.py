@@ -218,7 +218,8 @@ def test_a_schedule_refuses_what_it_cannot_follow(kind: Any, params: dict[str, A
 def test_parameters_of_a_schedule_are_its_attributes() -> None:
     cosine = WarmupCosineLR(optimizer_of(0.1, 0.2), 6, warmup_type="linear")
     assert (cosine.warmup_type, cosine.total_num_steps, hasattr(cosine, "min_lrs")) == ("linear", 6, False)
-    assert WarmupLR(optimizer_of(0.1, 0.2)).max_lrs == [0.1, 0.2] == WarmupLR(optimizer_of(1.0, 1.0), 0, [0.1, 0.2]).max_lrs
+    assert WarmupLR(optimizer_of(0.1, 0.2)).max_lrs == [0.1, 0.2]
+    assert WarmupLR(optimizer_of(1.0, 1.0), warmup_max_lr=[0.1, 0.2]).max_lrs == [0.1, 0.2]
     cycle = OneCycle(optimizer_of(0.1, 0.2), [0.001, 0.002], 0.01, cycle_first_step_size=30, cycle_second_step_size=10)
     assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio) == ([0.001, 0.002], [0.01, 0.01], 0.75)
 

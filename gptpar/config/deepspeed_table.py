@@ -123,6 +123,8 @@ _BATCH = (
     Key("gradient_allreduce_op", Only(("mean",), "gradients are the mean over processes: multiply the loss instead")),
     Key("data_types.grad_accum_dtype", Sets(word_of(dict.fromkeys(FORMATS, OFF)),
         off="gradients are always summed in fp32")),
+    Key("data_types.buffer_dtype", Absent("another number format of buffers"),
+        Sets(word_of(FORMATS), "module.buffer_dtype")),
     Key("data_types.param_dtype", NoEffect("fp16 and bf16 decide"), Sets(word_of(FORMATS), "module.param_dtype")),
 )
 

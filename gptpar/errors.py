@@ -64,6 +64,10 @@ class ModelError(ProblemsError):
     given = "the model"
 
 
+class ArgumentError(GptparError, ValueError):
+    """An argument of a call that cannot be; torch and DeepSpeed raise a ValueError, too."""
+
+
 class DataError(GptparError):
     """A corpus, index file or data set that cannot be used as asked."""
 

@@ -169,16 +169,22 @@ def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtyp
     return dtypes if topology.mesh.pipeline == 1 else set().union(*topology.of_all(dtypes))
 
 
-def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:
-    """Move buffers to the device; they keep their dtype, and modules that share a buffer still do."""
+def move_buffers(
+    model: nn.Module, device: torch.device, recording: Recording | None, dtype: torch.dtype | None
+) -> None:
+    """Move buffers to the device; modules that share one still do. ``dtype``: of floats; ``None``: they keep theirs."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     if recording is not None:
         recording.make_attributes(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is None:
+                continue
+            wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            if (buffer.device, buffer.dtype) != (device, wanted):
                 if buffer not in moved:
-                    moved[buffer] = buffer.to(device) if recording is None else recording.make(buffer, device, name)
+                    value = buffer if recording is None else recording.make(buffer, device, name)
+                    moved[buffer] = value.to(device, wanted)
                 module._buffers[name] = moved[buffer]
 
 

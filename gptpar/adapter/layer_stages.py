@@ -84,13 +84,17 @@ def _parameters_of(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def plan_layers(
-    layers: Mapping[str, nn.Module], *, dtype: torch.dtype | None, trained: Collection[nn.Parameter]
+    layers: Mapping[str, nn.Module],
+    *,
+    dtype: torch.dtype | None,
+    buffers: torch.dtype | None,
+    trained: Collection[nn.Parameter],
 ) -> UnitPlan:
     """Divide layers into units.
 
     Args:
         layers: by name; they do not share parameters.
-        dtype: that parameters will have (see :func:`~gptpar.adapter.units.dtypes_of`); ``None``: they keep theirs.
+        dtype, buffers: that parameters and buffers will have (see :func:`~gptpar.adapter.units.dtypes_of`).
         trained: the parameters in the optimizer's groups.
 
     Raises:
@@ -111,7 +115,7 @@ def plan_layers(
         for path, module in layer.named_modules(prefix=name, remove_duplicate=False):
             names.add(path, module)
         scope_of |= dict.fromkeys(_parameters_of({name: layer}), name)
-        dtypes |= dtypes_of(layer, dtype)
+        dtypes |= dtypes_of(layer, dtype, buffers)
     parameters = names.parameters()
     units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes, trained))
     scopes = (Scope(name, tuple(unit.name for unit in units if unit.scope == name)) for name in layers)

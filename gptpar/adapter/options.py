@@ -99,6 +99,7 @@ class EngineOptions:
         update: how elements are updated; of groups with ``use_muon``, ``by_matrix`` says it.
         torch_optimizer: makes the optimizer of torch that the configuration names, of parameters; ``None``: it names
             none, and ``optimizer`` counts.
+        buffer_dtype: of floating-point buffers; ``None``: they keep their own.
         has_optimizer: whether there is one, the user's or the configuration's; without it, nothing is trained.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
@@ -145,6 +146,7 @@ class EngineOptions:
     update: ElementwiseOptimizer = ADAMW
     by_matrix: MatrixOptions | None = None
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    buffer_dtype: torch.dtype | None = None
     has_optimizer: bool = True
     monitor: LoggingFlags = LoggingConfig()
 
@@ -360,9 +362,11 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
     _, update = updates_of(o)
     schedule = values.section("scheduler")
     kind = schedule.pop("type", None)
+    dtype, buffers = DTYPES.get(flags.precision.dtype), values.get("module.buffer_dtype", None)
     return EngineOptions(
         batch=batch,
-        dtype=DTYPES.get(flags.precision.dtype),
+        dtype=dtype,
+        buffer_dtype=None if dtype is None else DTYPES.get(buffers, buffers and torch.float32),
         cast_inputs=values.get(f"module.{flags.precision.dtype}_auto_cast", False),
         loss_scale=make_loss_scale(flags.precision),
         zero_stage=values.get("parallel.zero_stage", 0),

@@ -73,6 +73,7 @@ def find_units(
     classes: Collection[str] = (),
     *,
     dtype: torch.dtype | None = None,
+    buffers: torch.dtype | None = None,
     trained: Collection[nn.Parameter] | None = None,
 ) -> UnitPlan:
     """Divide a module into units.
@@ -85,7 +86,7 @@ def find_units(
     Args:
         module: the model.
         classes: names of the blocks' classes; if given, the outermost modules of these classes are the only blocks.
-        dtype: that parameters will have (see :func:`dtypes_of`); ``None``: they keep theirs.
+        dtype, buffers: that parameters and buffers will have (see :func:`dtypes_of`); ``None``: they keep theirs.
         trained: the parameters in the optimizer's groups; default: all that require a gradient.
 
     Raises:
@@ -108,7 +109,7 @@ def find_units(
     # Blocks are not nested: the smallest scope that contains all users is one block, or the whole model.
     users = {name: scopes_of[parameter] for name, parameter in parameters.items()}
     scope_of = {name: next(iter(scopes)) if len(scopes) == 1 else "" for name, scopes in users.items()}
-    units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes_of(module, dtype), trained))
+    units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes_of(module, dtype, buffers), trained))
     names_of: dict[str, list[str]] = {"": []}
     for unit in units:
         names_of.setdefault(unit.scope, []).append(unit.name)
@@ -153,7 +154,9 @@ def kinds_of(
     return {name: (dtypes[p], p.requires_grad and p in known) for name, p in parameters.items()}
 
 
-def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
+def dtypes_of(
+    module: nn.Module, dtype: torch.dtype | None, buffers: torch.dtype | None = None
+) -> dict[torch.Tensor, torch.dtype]:
     """The number format that each parameter will have.
 
     Parameters of BatchNorm stay fp32 if its running statistics, which are buffers, are fp32: torch needs both in one
@@ -162,10 +165,12 @@ def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor
 
     Args:
         dtype: of all other parameters; ``None``: all keep their own.
+        buffers: of floating-point buffers; ``None``: they keep theirs.
     """
     found: dict[torch.Tensor, torch.dtype] = {p: dtype or p.dtype for p in module.parameters()}
     for one in module.modules() if dtype is not None else ():
-        if isinstance(one, _BatchNorm) and one.running_mean is not None and one.running_mean.dtype == torch.float32:
+        statistics = one.running_mean if isinstance(one, _BatchNorm) else None
+        if statistics is not None and (buffers or statistics.dtype) == torch.float32:
             found |= dict.fromkeys(one.parameters(recurse=False), torch.float32)
     return found
 

@@ -120,8 +120,11 @@ _BATCH = (
     Key("dataloader_drop_last", NoEffect("every batch is full"), Sets(truth, "module.drop_last")),
     Key("communication_data_type", Sets(word_of({"fp32": False, "fp16": OFF, "bf16": True, "bfp16": True}),
         "parallel.grad_reduce_in_bf16", "the sum is kept in fp32", off="gradients are sent in fp32")),
+    Key("gradient_allreduce_op", Only(("mean",), "gradients are the mean over processes: multiply the loss instead")),
     Key("data_types.grad_accum_dtype", Sets(word_of(dict.fromkeys(FORMATS, OFF)),
         off="gradients are always summed in fp32")),
+    Key("data_types.buffer_dtype", Absent("another number format of buffers"),
+        Sets(word_of(FORMATS), "module.buffer_dtype")),
     Key("data_types.param_dtype", NoEffect("fp16 and bf16 decide"), Sets(word_of(FORMATS), "module.param_dtype")),
 )
 

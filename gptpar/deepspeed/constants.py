@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import inspect
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +12,7 @@ from gptpar.deepspeed.processes import PORT
 from gptpar.optim.step_schedules import FORMULAS
 
 _PARTS = ("major", "minor", "patch")
-_VALUES: dict[str, str | int | datetime.timedelta] = {
+_VALUES: dict[str, Any] = {
     **{f"__version_{part}__": int(number) for part, number in zip(_PARTS, VERSION.split("."), strict=True)},
     **{name.upper(): name for formula in FORMULAS.values() for name in inspect.signature(formula).parameters},
     **FACTS["constants"],
@@ -21,7 +21,7 @@ _VALUES: dict[str, str | int | datetime.timedelta] = {
 }
 
 
-def __getattr__(name: str) -> str | int | datetime.timedelta:
+def __getattr__(name: str) -> Any:
     if name not in _VALUES:
         raise AttributeError(f"deepspeed has no constant {name!r} in gptpar")
     return _VALUES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -194,14 +195,25 @@ class PipelineParallelGrid:
         return lambda: getattr(self, _ANSWERS[name])
 
 
-def _two_factors(number: int) -> tuple[int, int]:
-    """Two factors of a number: its prime factors in rising order go to one and the other in turn."""
-    factors, prime, turn = [1, 1], 2, 0
+def _prime_factors(number: int) -> list[int]:
+    """A whole number's prime factors in rising order.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+    if number <= 0:
+        raise ValueError(f"{number} has no prime factors: give a number above 0.")
+    factors, prime = [], 2
     while number > 1:
         if number % prime:
             prime += 1
-            continue
-        number //= prime
-        factors[turn % 2] *= prime
-        turn += 1
-    return factors[0], factors[1]
+        else:
+            factors.append(prime)
+            number //= prime
+    return factors
+
+
+def _two_factors(number: int) -> tuple[int, int]:
+    """Two factors of a number: its prime factors in rising order go to one and the other in turn."""
+    factors = _prime_factors(number)
+    return math.prod(factors[::2]), math.prod(factors[1::2])

@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 from gptpar.adapter.options import read_options
 from gptpar.config.deepspeed_reader import read_file
+from gptpar.deepspeed.names import FACTS
 from gptpar.errors import ConfigError
+
+_KEYS: Mapping[str, list[Any]] = FACTS["settings"] | FACTS["config"]
+"""Attribute of a DeepSpeedConfig -> the key whose value it is, and DeepSpeed's default."""
 
 
 class DeepSpeedConfig:
@@ -36,7 +40,7 @@ class DeepSpeedConfig:
         self._world = world or (dist.get_world_size() if dist.is_initialized() else 1)
 
     def __getattr__(self, name: str) -> Any:
-        """``train_batch_size`` and the others of the batch; else the key of that name in the configuration."""
+        """``train_batch_size`` and the others of the batch; else a key of the configuration."""
         if name.startswith("__") or name in ("raw", "_world"):
             raise AttributeError(name)
         batch = {
@@ -48,7 +52,17 @@ class DeepSpeedConfig:
             return getattr(read_options(self.raw, world=self._world).batch, batch[name])
         if name in self.raw:
             return self.raw[name]
+        if name in _KEYS:
+            return value_in(self.raw, *_KEYS[name])
         raise AttributeError(f"the configuration has no {name!r}; engine.train_batch_size() and the like read it")
+
+
+def value_in(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A key's value, or the default; ``section.key`` is in a section."""
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return default if found is None else found
 
 
 def _raw(config: Any) -> dict[str, Any]:
@@ -80,3 +94,8 @@ def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_defau
 
 
 get_list_param = get_dict_param = get_scalar_param
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """The norm to which gradients are clipped; 0: they are not."""
+    return get_scalar_param(param_dict, "gradient_clipping", FACTS["constants"]["GRADIENT_CLIPPING_DEFAULT"])

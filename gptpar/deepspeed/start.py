@@ -18,8 +18,7 @@ from gptpar.deepspeed.engines.initialize import initialize as initialize_engine
 from gptpar.deepspeed.engines.schedulers import SCHEDULERS
 from gptpar.deepspeed.leaf_modules import mark_configured
 from gptpar.deepspeed.processes import PORT, init_distributed
-from gptpar.deepspeed.zero_parameters import in_init, mark_trained, owner_of, take_recording
-from gptpar.errors import GptparError
+from gptpar.deepspeed.zero_parameters import end_init, mark_trained, owner_of, take_recording
 from gptpar.system.host import peak_process_memory
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -68,14 +67,10 @@ def initialize(
     DeepSpeed's attributes ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``. A model that an engine trains goes
     over to the new one: once the configuration is checked, the former engine is closed, with a warning.
 
-    Raises:
-        GptparError: this is inside of ``zero.Init``.
+    A ``zero.Init`` around it ends here, so that what is built after it in the same block has memory.
     """
-    if in_init():
-        raise GptparError(
-            "deepspeed.initialize inside of zero.Init, where no tensor has memory: call it after the block."
-        )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    end_init()
     former = _former_engine(model) if isinstance(model, nn.Module) else None
     recording = take_recording(model) if isinstance(model, nn.Module) else None
     found = initialize_engine(

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.config``: sections of the configuration as objects, with DeepSpeed's defaults."""
+"""``deepspeed.runtime.zero.config``, ``precision_config``: sections of the configuration as objects with defaults."""
 
 from __future__ import annotations
 
@@ -155,3 +155,31 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """The section ``zero_optimization`` of a configuration; ``true`` is stage 1, as long ago."""
     section = param_dict.get("zero_optimization", {})
     return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
+
+
+class DeepSpeedFP16Config(_Section):
+    """The section ``fp16``."""
+
+    _title = "fp16"
+    _defaults = _defaults_of("fp16")
+
+    def initial_dynamic_scale(self) -> int:
+        """The first loss scale, where it is dynamic."""
+        return 2 ** int(vars(self)["initial_scale_power"])
+
+
+class DeepSpeedBF16Config(_Section):
+    """The section ``bf16``."""
+
+    _title = "bf16"
+    _defaults = _defaults_of("bf16")
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """The section ``fp16`` of a configuration."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """The section ``bf16`` of a configuration, or ``bfloat16``, its former name."""
+    return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))

@@ -13,16 +13,16 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from gptpar.adapter.deferred import Recording, _OnMeta, deferred_init
+from gptpar.adapter.deferred import Recording, _AsOnCpu, _on_meta, _OnMeta, deferred_init
 from gptpar.deepspeed.engines.arguments import mpu_problems
 from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.deepspeed.processes import init_distributed
@@ -86,14 +86,17 @@ class Init:
         data_parallel_group, sequence_data_parallel_group, mpu: describe the processes: data parallelism over all.
         remote_device: ``cpu``, a GPU or none: the configuration's ``offload_param`` says where parameters are.
         enabled: whether the context does anything.
+        dtype: of the floating-point parameters at the end of the context, whose values are rounded to it; default:
+            they keep their own. A configuration with ``fp16`` or ``bf16`` has the last word, in ``initialize``.
         zero_quantized_weights, zero_quantized_nontrainable_weights: false.
 
-    The other arguments choose memory and messages, which ``initialize`` chooses here; parameters get the
-    configuration's number format there, too.
+    The other arguments choose memory and messages, which ``initialize`` chooses here.
 
     Raises:
-        ConfigError: on entry: processes, device or weights are to be others; it names all.
+        ConfigError: on entry: processes, device, weights or number format cannot be; it names all.
     """
+
+    _outermost: ClassVar[Init | None] = None
 
     def __init__(
         self,
@@ -118,7 +121,9 @@ class Init:
         self._recording: Recording | None = None
         self._modules: list[nn.Module] = []
         self._mpu, self._groups = mpu, (data_parallel_group, sequence_data_parallel_group)
-        self._problems = []
+        self._dtype, self._problems = dtype, []
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            self._problems.append(f"zero.Init: dtype is {dtype!r}: give torch.float32 or another format of floats.")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             self._problems.append("zero.Init: quantized weights would change the numbers: leave them out.")
         if remote_device == "nvme" or param_swapper is not None:
@@ -128,10 +133,11 @@ class Init:
                 _mark(parameter, ValueOwner(), divided=True)
 
     def __enter__(self) -> Init:
+        outer = Init._outermost
         if self._enabled and not in_init():
             init_distributed()
             self._check()
-            self._recording = self._stack.enter_context(deferred_init(seed=None))
+            Init._outermost, self._recording = self, self._stack.enter_context(deferred_init(seed=None))
             for register in (
                 torch_module.register_module_parameter_registration_hook,
                 torch_module.register_module_buffer_registration_hook,
@@ -139,6 +145,8 @@ class Init:
             ):
                 hook = register(lambda module, name, value: self._modules.extend(_modules_of(module, value)))
                 self._stack.callback(hook.remove)
+        elif self._enabled and outer is not None and self._dtype not in (None, outer._dtype):
+            raise ConfigError([f"zero.Init: dtype is {self._dtype}, and {outer._dtype} around it: give both the same."])
         return self
 
     def _check(self) -> None:
@@ -155,9 +163,20 @@ class Init:
             raise ConfigError(problems)
 
     def __exit__(self, *exception: object) -> None:
+        if self._recording is not None:
+            self._end(failed=exception[0] is not None)
+        elif (outer := Init._outermost) is not None and outer._recording is not None:
+            _mark_built(outer._recording, outer._modules)
+
+    def _end(self, *, failed: bool = False) -> None:
+        recording, modules = self._recording, dict.fromkeys(self._modules)
+        for parameter in [p for module in modules for p in module.parameters(recurse=False)]:
+            if self._dtype is not None and parameter.is_floating_point() and not failed:
+                parameter.data = parameter.data.to(self._dtype)
         self._stack.close()
-        if self._recording is not None and exception[0] is None:
-            _finish(self._recording, dict.fromkeys(self._modules))
+        Init._outermost = self._recording = None
+        if recording is not None and not failed:
+            _finish(recording, modules)
 
 
 def in_init() -> bool:
@@ -165,16 +184,33 @@ def in_init() -> bool:
     return any(isinstance(mode, _OnMeta) for mode in _get_current_dispatch_mode_stack())
 
 
+def end_init() -> None:
+    """End the ``zero.Init`` around this, if there is one: ``initialize`` and training need tensors with memory.
+
+    Raises:
+        GptparError: tensors have no memory for another reason, or a mode of torch was begun inside of ``zero.Init``.
+    """
+    modes = _get_current_dispatch_mode_stack()[-1:] + _get_current_function_mode_stack()[-1:]
+    if in_init() and (Init._outermost is None or [*map(type, modes)] != [_OnMeta, _AsOnCpu]):
+        raise GptparError("deepspeed.initialize where no tensor has memory: call it after that block.")
+    if Init._outermost is not None:
+        Init._outermost._end()
+
+
 def _modules_of(module: nn.Module, value: object) -> list[nn.Module]:
     return [module, value] if isinstance(value, nn.Module) else [module]
 
 
+def _mark_built(recording: Recording, modules: Iterable[nn.Module]) -> None:
+    for parameter in [p for module in modules for p in module.parameters(recurse=False)]:
+        if _on_meta(parameter) and not hasattr(parameter, "ds_id"):
+            _mark(parameter, ValueOwner(recording), divided=True)
+
+
 def _finish(recording: Recording, modules: Iterable[nn.Module]) -> None:
     """Mark the parameters of modules that were built, and give their other tensors values."""
+    _mark_built(recording, modules)
     for module in modules:
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_meta and not hasattr(parameter, "ds_id"):
-                _mark(parameter, ValueOwner(recording), divided=True)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = recording.make(buffer, "cpu", name)

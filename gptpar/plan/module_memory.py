@@ -119,7 +119,7 @@ def estimate_memory(
     _require_types(model, world)
     world = int(world)
     options = read_options(config, world=world)
-    plan = find_units(model, options.units, dtype=options.dtype)
+    plan = find_units(model, options.units, dtype=options.dtype, buffers=options.buffer_dtype)
     data = DataAxes.of(Topology(Mesh(data=world), 0, torch.device("cpu")), options.zero_stage)
     parameters = dict(model.named_parameters())
     groups = _groups(parameters, options, model)

@@ -52,8 +52,8 @@ def test_quickstart_in_order(tmp_path: Path) -> None:
 
 
 def test_deepspeed_json(tmp_path: Path) -> None:
-    """The block under "From DeepSpeed: the JSON": two processes, a part of the optimizer on the CPU."""
-    script = block("moving-over.md", "From DeepSpeed: the JSON", "bash")
+    """The block under "The file with `gptpar pretrain`": two processes, a part of the optimizer on the CPU."""
+    script = block("moving-over.md", "The file with `gptpar pretrain`", "bash")
     output = verbs(script.replace("gptpar pretrain", "python -m gptpar pretrain"), tmp_path)
     assert re.search(r"cpu optimizer ratio +0\.3 +\(?ds\.json: zero_optimization\.offload_optimizer\.ratio", output)
     assert re.search(r"iteration +20/ +20 \| loss ", output) and re.search(r"global batch size +8 ", output)

@@ -45,14 +45,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def chosen_config(config: Any, config_params: Any, args: object) -> Any:
     """The configuration that was passed, if any; the file of ``args.deepspeed_config`` is read elsewhere.
 
-    ``config`` precedes ``config_params``, its former name; both precede an ``args.deepspeed`` that is not a flag.
+    ``config`` precedes ``config_params``, its former name; both precede an ``args.deepspeed`` that is not a flag, and
+    that ``args.deepscale_config``, the oldest name of ``args.deepspeed_config``.
     """
     for given in (config, config_params):
         if given is not None:
             return given
+    if getattr(args, "deepspeed_config", None) is not None:
+        return None
     flag = getattr(args, "deepspeed", None)
-    alone = getattr(args, "deepspeed_config", None) is None
-    return flag if alone and flag and isinstance(flag, str | os.PathLike | Mapping) else None
+    return flag if flag and isinstance(flag, str | os.PathLike | Mapping) else getattr(args, "deepscale_config", None)
 
 
 def before_meeting(distributed_port: int | None, dist_init_required: bool | None) -> None:

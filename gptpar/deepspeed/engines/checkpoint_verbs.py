@@ -9,7 +9,7 @@ from typing import Any
 from gptpar.deepspeed.engines import checkpoint
 from gptpar.deepspeed.engines.engine_state import EngineState, StepGradient
 from gptpar.deepspeed.engines.stored_state import Chosen, UsersPart
-from gptpar.errors import CheckpointError, wrong_type
+from gptpar.errors import ArgumentError, CheckpointError, wrong_type
 
 
 class CheckpointVerbs(EngineState):
@@ -98,6 +98,8 @@ class CheckpointVerbs(EngineState):
 
 
 def _require_path(name: str, folder: object) -> None:
-    """Raise a CheckpointError if this is no path; ``None`` is mostly a setting that is missing."""
+    """Raise an ArgumentError if this is no path; ``None`` and an empty text are mostly a setting that is missing."""
     if not isinstance(folder, str | os.PathLike):
-        raise CheckpointError(wrong_type(name, folder, "the path of a folder is needed"))
+        raise ArgumentError(wrong_type(name, folder, "the path of a folder is needed"))
+    if not os.fspath(folder):
+        raise ArgumentError(f'{name} is empty: the path of a folder is needed; "." is the present one.')

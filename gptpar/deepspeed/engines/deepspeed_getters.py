@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from gptpar.deepspeed.engines.dataset import make_loader
 from gptpar.deepspeed.engines.engine_state import EngineState
 from gptpar.deepspeed.names import FACTS
-from gptpar.deepspeed.settings import DeepSpeedConfig
+from gptpar.deepspeed.settings import DeepSpeedConfig, value_in
 from gptpar.errors import ConfigError
 from gptpar.topology.mesh import DATA
 
@@ -46,9 +46,7 @@ class DeepSpeedGetters(EngineState):
             return getattr(module, name)
 
     def _setting(self, key: str, default: Any = None) -> Any:
-        found: Any = self.options.config
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
+        found = value_in(self.options.config, key)
         if key.startswith(_ZERO) and isinstance(found, Mapping):  # a section, whose keys are read as attributes
             return SimpleNamespace(**{"device": _NONE} | dict(found)) if found.get("device", _NONE) != _NONE else None
         return default if found is None else found

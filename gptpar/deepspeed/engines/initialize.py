@@ -167,7 +167,7 @@ def _engine_of(
             _require_values(model)
         groups, options = groups_of(optimizer, model_parameters, model, options)
         trained = {parameter for group in groups for parameter in group["params"]}
-        plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
+        plan = find_units(model, options.units, dtype=options.dtype, buffers=options.buffer_dtype, trained=trained)
     require_same_model(model, groups)
     close_former(former)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
@@ -178,7 +178,7 @@ def _engine_of(
             watch.note(place)
 
     stage = ModuleStage(model, plan, note)
-    move_buffers(model, topology.device, recording)
+    move_buffers(model, topology.device, recording, options.buffer_dtype)
     parts = build_engine(stage, groups, options, topology, activity, watch, recording, wait_for=watch.wait_for)
     parts.engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     return ModuleEngine(stage, parts, groups, options, loss_fn)

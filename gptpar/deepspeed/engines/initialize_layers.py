@@ -100,7 +100,7 @@ def engine_of_pipeline(
         may_be_empty = topology.mesh.pipeline > 1
         groups, options = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=may_be_empty)
         trained = {parameter for group in groups for parameter in group["params"]}
-        plan = plan_layers(layers, dtype=options.dtype, trained=trained)
+        plan = plan_layers(layers, dtype=options.dtype, buffers=options.buffer_dtype, trained=trained)
     with all_or_none(topology.mesh.world_size):  # of the processes of a stage all fail, or none
         if topology.group(DATA) is not None:
             require_same_model(pipeline, groups, topology.group(DATA))
@@ -110,7 +110,7 @@ def engine_of_pipeline(
         pipeline.expect_dtype(options.dtype)
     for layer, group in pipeline.tied_groups.items():
         _follow_first(layers[layer], group, topology.device)
-    move_buffers(pipeline, topology.device, None)
+    move_buffers(pipeline, topology.device, None, options.buffer_dtype)
     parts = build_engine(stages, groups, options, topology, Activity.of_worker(), OrderWatch(topology))
     return PipelineEngine(pipeline, stages, parts, groups, options)
 

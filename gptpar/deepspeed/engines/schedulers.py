@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gptpar.adapter.options import SchedulerOptions
-from gptpar.errors import GptparError, is_whole
+from gptpar.errors import ArgumentError, GptparError, is_whole
 from gptpar.optim.step_schedules import FORMULAS, one_cycle_betas
 
 _COUNTS = {
@@ -28,12 +28,11 @@ _COUNTS = {
 ClientScheduler: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
 
-class ScheduleError(GptparError, ValueError):
-    """A schedule's parameter has a wrong value; torch's schedules raise a ValueError, too."""
-
-
 class StepScheduler(LRScheduler):
     """A schedule whose learning rate is a formula of the number of steps.
+
+    The formula's parameters are attributes, the first group's if lists give each its own; ``min_lrs`` and ``max_lrs``
+    are those of all groups.
 
     Args:
         optimizer: whose groups' learning rates are set.
@@ -43,7 +42,7 @@ class StepScheduler(LRScheduler):
         last_epoch: steps done by an optimizer whose state is being resumed; -1: none.
 
     Raises:
-        ScheduleError: a parameter has a wrong value, or a list another length than there are groups.
+        ArgumentError: a parameter has a wrong value, or a list another length than there are groups.
     """
 
     formula: ClassVar[Callable[..., float]]
@@ -53,12 +52,18 @@ class StepScheduler(LRScheduler):
         bound.apply_defaults()
         params = {name: value for name, value in bound.arguments.items() if name not in ("n", "lr")}
         _require_values(params, inspect.signature(self.formula).parameters)
-        self.params_of_groups = _of_each_group(optimizer, self.filled(params, optimizer))
+        self.params_of_groups = _of_each_group(optimizer, params)
         super().__init__(optimizer, last_epoch)
 
-    def filled(self, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The parameters, with those that follow from the optimizer."""
-        return params
+    def __getattr__(self, name: str) -> Any:
+        groups = vars(self).get("params_of_groups", [{}])
+        if name in groups[0]:
+            return groups[0][name]
+        rates = [key for key in groups[0] if name in ("min_lrs", "max_lrs") and key.endswith(name[:-1])]
+        if not rates:
+            raise AttributeError(f"a {type(self).__name__} has no {name!r}")
+        given = [params[rates[0]] for params in groups]
+        return [lr if rate is None else float(rate) for rate, lr in zip(given, self.base_lrs, strict=True)]
 
     def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
         """Set the learning rates of the next step.
@@ -77,14 +82,9 @@ class StepScheduler(LRScheduler):
 
 
 class WarmupLR(StepScheduler):
-    """From the lowest rate to the highest, which stays; default: the first group's rate for all, as in DeepSpeed."""
+    """From the lowest rate to the highest, which stays; default: each group's own rate, as in DeepSpeed 0.19.8."""
 
     formula = staticmethod(FORMULAS["WarmupLR"])
-
-    def filled(self, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The parameters with the highest rate."""
-        first = optimizer.param_groups[0]["lr"]
-        return {**params, "warmup_max_lr": first if params["warmup_max_lr"] is None else params["warmup_max_lr"]}
 
 
 class WarmupDecayLR(StepScheduler):
@@ -113,6 +113,12 @@ class OneCycle(StepScheduler):
     """One cycle of the rate, up and down; the first beta moves the other way unless ``cycle_momentum`` is false."""
 
     formula = staticmethod(FORMULAS["OneCycle"])
+
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which the rate grows."""
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        return first / (first + (first if second is None else second))
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the learning rates and betas of the next step."""
@@ -188,10 +194,10 @@ def _require_values(params: Mapping[str, Any], known: Mapping[str, inspect.Param
         value, least = params[name], _COUNTS[name]
         is_default = value is None and known[name].default is None
         if not is_default and not (is_whole(value) and value >= least):
-            raise ScheduleError(f"{name} is {value!r}: give a whole number of steps, {least} or more.")
+            raise ArgumentError(f"{name} is {value!r}: give a whole number of steps, {least} or more.")
     kind = params.get("warmup_type", "log")
     if kind not in ("log", "linear"):
-        raise ScheduleError(f"warmup_type is {kind!r}: give 'log' or 'linear'.")
+        raise ArgumentError(f"warmup_type is {kind!r}: give 'log' or 'linear'.")
 
 
 def _of_each_group(optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -201,7 +207,7 @@ def _of_each_group(optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) 
     for name, value in params.items():
         values = value if isinstance(value, list | tuple) else [value] * count
         if len(values) != count:
-            raise ScheduleError(
+            raise ArgumentError(
                 f"{name} has {len(values)} rate(s) for {count} parameter group(s): give one, or as many."
             )
         for group, own in zip(groups, values, strict=True):

@@ -21,3 +21,5 @@ def test_queries_of_a_grid() -> None:
 @pytest.mark.parametrize(("number", "factors"), [(1, (1, 1)), (2, (2, 1)), (12, (6, 2)), (8, (4, 2)), (7, (7, 1))])
 def test_two_factors(number: int, factors: tuple[int, int]) -> None:
     assert _two_factors(number) == factors
+    with pytest.raises(ValueError, match="0 has no prime factors"):
+        _two_factors(0)

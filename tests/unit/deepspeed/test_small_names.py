@@ -1,5 +1,6 @@
 """Tests of DeepSpeed's small names: operators that are here, constants, versions."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gptpar.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
-from gptpar.deepspeed.runtime import lr_schedules
+from gptpar.deepspeed.runtime import lr_schedules, precision_config
 from gptpar.deepspeed.utils.torch import required_torch_version
 
 import gptpar.deepspeed as deepspeed
@@ -49,7 +50,7 @@ def test_processes_meet_where_a_model_is_built() -> None:
         assert not dist.is_initialized()
     with deepspeed.zero.Init():
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        with pytest.raises(GptparError, match="initialize inside of zero.Init.*: call it after the block"):
+        with torch.device("cpu"), pytest.raises(GptparError, match="initialize where no tensor has memory"):
             deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
     value = torch.ones(2)
     deepspeed.comm.inference_all_reduce(value)
@@ -85,9 +86,51 @@ def test_zero_init_takes_deepspeeds_arguments_and_no_others() -> None:
     others = {"mem_efficient_linear": False, "remote_device": "cpu", "pin_memory": True, "config_dict_or_path": {}}
     with deepspeed.zero.Init(None, None, **others, config=None, dtype=torch.bfloat16, tensor_overrides=None):
         model = torch.nn.Linear(2, 2)
-    assert model.weight.is_meta
+    assert model.weight.is_meta and model.weight.dtype == torch.bfloat16
     with pytest.raises(TypeError, match="unexpected keyword argument 'remote_devise'"):
         deepspeed.zero.Init(remote_devise="cpu")
+
+
+def test_parameters_of_zero_init_are_rounded_to_its_number_format() -> None:
+    """And to no other: buffers keep theirs, and an engine trains what it was given."""
+    made = []
+    for context in (contextlib.nullcontext(), deepspeed.zero.Init(dtype=torch.bfloat16)):
+        torch.manual_seed(3)
+        with context:
+            made.append(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6)))
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    kept = deepspeed.initialize(model=made[1], config=config)[0].module_state_dict()
+    assert kept["0.weight"].dtype == torch.bfloat16 and kept["1.running_mean"].dtype == torch.float32
+    for name, value in made[0].state_dict().items():
+        assert torch.equal(kept[name], value.to(kept[name].dtype)), name
+    with deepspeed.zero.Init(dtype=torch.bfloat16), pytest.raises(GptparError, match="float16, and torch.bfloat16 aro"):
+        deepspeed.zero.Init(dtype=torch.float16).__enter__()
+
+
+def test_initialize_ends_the_zero_init_around_it() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            first = torch.nn.Linear(4, 4)
+        assert hasattr(first.weight, "ds_id")
+        engine = deepspeed.initialize(model=first, config=config)[0]
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            second = torch.nn.Linear(4, 4)
+        third = torch.nn.Linear(4, 4)
+    assert second.weight.is_meta and hasattr(second.weight, "ds_id") and not third.weight.is_meta
+    deepspeed.initialize(model=second, config=config)
+
+
+def test_sections_and_values_of_configurations() -> None:
+    fp16 = precision_config.get_float16_config({"fp16": {"enabled": True, "loss_scale": 128.0}})
+    assert (fp16.enabled, fp16.loss_scale, fp16.hysteresis, fp16.initial_dynamic_scale()) == (True, 128.0, 2, 65536)
+    assert precision_config.get_bfloat16_config({"bfloat16": {"enabled": True}}).check_grad_overflow
+    assert deepspeed.runtime.config.get_gradient_clipping({}) == deepspeed.runtime.constants.GRADIENT_CLIPPING_DEFAULT
+    found = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "data_types": {"param_dtype": "fp32"}})
+    assert (found.param_dtype, found.buffer_dtype, found.gradient_allreduce_op) == ("fp32", None, "mean")
+    assert deepspeed.runtime.zero.partition_parameters.partitioned_param_data_shape == [0]
 
 
 def test_processes_of_mpirun_without_ranks_do_not_each_train_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def test_precedence(tmp_path: Path) -> None:
     assert micro_batch_of(config=config(3), config_params=config(4)) == 3
     assert micro_batch_of(args=Namespace(deepspeed=str(path))) == 5
     assert micro_batch_of(args=Namespace(deepspeed=str(path)), config_params=config(4)) == 4
+    assert micro_batch_of(args=Namespace(deepscale_config=str(path))) == 5
     assert micro_batch_of(args=Namespace(deepspeed=config(7), deepspeed_config=str(path))) == 5
     for flag in (True, False, None, ""):
         assert chosen_config(None, None, Namespace(deepspeed=flag)) is None

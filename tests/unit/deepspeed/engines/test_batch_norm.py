@@ -57,13 +57,19 @@ def as_converted(precision: str, converts_norms: bool) -> nn.Module:
     return model
 
 
-@every_pair(offload=[{}, OFFLOAD], converted=[False, True], precision=list(HALF))
-def test_training(precision: str, converted: bool, offload: dict[str, Any]) -> None:
-    """Outputs, gradients and statistics of the first step are plain torch's bits; afterwards both stay together."""
-    plain = as_converted(precision, converts_norms=converted)
-    model = build().to(HALF[precision]) if converted else build()
-    engine = initialize(model, precision, zero_optimization={"stage": 1, **offload})
-    first = (plain if converted else build()).named_parameters()  # the engine's masters have the given values
+@every_pair(offload=[{}, OFFLOAD], converted=["", "model", "buffers"], precision=list(HALF))
+def test_training(precision: str, converted: str, offload: dict[str, Any]) -> None:
+    """Outputs, gradients and statistics of the first step are plain torch's bits; afterwards both stay together.
+
+    ``converted``: what is 16-bit beside the parameters, by the program (``model``) or the configuration (``buffers``).
+    """
+    plain = as_converted(precision, converts_norms=bool(converted))
+    model = build().to(HALF[precision]) if converted == "model" else build()
+    types = {"data_types": {"buffer_dtype": precision}} if converted == "buffers" else {}
+    engine = initialize(model, precision, zero_optimization={"stage": 1, **offload}, **types)
+    first = (
+        plain if converted == "model" else build()
+    ).named_parameters()  # the engine's masters have the given values
     masters = {name: nn.Parameter(p.detach().float()) for name, p in first}
     adam = torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.0)
     for step in range(5):

@@ -70,10 +70,10 @@ def test_the_first_two_steps_have_the_lowest_rate() -> None:
     assert rates_of(lambda o: WarmupLR(o, 0.0, 2.0, 4), 6) == pytest.approx([2 * share for share in log], abs=1e-15)
 
 
-def test_a_warmup_is_at_least_two_steps_and_ends_at_the_first_groups_rate() -> None:
+def test_a_warmup_is_at_least_two_steps_and_ends_at_each_groups_rate() -> None:
     assert rates_of(lambda o: WarmupLR(o, warmup_num_steps=0, warmup_type="linear"), 4, 0.5) == [0, 0, 0.25, 0.5]
     found = rates_of(lambda o: WarmupLR(o, warmup_num_steps=2, warmup_type="linear"), 4, 0.5, 0.1)
-    assert found == [[0, 0], [0, 0], [0.25, 0.25], [0.5, 0.5]]
+    assert found == [[0, 0], [0, 0], [0.25, 0.05], [0.5, 0.1]]
     found = rates_of(lambda o: WarmupLR(o, (0, 0.1), (0.4, 0.3), 2, "linear"), 4, 0.5, 0.1)
     assert found[2] == pytest.approx([0.2, 0.2]) and found[3] == pytest.approx([0.4, 0.3])
 
@@ -213,6 +213,15 @@ def test_a_schedule_refuses_what_it_cannot_follow(kind: Any, params: dict[str, A
     rates_needed = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0} if kind is OneCycle else {}
     with pytest.raises(ValueError, match=f"^{message}"):
         kind(optimizer_of(0.1), **rates_needed, **params)
+
+
+def test_parameters_of_a_schedule_are_its_attributes() -> None:
+    cosine = WarmupCosineLR(optimizer_of(0.1, 0.2), 6, warmup_type="linear")
+    assert (cosine.warmup_type, cosine.total_num_steps, hasattr(cosine, "min_lrs")) == ("linear", 6, False)
+    assert WarmupLR(optimizer_of(0.1, 0.2)).max_lrs == [0.1, 0.2]
+    assert WarmupLR(optimizer_of(1.0, 1.0), warmup_max_lr=[0.1, 0.2]).max_lrs == [0.1, 0.2]
+    cycle = OneCycle(optimizer_of(0.1, 0.2), [0.001, 0.002], 0.01, cycle_first_step_size=30, cycle_second_step_size=10)
+    assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio) == ([0.001, 0.002], [0.01, 0.01], 0.75)
 
 
 def test_a_cycle_without_a_second_part_grows_and_decays() -> None:

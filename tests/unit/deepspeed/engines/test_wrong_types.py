@@ -86,6 +86,7 @@ def engine() -> Iterator[Any]:
 
 METHODS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda e: e.save_checkpoint(None), "engine.save_checkpoint: save_dir is of type NoneType: the path of"),
+    (lambda e: e.save_checkpoint(""), "engine.save_checkpoint: save_dir is empty: the path of a folder is needed"),
     (lambda e: e.load_checkpoint(5), "engine.load_checkpoint: load_dir is of type int: the path of"),
     (lambda e: e.set_train_batch_size("8"), "train_batch_size is of type str: a whole number of samples is needed."),
     (lambda e: e.set_train_batch_size(8.0), "train_batch_size is of type float: a whole number of samples is needed."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,16 @@ UNIT = Path(__file__).resolve().parent / "unit"
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _alone() -> Iterator[None]:
+    """A test depends on no other: gptpar.initialize, for one, sets RANK and WORLD_SIZE in the environment."""
     from tests.spawn import seed_everything
 
     seed_everything()
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 torch is imported where it is needed: the process that hands tests to others imports this file, and needs none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -3,8 +3,6 @@
 The server computes nothing, so it has no threads. A process that has computed may have threads, which its forks lack.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 

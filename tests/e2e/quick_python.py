@@ -4,8 +4,6 @@ A new process takes seconds of a core for its imports. Which signals a program o
 goes wrong, is tested with new processes.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Several machines, each played by a launcher with a folder in memory of its own, of which one is lost."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

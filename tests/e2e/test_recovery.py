@@ -1,7 +1,5 @@
 """Workers die in every way there is: the run goes on by itself, and its numbers are those of an undisturbed one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``gptpar benchmark --sweep`` as a user runs it: two processes on a CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

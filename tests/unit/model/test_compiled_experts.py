@@ -1,7 +1,5 @@
 """Compiled layers with experts, recomputed in every way, against the same layers uncompiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ torch may compile a function without its gradients, and report no error (:class:
 says when). So each function is tried here, whichever compiled code reaches it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial

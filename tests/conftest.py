@@ -17,7 +17,7 @@ UNIT = Path(__file__).resolve().parent / "unit"
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _independent() -> Iterator[None]:
     """A test depends on no other: gptpar.initialize, for one, sets RANK and WORLD_SIZE in the environment."""
     from tests.spawn import seed_everything
 

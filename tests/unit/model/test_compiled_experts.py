@@ -25,14 +25,14 @@ EXPERTS = (
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
 FULL = "--recompute-granularity full --recompute-method "
 CASES = [
-    pytest.param(SELECTIVE + "mlp", marks=pytest.mark.slow),
+    SELECTIVE + "mlp",
     SELECTIVE + "mlp layernorm core_attn --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
     SELECTIVE + "mlp --moe-expert-capacity-factor 0.75 --moe-router-load-balancing-type global_aux_loss "
     "--moe-aux-loss-coeff 0.1 --moe-layer-freq 2",
-    pytest.param(FULL + "uniform --recompute-num-layers 2", marks=pytest.mark.slow),
-    pytest.param(FULL + "block --recompute-num-layers 2 --moe-expert-capacity-factor 0.75", marks=pytest.mark.slow),
-    pytest.param("", marks=pytest.mark.slow),
+    FULL + "uniform --recompute-num-layers 2",
+    FULL + "block --recompute-num-layers 2 --moe-expert-capacity-factor 0.75",
+    "",
 ]
 
 
@@ -91,6 +91,7 @@ class Compiled(CaseRun):
         super().train(first, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", CASES)
 def test_compiled_layers_compute_what_others_do(flags: str, choices: list[bool]) -> None:
     """A block that is computed again takes the experts that it took, and none of its inputs has changed meanwhile."""

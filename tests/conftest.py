@@ -16,6 +16,14 @@ import pytest
 UNIT = Path(__file__).resolve().parent / "unit"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """No process of the fast tier needs a model of transformers, whose import takes seconds."""
+    from tests.forked import preload
+
+    if config.option.markexpr != "fast":
+        preload("transformers.models.gpt2.modeling_gpt2")
+
+
 @pytest.fixture(autouse=True)
 def _independent() -> Iterator[None]:
     """A test depends on no other: gptpar.initialize, for one, sets RANK and WORLD_SIZE in the environment."""

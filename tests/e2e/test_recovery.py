@@ -155,7 +155,7 @@ def test_any_module_goes_on_through_the_launcher(tmp_path: Path) -> None:
     assert states[0] == states[1] and states[0]
 
 
-LISTENS = """
+LISTENS = r"""
 import os, sys, time
 from pathlib import Path
 port = int(os.environ["MASTER_PORT"])
@@ -167,7 +167,8 @@ mine = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in (os.getpid(), os.getppid(
         for fd in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{fd}")}
 for row in table:
     if row[3] == "0A" and f"socket:[{row[9]}]" in mine:
-        print("listens", row[1].split(":")[0], int(row[1].split(":")[1], 16) == port, flush=True)
+        address, number = row[1].split(":")
+        os.write(1, f"listens {address} {int(number, 16) == port}\n".encode())  # at once: the other writes there, too
 dist.barrier()
 """
 

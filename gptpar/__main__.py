@@ -22,7 +22,7 @@ def run_as_program(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(main(argv))
     end_with_launcher()
     try:
-        status = main(argv)
+        status = main(argv, end=leave)
     except Exception:
         sys.excepthook(*sys.exc_info())
         status = 1

@@ -3,10 +3,9 @@
 torch is imported where it is needed: the process that hands tests to others imports this file, and needs none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +16,25 @@ import pytest
 UNIT = Path(__file__).resolve().parent / "unit"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """No process of the fast tier needs a model of transformers, whose import takes seconds."""
+    from tests.forked import preload
+
+    if config.option.markexpr != "fast":
+        preload("transformers.models.gpt2.modeling_gpt2")
+
+
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _independent() -> Iterator[None]:
+    """A test depends on no other: gptpar.initialize, for one, sets RANK and WORLD_SIZE in the environment."""
     from tests.spawn import seed_everything
 
     seed_everything()
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture

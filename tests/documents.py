@@ -1,7 +1,5 @@
 """The README and the pages of docs/, as tests read them: code blocks, and the commands in them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import dataclass

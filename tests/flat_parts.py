@@ -1,7 +1,5 @@
 """The boxes of a global tensor in a range of a flat buffer, as a shard of an optimizer holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The server computes nothing, so it has no threads. A process that has computed may have threads, which its forks lack.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 
@@ -12,5 +10,12 @@ START = os.environ.get("TESTS_START", "forkserver")
 """``spawn`` starts a new interpreter for each process, with its own hash seed, as torchrun does."""
 
 FORKED = multiprocessing.get_context(START)
-if START == "forkserver":
-    FORKED.set_forkserver_preload(["tests.preloaded"])
+
+
+def preload(*modules: str) -> None:
+    """Let the server import these modules, where they are installed, and then the tests'."""
+    if START == "forkserver":
+        FORKED.set_forkserver_preload([*modules, "tests.preloaded"])
+
+
+preload()

@@ -8,8 +8,6 @@ matrix products round differently elsewhere; so none are kept in the repository,
 GPUs the cases of one process run on the first of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Small models and configurations for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

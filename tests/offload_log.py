@@ -1,7 +1,5 @@
 """An event log for the CPU optimizers that a test makes through others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

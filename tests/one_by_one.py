@@ -1,7 +1,5 @@
 """Context-parallel ranks that gather keys and values, one after the other in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

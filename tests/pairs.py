@@ -1,7 +1,5 @@
 """Parameters of tests that meet in pairs, where all combinations would be many and no three of them interact."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules that the server of :mod:`tests.forked` imports, once for all processes that are forked from it."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest  # noqa: F401

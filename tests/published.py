@@ -10,8 +10,6 @@ is trained: a file starts if its configuration resolves. Files that ask for what
 whose variables or files nobody else has, are counted apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

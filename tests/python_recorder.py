@@ -1,7 +1,5 @@
 """A recorder of steps that needs no GPU: operators are noted, and done again in replays, into the same memory."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

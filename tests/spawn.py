@@ -10,8 +10,6 @@ with RankPool(2) as ranks:                    # processes that stay: Python and 
     assert ranks.run(sums, 10) == [10.0, 10.0]
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle
@@ -74,7 +72,7 @@ class RankPool:
         self._ranks: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> "RankPool":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from gptpar import __version__
 from gptpar.cli.flags import FACTS
@@ -23,8 +24,11 @@ def usage() -> str:
     return "\n".join([first, "", *lines])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, end: Callable[[int], NoReturn] | None = None) -> int:
     """Run a verb. Errors meant for the user are printed without a traceback.
+
+    Args:
+        end: see :func:`gptpar.system.command_line.run`.
 
     Returns:
         0 on success, 1 after an error, 2 for a wrong command line, 128 and the signal's number after a signal
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # A verb is imported inside `run`, because torch takes a second, in which the user may press Ctrl-C.
     module = f"{__name__}.{words[0].replace('-', '_')}"
-    return run(lambda rest: importlib.import_module(module).main(rest), words[1:])
+    return run(lambda rest: importlib.import_module(module).main(rest), words[1:], end)
 
 
 def _usage_or_version(words: Sequence[str]) -> int:

@@ -13,13 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from gptpar.errors import GptparError, missing_package, printable
 from gptpar.system.activity import FOLDER_VARIABLE
 from gptpar.system.restart import note_final
-from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
+from gptpar.system.stop import STOP_SIGNALS, StopAtOnce, Stopped, handling
 
 OTHERS_FIRST_SECONDS = 2.0
 """How long a worker other than the first waits before it prints its failure.
@@ -146,31 +145,32 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return super()._get_help_string(action)
 
 
-def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+def run(main: Callable[[list[str]], int], argv: list[str], end: Callable[[int], NoReturn] | None = None) -> int:
     """Call a verb's ``main`` and return its exit status.
 
     An error that the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr
     and status 1, or the error's own status. After a signal that asks to stop, the status is 128 plus its number.
+
+    Args:
+        end: ends a worker's process with the status of a verb that has returned. From the end of the verb's run on, no
+            signal changes that status.
     """
-    asked: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        stop_at_once(number, frame)
-
+    stop = StopAtOnce(ends_with_run=end is not None)
     # A background job of a shell ignores Ctrl-C from its start; that stays so.
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
     try:
         with handling(stop, numbers):
             prepare_process()
             status = main(argv)
-        sys.stdout.flush()
+            sys.stdout.flush()
+            if end is not None:
+                end(status)
         return status
     except (Stopped, KeyboardInterrupt) as error:
         return _stopped(error.signal if isinstance(error, Stopped) else signal.SIGINT)
     except Exception as error:
-        if asked:  # an extension module that was being imported has made another one of the exception
-            return _stopped(asked[0])
+        if stop.signal is not None:  # an extension module that was being imported has made another one of the exception
+            return _stopped(stop.signal)
         return _failed(error)
 
 

@@ -64,6 +64,31 @@ def handling(
             signal.signal(number, before)
 
 
+class StopAtOnce:
+    """The handler of a whole command, which calls :func:`stop_at_once`.
+
+    Args:
+        ends_with_run: the process does nothing after its :class:`StopRequest` but end. Signals are ignored then: a
+            request that has stopped the run by another worker would make a failure of this one, which has saved.
+
+    Attributes:
+        signal: the first one that came.
+    """
+
+    def __init__(self, ends_with_run: bool):
+        self.signal: int | None = None
+        self._ends_with_run, self._is_over = ends_with_run, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_over:
+            self.signal = self.signal or number
+            stop_at_once(number, frame)
+
+    def run_is_over(self) -> None:
+        """The block of :meth:`StopRequest.listening` has ended well."""
+        self._is_over = self._ends_with_run
+
+
 class StopRequest:
     """Notes that a signal asked the run to stop. A later Ctrl-C stops it at once, without saving.
 
@@ -81,9 +106,12 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Handle the signals inside the block; until :meth:`hold` they raise an exception."""
+        of_command = signal.getsignal(signal.SIGTERM)
         try:
             with handling(self._note):
                 yield self
+                if isinstance(of_command, StopAtOnce):
+                    of_command.run_is_over()
         except Exception:
             self._end_if_asked()  # an extension module that was being imported has made another one of the exception
             raise

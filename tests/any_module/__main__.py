@@ -6,8 +6,6 @@ python -m tests.any_module --full                                               
 python -m tests.any_module [NAME ...] --full                                         some cases in every layout
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 

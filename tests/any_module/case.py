@@ -1,7 +1,5 @@
 """What a case is: a tiny model, its data, its loss; and how it is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +139,7 @@ class Setup:
     accumulation: int = 1
     clip: float = 0.5
     steps: int = STEPS
-    saved_by: Setup | None = None
+    saved_by: "Setup | None" = None
 
     def __str__(self) -> str:
         words = [f"{self.world} rank{'s' * (self.world > 1)}", f"ZeRO-{self.stage}", f"CPU {self.ratio:g}"]

@@ -1,7 +1,5 @@
 """All cases by name: models, oddities and scenarios."""
 
-from __future__ import annotations
-
 from tests.any_module.case import by_name
 from tests.any_module.oddities import ODDITIES
 from tests.any_module.scenarios import SCENARIOS

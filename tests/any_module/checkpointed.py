@@ -1,7 +1,5 @@
 """Engines to save and load, steps of them, and all that a checkpoint must keep."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The deviation of one trace from another: the worst of each kind, and where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

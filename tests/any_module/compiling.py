@@ -1,7 +1,5 @@
 """Engines whose blocks are compiled, in four ways, by backends that need no compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

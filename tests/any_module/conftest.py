@@ -1,7 +1,5 @@
 """Processes that all tests share: Python, transformers and references are there once."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

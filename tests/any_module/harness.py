@@ -1,7 +1,5 @@
 """Training with an engine, observed: what a user writes, and the numbers that come out of it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The matrix of layouts: 1, 2 and 4 processes x ZeRO 0 to 3 x share of the optimizer on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs cases in processes that stay, beside references that are computed once."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +27,7 @@ class Bench:
         self._pools: dict[int, RankPool] = {}
         self._references: dict[Any, Trace] = {}
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> "Bench":
         return self
 
     def __exit__(self, *_: object) -> None:

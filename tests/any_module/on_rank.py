@@ -1,7 +1,5 @@
 """What a process of a pool runs: a case, half of it, or its reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lists of layers, their data, and what they are trained to by a plain loop and by an engine."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Sequence

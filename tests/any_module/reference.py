@@ -5,8 +5,6 @@ weights and gradient sums have the widest dtype of all trained parameters, at le
 number of micro-batches before the backward pass, as in torch's own loops, and sums by that of processes afterwards.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,15 +39,15 @@ class Trace:
     weights: list[Named] = field(default_factory=list)
     buffers: Named = field(default_factory=dict)
 
-    def since(self, step: int) -> Trace:
+    def since(self, step: int) -> "Trace":
         """Without the first steps."""
         return Trace(self.losses[step:], self.norms[step:], self.gradients[step:], self.weights[step:], self.buffers)
 
-    def until(self, step: int) -> Trace:
+    def until(self, step: int) -> "Trace":
         """The first steps alone, without buffers."""
         return Trace(self.losses[:step], self.norms[:step], self.gradients[:step], self.weights[:step])
 
-    def then(self, later: Trace) -> Trace:
+    def then(self, later: "Trace") -> "Trace":
         """The steps of both."""
         return Trace(
             self.losses + later.losses,

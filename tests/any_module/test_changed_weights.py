@@ -1,7 +1,5 @@
 """Weights that the user's code changes in place: the change counts as in plain torch, or a sentence says why not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

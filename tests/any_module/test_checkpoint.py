@@ -1,7 +1,5 @@
 """Saved at one stage and size, resumed at another: the numbers of a training that was never interrupted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

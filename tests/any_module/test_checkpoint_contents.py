@@ -1,7 +1,5 @@
 """What an engine's checkpoint keeps, what it replaces, and what is said where it does not fit."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter, OrderedDict

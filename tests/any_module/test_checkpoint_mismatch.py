@@ -1,7 +1,5 @@
 """What is said, and what stays, where an engine's checkpoint is damaged or does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

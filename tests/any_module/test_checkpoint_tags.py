@@ -1,7 +1,5 @@
 """Names of an engine's checkpoints, and what else may lie in their folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``engine.close()`` gives an ordinary module back, which another ``initialize`` takes."""
 
-from __future__ import annotations
-
 import gc
 import time
 from contextlib import nullcontext, suppress

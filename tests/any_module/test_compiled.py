@@ -1,7 +1,5 @@
 """Compiled blocks give the numbers of plain torch: hooks, recomputation and parameters that come and go included."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that do not make the same calls of an engine end with a sentence about it, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

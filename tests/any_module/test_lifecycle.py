@@ -1,7 +1,5 @@
 """What users do beside training: the engine goes on with the same numbers, or says what is wrong."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``safe_get_local_...`` and ``safe_set_local_...`` act on each process's elements, which together are the whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 A covering subset; ``python -m tests.any_module --full`` runs all of it: 1, 2 and 4 processes x ZeRO 0-3 x CPU share.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Verbs used in ways that have no meaning, or on one process alone: the engine goes on, or says what is wrong."""
 
-from __future__ import annotations
-
 import copy
 import io
 import linecache

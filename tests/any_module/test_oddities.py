@@ -1,7 +1,5 @@
 """Every oddity by name, on two processes with all of ZeRO, and every second one in one of three other layouts."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.any_module.case import Setup

@@ -1,7 +1,5 @@
 """Parameters that are given other memory after ``initialize`` are noticed before a step trains what nobody uses."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An error in a pipeline's ``train_batch``, which the training loop catches before it calls it again."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Layers in a pipeline: number formats, and modules that exist already."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

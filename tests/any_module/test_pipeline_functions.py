@@ -1,7 +1,5 @@
 """Functions among a pipeline's layers that use modules: every number of a plain loop, however the list is divided."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

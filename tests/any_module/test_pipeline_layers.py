@@ -1,7 +1,5 @@
 """Lists of layers under ``gptpar.initialize``: every number of a plain loop, however they are divided."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lists of layers under ``gptpar.initialize``: what is refused, on every stage alike."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Backward passes that the user begins, and gradients in ``.grad``, against plain torch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients that are read amid a step: refused within a pass or ``train_batch``, and later changes of weights count."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

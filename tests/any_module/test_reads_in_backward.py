@@ -1,7 +1,5 @@
 """Parameters that a backward pass reads late have the last step's values, where the CPU works ahead of the step."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What cannot be right is refused with a sentence, on every rank; nothing hangs, nothing is wrong in silence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress

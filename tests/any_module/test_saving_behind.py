@@ -1,7 +1,5 @@
 """An engine that saves behind the training writes what standing still would have written, whatever follows."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

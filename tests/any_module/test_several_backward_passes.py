@@ -1,7 +1,5 @@
 """Several backward passes in a step's last micro-batch: each adds to a gradient that was final, as in plain torch."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from typing import Any

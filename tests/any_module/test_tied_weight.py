@@ -1,7 +1,5 @@
 """A weight that is embedding and LM head: the CPU begins with the LM head's gradient, and no bit changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

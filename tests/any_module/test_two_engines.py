@@ -1,7 +1,5 @@
 """Loops with two engines, whose losses lead through each other's modules, against the same loop in plain torch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

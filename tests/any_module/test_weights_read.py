@@ -1,7 +1,5 @@
 """What a user reads of the weights outside of the model's call: the right numbers, or a sentence, never old ones."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The models of the proof: transformers' GPT-2 and Llama, a CNN with BatchNorm, an MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

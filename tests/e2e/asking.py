@@ -5,9 +5,10 @@ import os
 import socket
 import sys
 
-address, python, me, *words = sys.argv[1:]
+address, python, me, *asked_for = sys.argv[1:]
+words = asked_for[asked_for[:1] == ["-u"] :]
 if not (words[:2] == ["-m", "gptpar"] or words and words[0].endswith(".py")):
-    os.execv(python, [python, *words])
+    os.execv(python, [python, *asked_for])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect(address)
     asked = {"words": words, "executable": me, "folder": os.getcwd(), "environment": dict(os.environ)}

@@ -1,7 +1,5 @@
 """Commands as a user types them."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import json
@@ -108,7 +106,7 @@ class ForkedTemplate(Template):
     def __init__(self, ours: socket.socket, pid: int):
         self._socket, self._pid = ours, pid
 
-    def begin(self, program: Program, modules: Sequence[str], environment: Mapping[str, str]) -> ForkedTemplate:
+    def begin(self, program: Program, modules: Sequence[str], environment: Mapping[str, str]) -> "ForkedTemplate":
         """As :class:`Template` is made."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket.settimeout(REPLY_SECONDS)

@@ -1,7 +1,5 @@
 """Runs whose workers meet faults at chosen places, and what such a run has learnt."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

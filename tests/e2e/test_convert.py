@@ -1,7 +1,5 @@
 """Runs that begin with a Hugging Face model and export it, in any layout, as a user types them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the README, docs/ and the examples tell people to run does run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

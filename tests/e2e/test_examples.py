@@ -1,7 +1,5 @@
 """The programs of examples/deepspeed run to their end, with plain PyTorch's losses."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

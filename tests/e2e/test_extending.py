@@ -1,7 +1,5 @@
 """The worked examples of docs/extending.md are applied to a copy of the package, and their commands run there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Tried with transformers 5.24 and accelerate 1.15. PYTHONPATH may name a folder that has them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

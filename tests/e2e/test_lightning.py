@@ -4,8 +4,6 @@ Tried with lightning 2.6. PYTHONPATH may name a folder that has it. The strategy
 program pretends to have one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

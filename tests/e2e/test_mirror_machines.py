@@ -1,13 +1,13 @@
 """Several machines, each played by a launcher with a folder in memory of its own, of which one is lost."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from gptpar.checkpoint import latest
 from gptpar.system.restart import MEMORY_VARIABLE
 from tests.e2e.commands import command
+from tests.e2e.quick_python import quick_python
 from tests.e2e.recovery_runs import Finished, environment_with, run
 
 FLAGS = "--train-iters 12 --global-batch-size 4 --save-interval 100 --no-async-save --zero-stage 1"
@@ -41,10 +42,16 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def launch(meeting: str, flags: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[Path]:
+    with quick_python() as executable:
+        yield executable
+
+
+def launch(python: Path | str, meeting: str, flags: str, environment: dict[str, str]) -> subprocess.Popen[str]:
     """``gptpar launch`` as one machine of two runs it."""
     words = f"--nnodes 2 --nproc-per-node 1 --max-restarts 1 {meeting}"
-    python, module, package, *pretrain = command(flags)
+    _, module, package, *pretrain = command(flags)
     return subprocess.Popen(
         [python, module, package, "launch", *words.split(), module, package, *pretrain],
         env=environment,
@@ -64,12 +71,12 @@ def ended(launchers: list[subprocess.Popen[str]], seconds: float = 150) -> list[
             one.kill()
 
 
-def test_a_machines_processes_die_with_its_memory(tmp_path: Path) -> None:
+def test_a_machines_processes_die_with_its_memory(tmp_path: Path, python: Path) -> None:
     undisturbed = run(f"--nproc-per-node 2 {FLAGS}", tmp_path, "undisturbed")
     environment = environment_with(LOSES_A_MACHINE, tmp_path / "site")
     folder, meets = tmp_path / "run", f"--master-addr 127.0.0.1 --master-port {free_port()}"
     flags = f"{FLAGS} {MIRROR} --save {folder} --load {folder}"
-    launchers = [launch(f"{meets} --node-rank {node}", flags, environment) for node in range(2)]
+    launchers = [launch(python, f"{meets} --node-rank {node}", flags, environment) for node in range(2)]
     said = ended(launchers)
     assert [one.returncode for one in launchers] == [0, 0], "\n".join(said)
     assert "its own and its neighbour's files on each of 2 machines" in said[0]
@@ -88,11 +95,11 @@ if (rank, iteration) == (1, 8):
 """
 
 
-def test_a_final_error_is_not_repeated_and_the_copies_are_kept_on_all_machines(tmp_path: Path) -> None:
+def test_a_final_error_is_not_repeated_and_the_copies_are_kept_on_all_machines(tmp_path: Path, python: Path) -> None:
     environment = environment_with(FAILS, tmp_path / "site")
     folder, meets = tmp_path / "run", f"--rdzv-backend c10d --rdzv-id f --rdzv-endpoint 127.0.0.1:{free_port()}"
     flags = f"{FLAGS} {MIRROR} --save {folder} --load {folder}"
-    launchers = [launch(f"{meets} --rdzv-conf is_host={host}", flags, environment) for host in (1, 0)]
+    launchers = [launch(python, f"{meets} --rdzv-conf is_host={host}", flags, environment) for host in (1, 0)]
     said = ended(launchers)
     kept = [
         found for one in said for found in re.findall(rf"iteration 6 in memory is kept.* {MEMORY_VARIABLE}=(\S+) ", one)
@@ -112,11 +119,11 @@ def test_another_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     environment = environment_with(IS_LOST.replace("MARKER", str(tmp_path / "lost")), tmp_path / "site")
     folder, meets = tmp_path / "run", f"--rdzv-backend c10d --rdzv-id a --rdzv-endpoint 127.0.0.1:{free_port()}"
     flags = f"{FLAGS} {MIRROR} --save {folder} --load {folder}"
-    launchers = [launch(f"{meets} --rdzv-conf is_host={host}", flags, environment) for host in (1, 0)]
+    launchers = [launch(sys.executable, f"{meets} --rdzv-conf is_host={host}", flags, environment) for host in (1, 0)]
     deadline = time.monotonic() + 100
     while not any(one.poll() for one in launchers) and time.monotonic() < deadline:
         time.sleep(0.1)
-    launchers.append(launch(f"{meets} --rdzv-conf is_host=0", flags, environment))
+    launchers.append(launch(sys.executable, f"{meets} --rdzv-conf is_host=0", flags, environment))
     said = ended(launchers)
     assert [one.returncode for one in launchers] == [0, -signal.SIGKILL, 0], "\n".join(said)
     told = said[0] + said[2]

@@ -1,7 +1,5 @@
 """Two hosts, played by two network namespaces of one machine, train as one host with two processes does."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The tools as a user runs them: same bytes for any number of workers, and nothing left behind when stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line as a user runs it: train, stop, resume, generate, and be told what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A run is asked to stop as machines and people do it; what it has learnt is on the disk afterwards."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

@@ -1,14 +1,14 @@
 """``gptpar benchmark --sweep`` as a user runs it: two processes on a CPU."""
 
-from __future__ import annotations
-
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import gptpar
+from tests.e2e.commands import ENVIRONMENT, command
+from tests.e2e.quick_python import quick_python
 from tests.helpers import TINY
 
 SWEEP = (
@@ -20,7 +20,11 @@ SWEEP = (
 def test_two_layouts_and_two_micro_batches(tmp_path: Path) -> None:
     """Measured rows, fastest first, each a JSON line; one more layout is refused with its reason."""
     file, picture = tmp_path / "lines.jsonl", tmp_path / "sweep.png"
-    output = gptpar(f"{SWEEP.replace('pp2', 'tp3')} --json-lines {file} --png {picture}", "benchmark")
+    words = command(f"{SWEEP.replace('pp2', 'tp3')} --json-lines {file} --png {picture}", "benchmark")[1:]
+    with quick_python() as python:
+        done = subprocess.run([python, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     rows = re.findall(r"^ *(dp\d x tp\d x pp\d) +(\d) +([\d,.]+) +([\d,.]+) +- +-$", output, re.MULTILINE)
     assert {row[:2] for row in rows} == {("dp2 x tp1 x pp1", m) for m in "12"}
     speeds = [float(row[2].replace(",", "")) for row in rows]

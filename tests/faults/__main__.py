@@ -12,8 +12,6 @@ scheduler's choices. --record adds a line with the table to benchmarks/faults.js
 in docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

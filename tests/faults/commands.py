@@ -4,8 +4,6 @@ Workers that a launcher starts are ordinary Python processes, and so is a comman
 process that forks must have no other threads.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """Files of a stopped run that are damaged before it goes on: flipped bits, cut ends, other kinds of files."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

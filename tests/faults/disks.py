@@ -1,7 +1,5 @@
 """Disks that are full, refuse operations, or limit the size of a file."""
 
-from __future__ import annotations
-
 import errno
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Whole files and folders in the wrong place: swapped, renamed, from another run or time, left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

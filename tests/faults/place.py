@@ -1,7 +1,5 @@
 """The folder of one fault, and the oracles that judge its outcome."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil
@@ -50,12 +48,12 @@ class Place:
         self._started: list[Running] = []
         folder.mkdir(parents=True)
 
-    def with_data(self) -> Place:
+    def with_data(self) -> "Place":
         """Corpus and tokenizer, shared with all other faults."""
         (self.folder / "data").symlink_to(self.prepared.folder / "data")
         return self
 
-    def with_stopped_run(self) -> Place:
+    def with_stopped_run(self) -> "Place":
         """A copy of a run that was stopped in the middle, with its own corpus, tokenizer and index cache."""
         shutil.copytree(self.prepared.stopped, self.folder, dirs_exist_ok=True)
         return self

@@ -3,8 +3,6 @@
 Everything is made once, by the commands under test. Each fault has a copy of the stopped run, or a link to the data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Processes that are killed, asked to stop, or held up."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

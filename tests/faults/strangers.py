@@ -1,7 +1,5 @@
 """What strangers may have written: edited metas, malicious pickles, other programs' folders, lines that forge."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

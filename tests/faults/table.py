@@ -1,7 +1,5 @@
 """All kinds of faults, and the table of their outcomes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Steps of the tiny model on a GPU with its optimizer on the host."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Activations in host memory on a GPU: the same bits, and memory that the device has back between the passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One update, the same bits: Triton's kernels beside torch's operators and the CPU's, and training at every ratio."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Recorded steps of any module on a GPU against launched ones: the same bits."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Attention sinks on a GPU: flash attention's kernels and one more key both compute what a softmax in fp64 says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Context parallelism on GPUs: what a kernel computes of gathered keys, what is kept, and training on two GPUs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gradients that leave the GPU as soon as they are final: the same bits, bounded memory, and a loop that waits."""
 
-from __future__ import annotations
-
 import gc
 import time
 

@@ -1,7 +1,5 @@
 """Training on a GPU with deterministic kernels alone: two runs have the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

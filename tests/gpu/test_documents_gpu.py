@@ -1,7 +1,5 @@
 """Documents on a GPU: flash attention of variable length computes what a mask in fp64 says."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import accumulate
 

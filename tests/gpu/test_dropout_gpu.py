@@ -1,7 +1,5 @@
 """Dropout on a GPU: hidden states lose what they lose on the CPU; attention's masks belong to groups of heads."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts on a GPU: the grouped kernel in bf16, with empty experts and without rows, computes what fp64 says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

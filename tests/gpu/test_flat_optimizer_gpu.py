@@ -1,7 +1,5 @@
 """The device's AdamW on a GPU, by our kernel and by torch's, against torch's AdamW in double precision."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

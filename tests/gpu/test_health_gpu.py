@@ -1,7 +1,5 @@
 """Outliers on a GPU: recorded steps and the CPU optimizer's speculation decide as launched steps do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Triton kernels against the same in torch's operators, with shapes that do not fill whole tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

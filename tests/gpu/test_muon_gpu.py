@@ -1,7 +1,5 @@
 """Muon on a GPU: the fused elementwise parts have the bits of torch's operators, and no ratio changes a bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

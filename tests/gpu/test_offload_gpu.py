@@ -1,7 +1,5 @@
 """Offload on a GPU: the same numbers as without it, in every order of events, and memory that has left the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TwinFlowAdamW on a GPU against torch's AdamW there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Windows on a GPU: the kernel without a mask computes what the mask in fp64 says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps of the tiny model on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -13,8 +13,6 @@ With ``--fast``, only tests of the fast tier run: those that a mutation names, t
 returns 1 if they catch less than 70 % of the mutations.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Runs the tests of a mutation with pytest, in a fork of this process, which has imported torch and other packages."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

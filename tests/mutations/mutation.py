@@ -1,7 +1,5 @@
 """One mistake: where it is put into the code, and which tests have to notice it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ A mistake is a block of lines: its name, ``-`` before the lines that are right, 
 place (none: nothing does), and ``=`` before each test that must notice it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A case is a layout with flags, as ``check-layouts`` tries them. Where all combin
 command does it; a family has the few cases that together meet each pair of what its model makes difficult.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that were started differently (other flags, another version, another model) refuse to train together."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

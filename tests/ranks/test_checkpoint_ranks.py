@@ -1,7 +1,5 @@
 """Several processes (gloo): layouts, agreement on which checkpoint is good, and errors that reach every rank."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Cyclic training and full validation give the same numbers in every layout."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

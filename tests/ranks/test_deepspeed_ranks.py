@@ -1,7 +1,5 @@
 """Programs with DeepSpeed's names on two processes have plain torch's numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import tempfile

@@ -1,7 +1,5 @@
 """Scores of tasks do not depend on the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts compute one process's numbers in every layout: losses, gradients, weights, bias and counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints that a former version wrote load into other layouts: the same bits, and the same steps after them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gathers of parameters that other processes begin late."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

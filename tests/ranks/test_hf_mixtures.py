@@ -1,7 +1,5 @@
 """Mixtures of Hugging Face train as in transformers, on one process and in layouts that divide experts and blocks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layouts, ZeRO stages, schedules, recomputation and offload compute what one process does, and resume each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

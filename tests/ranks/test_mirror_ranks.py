@@ -1,7 +1,5 @@
 """Copies in the memories of several machines, each played by a folder: what one machine loses the others bring back."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

@@ -1,7 +1,5 @@
 """A user's module trains as in plain PyTorch, and one that does not is found out."""
 
-from __future__ import annotations
-
 from math import inf
 
 import pytest

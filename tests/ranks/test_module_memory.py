@@ -1,7 +1,5 @@
 """``estimate_memory`` says what the engine really takes: its tensors' storages, summed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The curves of an engine on two processes: the first process writes the mean of all losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that processes send each other: all bytes, in blocks, and an error of one is everyone's."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An outlier is skipped alike in every layout, and each layer's norms are those of one process, to 1e-10 in fp64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

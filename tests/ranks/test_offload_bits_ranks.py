@@ -1,7 +1,5 @@
 """Where an element is updated changes no bit on several processes either: each process's state at every ratio."""
 
-from __future__ import annotations
-
 import pytest
 
 from gptpar.data.loader import MicroBatch

@@ -1,7 +1,5 @@
 """The public pipeline with a model that is not a GPT: the loss and every gradient of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ The format stands for fp8: operands are rounded to it, with a scale for each blo
 split model computes what the whole one does, although both round coarsely.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

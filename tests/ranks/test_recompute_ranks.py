@@ -1,7 +1,5 @@
 """Saved inputs cut over the ranks that hold the same input."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """A run of several processes owns its folder as one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

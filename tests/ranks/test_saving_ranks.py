@@ -1,7 +1,5 @@
 """Behind the training of several processes, a save writes what standing still would have written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """The model split over tensor ranks against the whole one: loss and every gradient, in fp64."""
 
-from __future__ import annotations
-
 from functools import partialmethod
 from typing import Any
 from unittest.mock import patch

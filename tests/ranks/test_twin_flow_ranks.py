@@ -1,7 +1,5 @@
 """TwinFlowAdamW where parameters or batches are divided over processes, against torch's AdamW on one."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """One small module an oddity, by name: what strangers' modules do that a flat engine may not expect."""
 
-from __future__ import annotations
-
 from tests.any_module.case import by_name
 from tests.any_module.oddities.flow import FLOW
 from tests.any_module.oddities.freezing import FREEZING

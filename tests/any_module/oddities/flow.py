@@ -1,7 +1,5 @@
 """Oddities of the forward pass: what goes in and out of blocks, what happens between them, recomputation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

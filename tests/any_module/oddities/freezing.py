@@ -1,7 +1,5 @@
 """Parameters that are frozen and trained again between steps."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

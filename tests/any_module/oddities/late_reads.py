@@ -1,7 +1,5 @@
 """Parameters that a backward pass reads after it has formed their gradient: autograd does not order these reads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

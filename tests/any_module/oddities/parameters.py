@@ -1,7 +1,5 @@
 """Oddities of parameters and buffers: who shares them, who reads them, what they look like."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

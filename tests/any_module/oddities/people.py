@@ -1,7 +1,5 @@
 """Modules as people bring them, each small: adapters, recurrent nets, diffusion, contrast, meta-learning, experts."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

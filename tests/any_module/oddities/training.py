@@ -1,7 +1,5 @@
 """Oddities of how a model is trained: several passes, several losses, groups, schedules, compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What users do beside training, by name: the engine goes on with the same numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.any_module.case import Case, by_name

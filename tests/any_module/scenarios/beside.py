@@ -1,7 +1,5 @@
 """What users do beside training that must not change it."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import Any

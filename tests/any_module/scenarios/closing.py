@@ -1,7 +1,5 @@
 """The user closes an engine, and trains the module in another one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

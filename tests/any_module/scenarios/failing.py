@@ -1,7 +1,5 @@
 """Passes that end in an error: the user catches it and calls the model again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

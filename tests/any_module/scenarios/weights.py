@@ -1,7 +1,5 @@
 """The user writes and reads the model's weights."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.any_module.case import Case, Setup

@@ -1,7 +1,5 @@
 """What people and file systems do to the folders of a run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

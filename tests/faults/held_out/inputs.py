@@ -1,7 +1,5 @@
 """What a run reads changes under it: corpora, tokenizers, flags, the number of processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

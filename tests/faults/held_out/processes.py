@@ -1,7 +1,5 @@
 """Signals and deaths in other orders: bursts, closed terminals, frozen machines, deaths with restarts."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

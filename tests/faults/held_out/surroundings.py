@@ -1,7 +1,5 @@
 """What surrounds a process: limits, users, variables, descriptors, the clock, memory file systems, ports."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

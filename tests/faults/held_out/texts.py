@@ -1,7 +1,5 @@
 """Texts and sizes that no program writes: absurd JSON, later versions, files of a terabyte."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -12,8 +12,6 @@ library, because it is loaded before everything else. The specification is the J
     count    a file to which the number of operations is written, with ``-RANK`` behind its name
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """Gradients that the user replaces, or gives to parameters without one, beside plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

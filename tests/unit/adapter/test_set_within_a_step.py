@@ -3,8 +3,6 @@
 The CPU optimizer has worked ahead by then.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Nests of tensors, as users' batches are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """A new folder appears whole or not at all, and an error names what it is about."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron-DeepSpeed's optimizer state comes along: training goes on as plain torch would have gone on."""
 
-from __future__ import annotations
-
 import math
 import sys
 import types
@@ -45,7 +43,7 @@ class Plain:
     optimizer: torch.optim.AdamW
 
     @staticmethod
-    def begin(dtype: torch.dtype) -> Plain:
+    def begin(dtype: torch.dtype) -> "Plain":
         stage, weights = our_model(f"{GPT2} --softmax-over-padding")  # as Megatron trains
         stage.place({name: value.to(dtype) for name, value in weights.items()})
         named = stage.global_parameters().values()

@@ -1,7 +1,5 @@
 """Compiled layers with experts, recomputed in every way, against the same layers uncompiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,28 +11,28 @@ from torch._dynamo.backends.common import aot_autograd
 from gptpar.cli.check_layouts import SMALL
 from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.config.sections.recompute import RecomputeConfig
+from gptpar.config import Config
 from gptpar.model.experts import layer, routing
 from gptpar.model.experts.products import _parts_of
 from tests.ranks.layout_cases import TOLERANCE, Family, run_alone
 
-LAYERS, MICRO_BATCHES = 3, 2
+MICRO_BATCHES = 2
 EXPERTS = (
-    f"--num-layers {LAYERS} --global-batch-size {2 * MICRO_BATCHES} --micro-batch-size 2 --swiglu "
+    f"--num-layers 2 --global-batch-size {2 * MICRO_BATCHES} --micro-batch-size 2 --swiglu "
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --num-experts 4 "
     "--moe-ffn-hidden-size 16 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --fp64 "
 )
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
-FULL = "--recompute-granularity full --recompute-method "
+FULL = "--num-layers 3 --recompute-granularity full --recompute-method "
 CASES = [
-    pytest.param(SELECTIVE + "mlp", marks=pytest.mark.slow),
+    SELECTIVE + "mlp",
     SELECTIVE + "mlp layernorm core_attn --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
     SELECTIVE + "mlp --moe-expert-capacity-factor 0.75 --moe-router-load-balancing-type global_aux_loss "
     "--moe-aux-loss-coeff 0.1 --moe-layer-freq 2",
-    pytest.param(FULL + "uniform --recompute-num-layers 2", marks=pytest.mark.slow),
-    pytest.param(FULL + "block --recompute-num-layers 2 --moe-expert-capacity-factor 0.75", marks=pytest.mark.slow),
-    pytest.param("", marks=pytest.mark.slow),
+    FULL + "uniform --recompute-num-layers 2",
+    FULL + "block --recompute-num-layers 2 --moe-expert-capacity-factor 0.75",
+    "",
 ]
 
 
@@ -93,6 +91,7 @@ class Compiled(CaseRun):
         super().train(first, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", CASES)
 def test_compiled_layers_compute_what_others_do(flags: str, choices: list[bool]) -> None:
     """A block that is computed again takes the experts that it took, and none of its inputs has changed meanwhile."""
@@ -107,12 +106,13 @@ def test_compiled_layers_compute_what_others_do(flags: str, choices: list[bool])
     for name in ("expert bias", "choices of experts"):
         assert torch.equal(found.weights[-1][name], wanted.weights[-1][name])
     calls = 2 * MICRO_BATCHES * len(run.trainer.experts.names)
-    again = calls if "mlp" in flags else 2 * MICRO_BATCHES * of_all(run.config.recompute)
+    again = calls if "mlp" in flags else 2 * MICRO_BATCHES * of_all(run.config)
     assert (choices.count(False), choices.count(True)) == (calls, again)
 
 
-def of_all(config: RecomputeConfig) -> int:
+def of_all(config: Config) -> int:
     """How many blocks are recomputed whole."""
-    if config.recompute_granularity != "full":
+    recompute, layers = config.recompute, config.model.num_layers
+    if recompute.recompute_granularity != "full":
         return 0
-    return LAYERS if config.recompute_method == "uniform" else config.recompute_num_layers or LAYERS
+    return layers if recompute.recompute_method == "uniform" else recompute.recompute_num_layers or layers

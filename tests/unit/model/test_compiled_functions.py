@@ -4,8 +4,6 @@ torch may compile a function without its gradients, and report no error (:class:
 says when). So each function is tried here, whichever compiled code reaches it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -173,7 +171,10 @@ def gradients(call: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torc
 @pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(one, marks=pytest.mark.slow) for one in (torch.float64, torch.bfloat16))]
 )
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "tensor_parallel.axis.Collective")) for one in FUNCTIONS],
+)
 def test_compiled_gradients_are_those_of_uncompiled_code(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

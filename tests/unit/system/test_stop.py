@@ -4,10 +4,11 @@ import contextlib
 import os
 import signal
 import time
+from typing import NoReturn
 
 import pytest
 
-from gptpar.system import stop
+from gptpar.system import command_line, stop
 from gptpar.system.stop import STOP_SIGNALS, Stopped, StopRequest, handling, stop_at_once
 
 
@@ -74,3 +75,22 @@ def test_a_request_in_start_up_is_not_lost_where_its_exception_is(number: signal
             send(number)
         request.hold()
         raise AssertionError("there is something to save now, and the request is forgotten")
+
+
+def test_a_request_after_a_workers_run_changes_nothing() -> None:
+    """It may come later to one worker than to the others, whose request has stopped this one's run."""
+
+    def verb(argv: list[str]) -> int:
+        with StopRequest().listening() as request:
+            request.hold()
+        send(signal.SIGTERM)
+        return 0
+
+    def end(status: int) -> NoReturn:
+        send(signal.SIGTERM)
+        raise SystemExit(status)
+
+    assert command_line.run(verb, []) == 143
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(verb, [], end)
+    assert ended.value.code == 0

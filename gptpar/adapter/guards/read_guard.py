@@ -156,8 +156,7 @@ class ReadGuard:
                 raise GptparError(self._told("{} was to get other memory by .data = ...", args[:1]) + IN_PLACE)
             if not (name in ABOUT or attribute and attribute not in VIEWS):
                 for guard in (self, *others):
-                    if not guard._is_watching():
-                        guard._bring((args, kwargs))
+                    guard._bring((args, kwargs))
             if name == "__get__" and attribute == "data":
                 return args[0].detach()  # has the parameter's version, which tells that it was changed in place
             return function(*args, **kwargs)
@@ -178,7 +177,8 @@ class ReadGuard:
         return function(like, *args[1:], **kwargs) is like
 
     def _bring(self, values: Any) -> None:
-        tensors = list(tensors_in(values))
+        """Gather the units of parameters among some values, unless an operator's observer does."""
+        tensors = [] if self._is_watching() else list(tensors_in(values))
         units = dict.fromkeys(self._unit_of[id(one)] for one in tensors if id(one) in self._unit_of)
         if units:
             self._gatherer.keep_last_step()

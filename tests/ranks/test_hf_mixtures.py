@@ -53,7 +53,7 @@ class FromFolder(CaseRun):
 
     def __init__(self, config: Config, topology: Topology):
         super().__init__(config, topology)
-        start_from_hf(Path(config.checkpoint.load_hf or ""), self._state("weights"), None)
+        start_from_hf(Path(config.checkpoint.load_hf or ""), self.trainer.engine.optimizer.parts("weights"), None)
         self.trainer.engine.publish()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,21 +115,29 @@ def _section_problems(kind: type, asked: dict[str, object], section: str) -> Ite
             yield from _field_problems(spec, hints[spec.name], asked[spec.name], section)
 
 
+_LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "least": (operator.ge, "at least"),
+    "above": (operator.gt, "more than"),
+    "most": (operator.le, "at most"),
+}
+
+
 def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:
     """Problems of one field of the configuration: its type, its range, its word."""
     name, limits = f"config.{section}.{spec.name}", spec.metadata
     if problem := next(problem_of(hint, value, name, negative=True), None):
         yield problem
-    elif value is None or not limits:
+    if problem or value is None or not limits:
         return
-    elif limits["choices"] and not set(value if isinstance(value, list) else [value]) <= set(limits["choices"]):  # type: ignore[arg-type]
+    values: list[Any] = value if isinstance(value, list) else [value]
+    if limits["choices"] and not set(values) <= set(limits["choices"]):
         yield wrong_value(name, value, f"one of {', '.join(limits['choices'])}")
-    elif limits["least"] is not None and not value >= limits["least"]:  # type: ignore[operator]
-        yield wrong_value(name, value, f"at least {limits['least']}")
-    elif limits["above"] is not None and not value > limits["above"]:  # type: ignore[operator]
-        yield wrong_value(name, value, f"more than {limits['above']}")
-    elif limits["most"] is not None and not value <= limits["most"]:  # type: ignore[operator]
-        yield wrong_value(name, value, f"at most {limits['most']:,}")
+    for limit, (holds, words) in _LIMITS.items():
+        bound = limits[limit]
+        if bound is not None and not all(holds(one, bound) for one in values):
+            yield wrong_value(name, value, f"{words} {bound:,}")
+            return
+
 
 
 def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:

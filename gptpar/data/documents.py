@@ -10,6 +10,7 @@ import numpy as np
 
 from gptpar.data.blend import normalize, parse_data_path
 from gptpar.data.indexed import IndexedDataset
+from gptpar.errors import DataError
 
 NUM_SAMPLES = 64
 """Number of samples that are read to estimate a corpus's documents."""
@@ -95,10 +96,12 @@ def lengths_in_corpora(data_path: Sequence[str], seq_length: int) -> tuple[int, 
         seq_length: S.
 
     Raises:
-        DataError: the corpora cannot be opened.
+        DataError: the corpora cannot be opened, or have no token.
     """
     prefixes, weights = parse_data_path(data_path)
     corpora = [IndexedDataset(prefix).lengths for prefix in prefixes]
+    if not any(lengths.any() for lengths in corpora):
+        raise DataError(f"{', '.join(map(str, prefixes))}: there is no token, and so no sample.")
     random, found = np.random.default_rng(0), []
     for share, lengths in zip(normalize(weights or [c.sum(dtype=np.int64) for c in corpora]), corpora, strict=True):
         end = math.ceil(share * NUM_SAMPLES) * seq_length

@@ -101,7 +101,7 @@ class Overlap:
         before, old = self.submitted.get(local.unit, (None, version))
         if again or before is None or before.data_ptr() != grad.data_ptr() or version != old:
             self.submitted[local.unit] = grad, version
-            self.host.submit_gradient(local.unit, grad.reshape(-1)[local.on_device :])
+            self.host.submit_gradient(local.unit, grad.reshape(-1).contiguous()[local.on_device :])
 
     def step(
         self,

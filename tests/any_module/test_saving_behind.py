@@ -230,3 +230,18 @@ def test_a_script_that_ends_without_close_leaves_a_whole_checkpoint_and_no_threa
     assert names == {"iter_0000003": "first", "iter_0000005": "same"}
     assert (tmp_path / "latest").read_text() == "same" and not list(tmp_path.glob("*.tmp-*"))
     assert verify_checkpoint(tmp_path / "iter_0000005") == []
+
+
+def test_engines_of_one_program_save_into_one_folder(tmp_path: Path) -> None:
+    """The second save waits for the first, whose unfinished files it must not take for those of a dead save."""
+    engines = {tag: make(behind=True) for tag in ("generator", "critic")}
+    with slow_disk(0.2):
+        for tag, engine in engines.items():
+            train(engine, 0, 1)
+            engine.save_checkpoint(tmp_path, tag=tag)
+        for engine in engines.values():
+            engine.wait_for_checkpoint()
+    saved = {read_manifest(path).meta["tag"]: path for _, path in find_checkpoints(tmp_path)}
+    assert saved.keys() == engines.keys() and not any(verify_checkpoint(path) for path in saved.values())
+    for engine in engines.values():
+        engine.close()

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,9 @@ AMID_A_STEP = (
 
 Tensors = dict[str, torch.Tensor | TensorParts]
 
+_LAST_SAVERS: WeakValueDictionary[Path, Saver] = WeakValueDictionary()
+"""Folder -> what saved into it last: engines of one program may share a folder."""
+
 
 def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], tag: str | None, kept: UsersPart) -> str:
     """Save master weights, moments, buffers and numbers of the last step; every process calls it.
@@ -66,7 +70,7 @@ def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], ta
     forgiven once or twice (:class:`~gptpar.checkpoint.saver.Saver`): the next save tries again.
 
     Args:
-        saver: finishes the save before, which decides this one's number.
+        saver: finishes the save before, which decides this one's number, as another engine's into this folder does.
         save_dir: a folder that all processes share.
         tag: the checkpoint's name; default: ``global_step`` and the number of steps. It replaces one of that name.
         kept: what is saved beside the engine's state.
@@ -79,7 +83,9 @@ def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], ta
             cannot be stored (the error names all of them), and a folder of another program. Earlier checkpoints stay.
     """
     ranks, folder, behind = Ranks(None), Path(save_dir), engine.options.async_save
-    saver.finish()
+    for one in (_LAST_SAVERS.get(folder.resolve(), saver), saver):
+        one.finish()
+    _LAST_SAVERS[folder.resolve()] = saver
     given = f"global_step{engine.global_steps}" if tag is None else tag
     tag = agreed_tag(ranks, given, engine.options.tag_validation)
     engine.weights.settle()

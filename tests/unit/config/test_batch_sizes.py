@@ -72,6 +72,15 @@ def test_a_schedule_that_cannot_be_read_is_told(text: str, told: str) -> None:
 # --- what follows from it -------------------------------------------------------------------------------------------
 
 
+def test_each_number_of_a_stored_ramp_is_checked() -> None:
+    config = resolved("--train-samples 50 --global-batch-size 8 --rampup-batch-size 2 2 20", None)
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert complete(stored_config(stored, every_field(stored))[0]) == config
+    stored["batch"]["rampup_batch_size"][1] = 2**62
+    (problem,) = stored_config(stored, every_field(stored))[2]
+    assert "config.batch.rampup_batch_size" in problem and "at most" in problem
+
+
 def test_batches_of_a_schedule_by_hand() -> None:
     """2 from sample 0, 4 from sample 5, 8 from sample 15; a step has the size that holds where it starts."""
     config = resolved("--train-samples 50", "0:2 80:4 240:8")

@@ -7,6 +7,7 @@ import pytest
 
 from gptpar.data.documents import Documents, cumulative_lengths, lengths_in_corpora
 from gptpar.data.indexed import IndexedDatasetWriter
+from gptpar.errors import DataError
 
 EOD, LENGTH = 9, 64
 
@@ -40,6 +41,8 @@ def corpus(folder: Path, name: str, lengths: list[int]) -> str:
 def test_lengths_in_a_corpus_are_cut_by_samples(tmp_path: Path) -> None:
     assert set(lengths_in_corpora([corpus(tmp_path, "equal", [16] * 5)], LENGTH)) == {16}
     assert set(lengths_in_corpora([corpus(tmp_path, "long", [10_000])], LENGTH)) <= {LENGTH, 10_000 % LENGTH, 48}
+    with pytest.raises(DataError, match="there is no token"):
+        lengths_in_corpora([corpus(tmp_path, "empty", [0])], LENGTH)
     uneven = lengths_in_corpora([corpus(tmp_path, "uneven", [24] * 7)], LENGTH)
     assert sum(uneven) == 64 * LENGTH and sum(uneven) / len(uneven) == pytest.approx(24 * 64 / (64 + 16), rel=0.01)
 

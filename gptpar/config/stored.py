@@ -139,7 +139,6 @@ def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, sect
             return
 
 
-
 def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:
     """Options of a model that this version does not have; one that is off changes nothing."""
     for name in sorted(found.keys() - known):

@@ -88,8 +88,8 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder or os.curdir)
-    torch.set_num_threads(1)  # the variable has been read already
     _fork_templates()
+    torch.set_num_threads(1)  # the variable has been read already
     try:
         sys.exit(act(argument))
     finally:
@@ -128,7 +128,9 @@ def _fork_templates() -> None:
         ours, theirs = socket.socketpair()
         if not (pid := os.fork()):
             ours.close()
-            serve(theirs.detach(), launcher).run_and_leave()
+            program = serve(theirs.detach(), launcher)
+            torch.set_num_threads(1)  # after the last fork: a fork loses torch's pool, and threads race to renew it
+            program.run_and_leave()
         theirs.close()
         templates.append(ForkedTemplate(ours, pid))
     LaunchJob.is_forked = property(lambda job: bool(templates) and job.program.kind != "executable")  # type: ignore[assignment]

@@ -97,5 +97,5 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """The norm to which gradients are clipped; 0: they are not."""
+    """The largest gradient norm that is not clipped; 0: gradients are never clipped."""
     return get_scalar_param(param_dict, "gradient_clipping", FACTS["constants"]["GRADIENT_CLIPPING_DEFAULT"])

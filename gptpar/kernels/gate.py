@@ -19,9 +19,10 @@ def swiglu(up: torch.Tensor) -> torch.Tensor:
 
 
 def backward(grad_NF: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The gradient of :func:`swiglu`'s input.
+    """The gradient [N, 2F] of :func:`swiglu`'s input.
 
-    A compiler would compute both halves for each number of the result, and read everything twice.
+    torch's compiler fuses both halves into one output, and computes each element from all three inputs: it reads them
+    twice.
     """
     if gpu.takes(up):
         return gpu.gate.swiglu_backward(grad_NF, up)

@@ -49,7 +49,8 @@ def gated(
     Args:
         limit: bound of the gate's input from above, and of the other half's absolute value.
         offset: is added to the other half.
-        again: whether this is computed again in the backward pass: a compiler keeps what a function saves for its own.
+        again: whether the backward pass recomputes this. If so, plain operators do it: in a compiled block torch 2.11
+            keeps the output of a function with its own backward.
     """
     if name == "swiglu" and limit is None and not offset and not again:
         return swiglu(up)

@@ -135,11 +135,11 @@ class _Addend:
 
 
 class _Ordered(NamedTuple):
-    """What the kernels' queue has of an addend: both wait for results.
+    """An addend's work in the kernels' queue; a call of a field waits for its result.
 
     Attributes:
         added: the addition.
-        squares: of the ranges of the sum that this process counts, if the addend is its last.
+        squares: the sum of squares of each range of the total that this process counts, if no addend follows.
     """
 
     added: Callable[[], Done]
@@ -300,9 +300,11 @@ class HostSums:
         square = 0.0
         try:
             if ordered is not None:
-                added = ordered.added()
-                self.busy_s += added.end - added.begin
-                square = sum(one() for one in ordered.squares)
+                try:
+                    added = ordered.added()
+                    self.busy_s += added.end - added.begin
+                finally:  # also after an error: the queue still writes to memory that these functions own
+                    square = sum([one() for one in ordered.squares])
         except BaseException as error:
             self._failure = error
         addend.grad.release()

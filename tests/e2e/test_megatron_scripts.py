@@ -93,7 +93,7 @@ TEN_BILLION = Script(
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a GPT-2 of transformers, in which norms and biases have values of their own."""
+    """A folder with a tiny GPT-2, saved by transformers; its norms and biases are random, too, not 1 and 0."""
     transformers = pytest.importorskip("transformers")
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY}
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path) -> torch.nn.Module:
-    """In evaluation mode, without dropout."""
+    """The folder's GPT-2 in evaluation mode, without dropout."""
     import transformers
 
     return transformers.GPT2LMHeadModel.from_pretrained(folder)

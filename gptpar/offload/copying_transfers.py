@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.gpu_transfers import NUM_H2D_BUFFERS, GpuTransfers
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, Passed, SameMemory, StagingBuffer
-from gptpar.system.pinned import PinnedMemory, begin_copy, current_stream, let_follow, waitable_event
+from gptpar.system.pinned import PinnedMemory, begin_copy, let_follow, waitable_event
 
 ALIGNMENT = 4096
 """Bytes: each slot begins at the beginning of a page."""
@@ -136,7 +137,7 @@ class CopyingSameMemory(SameMemory):
     def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
         return [(torch.empty(size, dtype=torch.uint8), Passed()) for size in sizes]
 
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         return self._under_way.add(GradientCopy(grad, values, *self.copy(grad, values)))
 
@@ -166,15 +167,13 @@ class CopyingGpuTransfers(GpuTransfers):
         self._pinned.append(PinnedMemory(sum(slots)))
         return [(slot[:size], Passed()) for slot, size in zip(self._pinned[-1].data.split(slots), sizes, strict=True)]
 
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-        values = _values_in(slot, grad)
-        is_made, is_there = waitable_event(), waitable_event()
-        is_made.record(current_stream())
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
+        values, is_there = _values_in(slot, grad), waitable_event()
         # One stream copies all gradients in order, so the bucket's previous gradient is there before this one.
-        let_follow(self.d2h_stream, is_made)
+        let_follow(self.d2h_stream, cast(torch.cuda.Event, made))
         begin_copy(values, grad, self.d2h_stream)
         is_there.record(self.d2h_stream)
-        return self._under_way.add(GradientCopy(grad, values, is_made, is_there))
+        return self._under_way.add(GradientCopy(grad, values, made, is_there))
 
     def hold_back(self) -> None:
         self._under_way.hold_back()

@@ -28,6 +28,7 @@ from gptpar.system.pinned import (
     begin_copy,
     current_stream,
     let_follow,
+    record,
     waitable_event,
 )
 
@@ -101,10 +102,10 @@ class GpuTransfers:
         # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
         self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
         self._flags = torch.empty(0, dtype=torch.int8)
-        slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
+        slots = [(slot, waitable_event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
-        self._out_views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._turn, self._shared, self._lock = 0, incoming // 2, threading.Lock()
         self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
             torch.cuda.Stream(device) for _ in range(4)
@@ -119,14 +120,14 @@ class GpuTransfers:
         self.slot_bytes *= 2
         incoming, _ = ring_slots(self._num_buckets, self.slot_bytes, self._num_bytes)
         self._pinned.append(PinnedMemory(incoming * self.slot_bytes))
-        self.free = [(slot, torch.cuda.Event()) for slot in self._pinned[-1].data.split(self.slot_bytes)]
+        self.free = [(slot, waitable_event()) for slot in self._pinned[-1].data.split(self.slot_bytes)]
 
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
         if grad.nbytes > self.slot_bytes:  # a sum in fp32, where 16-bit gradients were not to be added up
             self._widen()
         if slot is not None and grad.nbytes > len(slot[0]):
             slot = None
-        coming = _GpuD2HCopy(self, grad, slot)
+        coming = _GpuD2HCopy(self, grad, cast(torch.cuda.Event, made), slot)
         if slot is not None:
             coming.start(self._reserved, slot)
         elif (free := self.take_slot(RESERVED)) is not None:
@@ -155,11 +156,16 @@ class GpuTransfers:
         if target.device.type == "cpu":  # the model parameters live in host memory, too
             return WrittenInPlace(target)
         slot, left = self._out[self._turn]
-        key = self._turn, len(target), target.dtype
         self._turn = (self._turn + 1) % len(self._out)
-        if key not in self._out_views:  # torch's view() would give Python's lock away
-            self._out_views[key] = slot[: target.nbytes].view(target.dtype)
-        return _GpuH2DCopy(self._out_views[key], target, left, self._h2d_stream, cast(torch.cuda.Event | None, after))
+        values = self.view(slot, target)
+        return _GpuH2DCopy(values, target, left, self._h2d_stream, cast(torch.cuda.Event | None, after))
+
+    def view(self, slot: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The beginning of a slot, with another tensor's length and type; torch's view() gives Python's lock away."""
+        key = slot.data_ptr(), len(like), like.dtype
+        if key not in self._views:
+            self._views[key] = slot[: like.nbytes].view(like.dtype)
+        return self._views[key]
 
     def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
@@ -187,7 +193,7 @@ class GpuTransfers:
     def close(self) -> None:
         for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):
             stream.synchronize()
-        self.free, self._out, self._out_views = [], [], {}
+        self.free, self._out, self._views = [], [], {}
         for memory in self._pinned:
             memory.close()
 
@@ -211,7 +217,7 @@ class _GpuH2DCopy:
         if self.after is not None:
             let_follow(self.stream, self.after)
         begin_copy(self.target, self.memory, self.stream)
-        self.left.record(self.stream)
+        record(self.left, self.stream)
         there.record(self.stream)
         return lambda block: there.synchronize() if block else let_follow(current_stream(), there)
 
@@ -234,13 +240,16 @@ class _GpuScalar:
 
 
 class _GpuD2HCopy:
-    """A gradient that stays on the device until a slot of the ring is free, or is copied to its bucket's own slot."""
+    """A gradient that stays on the device until a slot of the ring is free, or is copied to its bucket's own slot.
 
-    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
+    Args:
+        made: recorded behind the gradient's computation.
+    """
+
+    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, made: torch.cuda.Event, own: StagingBuffer | None):
         self._transfers = transfers
         self._grad: torch.Tensor | None = grad
-        self._made = self._there = waitable_event()
-        self._made.record(current_stream())
+        self._made = self._there = made
         self._is_made = False
         self._slot: StagingBuffer | None = None
         self._own = own
@@ -258,13 +267,14 @@ class _GpuD2HCopy:
     def start(self, stream: torch.cuda.Stream, slot: StagingBuffer) -> None:
         assert self._grad is not None
         self._slot = slot
+        last = cast(torch.cuda.Event, slot[1])
         let_follow(stream, self._made)
-        # A copy that was released unread may still be writing to the slot.
-        let_follow(stream, cast(torch.cuda.Event, self._slot[1]))
-        self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
+        let_follow(stream, last)  # a copy that was released unread may still be writing to the slot
+        self._here = self._transfers.view(slot[0], self._grad)
         begin_copy(self._here, self._grad, stream)
-        self._there = waitable_event()
-        self._there.record(stream)
+        # An own slot's last copy may still be asked whether it has arrived; a slot of the ring has one copy at a time.
+        self._there = last if self._own is None else waitable_event()
+        record(self._there, stream)
 
     def arrived(self) -> bool:
         return self._slot is not None and self._there.query()
@@ -291,5 +301,5 @@ class _GpuD2HCopy:
         if self._slot is not None and self._own is None:
             free = self._transfers.free  # if the ring is widened meanwhile, this list is given up with its slots
             if len(self._slot[0]) == self._transfers.slot_bytes:
-                free.append((self._slot[0], self._there))
+                free.append(self._slot)
             self._slot = None

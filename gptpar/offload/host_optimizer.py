@@ -154,15 +154,12 @@ class HostOptimizer:
             if unit in self._comparisons:
                 open_ranges = NOTHING
                 self._comparisons[unit].submit(grad, self.shared.of_unit[unit], is_final=formed is None)
-            for bucket in self.shared.of_unit[unit]:
-                if bucket.due:
-                    raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
-                part = grad[bucket.start : bucket.stop]
+            for bucket, part, made in self.shared.parts(unit, grad):
                 if formed is None:
-                    bucket.take(self._transfers.fetch(part, bucket.own_staging))
+                    bucket.take(self._transfers.fetch(part, made, bucket.own_staging))
                     self.shared.advance(bucket, What.SUBMITTED)
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
-                    bucket.take_partial(self._transfers.fetch(part), open_ranges)
+                    bucket.take_partial(self._transfers.fetch(part, made), open_ranges)
                     self.shared.advance(bucket, What.SUBMITTED_PARTIAL)
             self.shared.changed.notify_all()
         self._transfers.hold_back()  # without the lock, which the thread needs while this waits
@@ -314,7 +311,8 @@ class HostOptimizer:
         with self.shared.changed:
             for bucket in self.shared.matrix_buckets(unit):
                 if bucket.due:  # not where the step is skipped
-                    bucket.take(self._transfers.fetch(memory(bucket.start, bucket.stop), bucket.own_staging))
+                    direction = memory(bucket.start, bucket.stop)
+                    bucket.take(self._transfers.fetch(direction, self._transfers.now(), bucket.own_staging))
                     self.shared.advance(bucket, What.DIRECTED)
             self.shared.changed.notify_all()
         self._transfers.hold_back()

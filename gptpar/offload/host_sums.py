@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 
-from gptpar.offload.bucket_state import ForbiddenEvent
 from gptpar.offload.buckets import BUCKET_ELEMENTS, Bucket
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.events import What
@@ -167,7 +166,8 @@ class HostSums:
         self.busy_s = 0.0
         buckets = [bucket for bucket in shared.buckets if bucket.unit in units]
         self._totals = {id(bucket): _zeros(bucket, dtype) for bucket in buckets}
-        self._nothing = pages.zeros(max(map(_length, buckets), default=0) * dtype.itemsize).view(dtype)
+        nothing = pages.zeros(max(map(_length, buckets), default=0) * dtype.itemsize).view(dtype)
+        self._nothing = {length: nothing[:length] for length in set(map(_length, buckets))}
         self._final: dict[str, list[SummedGradient]] = {}
         self._submitted: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
         self._leaving: deque[_Addend] = deque()
@@ -193,12 +193,11 @@ class HostSums:
             self._waiting_bytes += grad.nbytes
             self._max_bytes = max(self._max_bytes, MAX_UNITS_WAITING * grad.nbytes)
         with shared.changed:
-            for bucket in shared.of_unit[unit]:
-                if bucket.due:
-                    raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
-                part, total = grad[bucket.start : bucket.stop], self._totals[id(bucket)]
-                old, result = self._nothing[: len(total)] if first else total, SummedGradient(total) if last else None
-                self._submitted.put(_Addend(bucket, shared.transfers.fetch(part), old, total, result, part.nbytes))
+            for bucket, part, made in shared.parts(unit, grad):
+                total = self._totals[id(bucket)]
+                old, result = self._nothing[len(total)] if first else total, SummedGradient(total) if last else None
+                grad_copy = shared.transfers.fetch(part, made)
+                self._submitted.put(_Addend(bucket, grad_copy, old, total, result, part.nbytes))
                 if result is not None:
                     final.append(result)
                     bucket.take(result)

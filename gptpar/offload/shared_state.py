@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from gptpar.offload.bucket_state import ForbiddenEvent
 from gptpar.offload.buckets import Bucket
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.transfers import Transfers
+from gptpar.offload.transfers import DeviceEvent, Transfers
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.system.state_guard import StateGuard
 
@@ -89,6 +90,22 @@ class SharedState:
         for part in partitions:
             for bucket in self.of_unit[part.unit]:
                 bucket.group_ranges = part.between(bucket.start, bucket.stop).group_ranges
+
+    def parts(self, unit: str, grad: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, DeviceEvent]]:
+        """A unit's buckets, their parts of its gradient, and the point where the device has computed it.
+
+        It is one call of torch for all parts: each call gives Python's lock away, and waits for it again.
+
+        Raises:
+            ForbiddenEvent: the unit's last step is not done.
+        """
+        buckets, made = self.of_unit[unit], self.transfers.now()
+        cuts = sorted({0, *(b.start for b in buckets), *(b.stop for b in buckets)})
+        parts = dict(zip(cuts, grad.tensor_split(cuts[1:]), strict=True))
+        for bucket in buckets:
+            if bucket.due:
+                raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
+            yield bucket, parts[bucket.start], made
 
     def matrix_buckets(self, unit: str) -> list[Bucket]:
         """A unit's buckets whose update is one of matrices."""

@@ -97,10 +97,11 @@ class Transfers(Protocol):
     def enter_thread(self) -> None:
         """The updating thread calls this once when it begins."""
 
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-        """Begin the D2H copy of a gradient; the copy follows the work launched so far.
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
+        """Begin the D2H copy of a gradient.
 
         Args:
+            made: the point where the device has computed it (:meth:`now`); the copy follows it.
             slot: this bucket's own; the gradient in it is overwritten. ``None``: take one from the ring.
         """
 
@@ -149,7 +150,7 @@ class SameMemory:
 
     def enter_thread(self) -> None: ...
 
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
         return _CpuGradient(grad)
 
     def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:

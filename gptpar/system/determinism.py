@@ -42,7 +42,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
         # Memory that is not initialised is never read here, so torch need not fill it.
         _set(stack, torch.utils.deterministic, "fill_uninitialized_memory", False)
         _set(stack, torch.backends.cudnn, "benchmark", False)
-        _set(stack, torch._inductor.config, "deterministic", True)  # no choice of kernels by their times
+        # No choice of kernels by their times. torch sets it with the next line, too, and again after each compilation.
+        _set(stack, torch._inductor.config, "deterministic", True)
         stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(True)
         try:

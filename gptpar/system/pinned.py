@@ -98,6 +98,20 @@ def let_follow(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
             raise GptparError(f"the GPU's driver refused to let a stream wait for an event (CUDA error {status}).")
 
 
+def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Record an event in a stream; unlike torch's it keeps Python's lock, but for an event's first time.
+
+    Raises:
+        GptparError: the driver refuses.
+    """
+    if handle := event.cuda_event:
+        status = _driver().cuEventRecord(handle, stream.cuda_stream)
+        if status != 0:
+            raise GptparError(f"the GPU's driver refused to record an event (CUDA error {status}).")
+    else:
+        event.record(stream)
+
+
 def waitable_event() -> torch.cuda.Event:
     """An event for which a thread sleeps in the driver; torch's default would keep a processor core busy."""
     return torch.cuda.Event(blocking=True)
@@ -117,5 +131,6 @@ def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.S
 def _driver() -> ctypes.PyDLL:
     driver = ctypes.PyDLL("libcuda.so.1")  # loaded by torch already
     driver.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    driver.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     driver.cuStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     return driver

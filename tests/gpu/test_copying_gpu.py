@@ -111,7 +111,7 @@ def test_the_loop_waits_for_the_oldest_copy_alone() -> None:
     before = torch.cuda.memory_allocated()
     for number, slot in enumerate(slots):
         grad = torch.full((length,), float(number), dtype=torch.bfloat16, device=DEVICE)
-        copies.append(transfers.fetch(grad, slot))
+        copies.append(transfers.fetch(grad, transfers.now(), slot))
         del grad
         if number == 2:
             with torch.cuda.stream(transfers.d2h_stream):
@@ -134,7 +134,7 @@ def test_memory_is_given_up_when_the_copy_is_known_to_be_done() -> None:
     grad = torch.ones(length, dtype=torch.bfloat16, device=DEVICE)
     with torch.cuda.stream(transfers.d2h_stream):
         torch.cuda._sleep(SLEEP)
-    copy = transfers.fetch(grad, transfers.own_staging([2 * length])[0])
+    copy = transfers.fetch(grad, transfers.now(), transfers.own_staging([2 * length])[0])
     del grad
     assert not copy.arrived() and torch.cuda.memory_allocated() - before == 2 * length
     torch.cuda.synchronize()

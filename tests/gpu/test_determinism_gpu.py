@@ -8,6 +8,10 @@ from tests.gpu.training import run
 
 pytestmark = pytest.mark.gpu
 
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --disable-bias-linear --swiglu --moe-z-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-router-enable-expert-bias"
+)
 MODELS = {
     "gpt": "--bf16",
     "dropout": "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
@@ -16,11 +20,15 @@ MODELS = {
     "alibi": "--bf16 --position-embedding-type alibi --embed-layernorm --apply-layernorm-1p --decoupled-lr 2e-2",
     "fp32": "--normalization RMSNorm --z-loss-weight 0.01 --logit-softcap 5 --no-adam-bias-correction",
     "plain": "--bf16 --no-compile --cuda-graph off --recompute-granularity full",
+    "experts": f"--bf16 {EXPERTS}",
+    "plain experts": f"--bf16 --no-compile {EXPERTS}",
+    "experts with capacity": f"--bf16 --moe-expert-capacity-factor 0.75 {EXPERTS}",
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_runs_have_the_same_bits(name: str) -> None:
+    """The second may be compiled afresh: without the mode, torch would choose its reductions by their times again."""
     flags = f"{MODELS[name]} --deterministic-mode"
     with deterministic(True):
         first, second = run("cuda", flags), run("cuda", flags)

@@ -128,6 +128,6 @@ class FarBehind(SlowNorm):
         super().__init__()
         self.copies: list[Made] = []
 
-    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
         self.copies.append(Made(grad.clone(), Point()))
         return self.copies[-1]

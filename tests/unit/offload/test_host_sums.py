@@ -157,8 +157,8 @@ def test_additions_give_back_the_only_slot_of_a_ring() -> None:
     owners: list[D2HCopy] = []
 
     class OneSlot(SameMemory):
-        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
-            copy = super().fetch(grad)
+        def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
+            copy = super().fetch(grad, made)
 
             def begin(*, urgent: bool) -> bool:
                 if not owners:

@@ -1,5 +1,7 @@
 """The MLP in tiles of tokens, against the MLP as a whole."""
 
+from math import inf
+
 import pytest
 import torch
 
@@ -59,7 +61,7 @@ def test_the_operator_keeps_a_compilers_rules(flags: str) -> None:
     _, tiled, x = pair(flags, 3, torch.float64)
     up, down = tiled.up, tiled.down
     bias = None if up.bias is None else up.bias.flatten()
-    how = (tiled.activation, tiled.gated, 3, *up.transfer, up.format)
+    how = (tiled.activation, tiled.gated, inf, 0.0, 3, *up.transfer, up.format)
     torch.library.opcheck(tiled_mlp, (x.requires_grad_(), up.weight.flatten(0, -2), bias, down.weight, *how))
 
 

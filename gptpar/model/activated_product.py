@@ -66,7 +66,7 @@ def activated_row_gradients(
     """Gradients of ``up`` and of the weight."""
     grad_ND, inner_NF = row_input_gradient(grad_nD, weight, group, sequence_parallel, fused, format)
     grad_up = backward_again(inner_NF, up, activation, gated, limit, offset)
-    return grad_up, weight_gradient(grad_ND, inner_NF, format, total)
+    return grad_up, weight_gradient(grad_ND, inner_NF, weight, format, total)
 
 
 with_backward(

@@ -10,6 +10,8 @@ after the transfer.
 
 Instead of returning a weight's gradient, a backward can add it to ``total``, the weight's gradient sum. Autograd then
 gets no gradient of the weight. A hook on the scalar ``added`` tells the engine that the addition has been launched.
+Where nothing is to be added, the product writes the gradient into the memory that ``PLACES`` has for it, and autograd
+passes that on.
 
 Legend: N all tokens, n this rank's (N / t under sequence parallelism over t ranks, else N), I input features and O
 output features that this rank holds or needs.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,10 +57,24 @@ def _gather_times(
     return rows, product(rows, matrix, format)
 
 
-def weight_gradient(grad: torch.Tensor, x: torch.Tensor, format: str, total: torch.Tensor | None) -> torch.Tensor:
+PLACES: WeakValueDictionary[tuple[int, int], Callable[[], torch.Tensor | None]] = WeakValueDictionary()
+"""Where a weight is in memory (:func:`where`) -> returns the memory for its gradient in the running backward pass, of
+the weight's shape, or ``None``. Operators can be given tensors, numbers and texts alone."""
+
+
+def where(weight: torch.Tensor) -> tuple[int, int]:
+    """The weight's storage, which stays the same while its memory is freed, and its place there."""
+    return weight.untyped_storage()._cdata, weight.storage_offset()
+
+
+def weight_gradient(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, format: str, total: torch.Tensor | None
+) -> torch.Tensor:
     """grad_NO, x_NI -> the weight's gradient; an empty tensor if it was added to ``total``."""
     if total is None:
-        return product(grad.t(), x, format)
+        place_of = PLACES.get(where(weight))
+        place = None if place_of is None else place_of()
+        return product(grad.t(), x, format, out=None if place is None else place.flatten(0, -2))
     add_product(total, grad.t(), x, format)
     return grad.new_empty(0)
 
@@ -94,7 +111,7 @@ def _column_gradients(
     if not sequence_parallel:
         grad_x = product(grad, weight, format)
         summing = dist.all_reduce(grad_x, group=_group(group), async_op=True) if group else None
-        grad_weight = weight_gradient(grad, x, format, total)
+        grad_weight = weight_gradient(grad, x, weight, format, total)
         if summing is not None:
             summing.wait()
         return grad_x, grad_weight
@@ -103,7 +120,7 @@ def _column_gradients(
     partial = product(grad, weight, format)
     gathering.wait()
     grad_x, summing = start_reduce_scatter(partial, ranks)
-    grad_weight = weight_gradient(grad, rows, format, total)
+    grad_weight = weight_gradient(grad, rows, weight, format, total)
     summing.wait()
     return grad_x, grad_weight
 
@@ -164,7 +181,7 @@ def _row_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
     grad, grad_x = row_input_gradient(grad, weight, group, sequence_parallel, fused, format)
-    return grad_x, weight_gradient(grad, x, format, total)
+    return grad_x, weight_gradient(grad, x, weight, format, total)
 
 
 @torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())

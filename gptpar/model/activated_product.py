@@ -3,8 +3,8 @@
 The backward pass computes the function's output again in the pass that forms the gradient of its input: each number is
 read once. That pass lies between the product's two gradients: one is its input, the other needs its output.
 
-Legend: N all tokens, n this rank's, D model width, F this rank's part of the MLP's width; ``up`` is [N, 2F] with a gate,
-else [N, F].
+Legend: N all tokens, n this rank's, D model width, F this rank's part of the MLP's width; ``up`` is [N, 2F] with a
+gate, else [N, F].
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from gptpar.model.activations import activated, backward_again
-from gptpar.tensor_parallel.linear_ops import row_input_gradient, row_output, row_output_fake, weight_gradient, with_backward
+from gptpar.tensor_parallel.linear_ops import (
+    row_input_gradient,
+    row_output,
+    row_output_fake,
+    weight_gradient,
+    with_backward,
+)
 
 
 @torch.library.custom_op("gptpar::activated_row", mutates_args=())

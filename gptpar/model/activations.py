@@ -43,9 +43,7 @@ FUNCTIONS |= {"gelu": FUNCTIONS["geglu"], "gelu_tanh": FUNCTIONS["geglu_tanh"]}
 """Name in ``--mlp-activation`` -> function, and its gradient from (the output's gradient, the input)."""
 
 
-def gated(
-    name: str, up: torch.Tensor, limit: float = inf, offset: float = 0.0, *, again: bool = False
-) -> torch.Tensor:
+def gated(name: str, up: torch.Tensor, limit: float = inf, offset: float = 0.0, *, again: bool = False) -> torch.Tensor:
     """One half of an MLP's first product, multiplied by a function of the other half (Shazeer 2020).
 
     Args:

@@ -22,7 +22,7 @@ def value_and_slope(x, NAME: tl.constexpr):
     elif NAME == "quick_geglu":
         share = tl.sigmoid(1.702 * x)
         return x * share, share * (1.0 + 1.702 * x * (1.0 - share))
-    elif NAME == "gelu_tanh" or NAME == "geglu_tanh":  # gelu(x) = x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+    elif NAME == "gelu_tanh" or NAME == "geglu_tanh":  # x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
         share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return x * share, share + x * share * (1.0 - share) * (1.5957691216057308 + 0.21406459 * x * x)
     elif NAME == "gelu" or NAME == "geglu":

@@ -202,8 +202,9 @@ class Engine:
             # A process alone sends no messages, whose order would count.
             fixed_order=not (counts_arrivals and data.is_alone),
         )
-        self._fused = FusedSums(self.gradients, self.gatherer, linears) if linears and settings.fuses_sums else None
-        self._places = GradientPlaces(self.gradients, parameters.views(), linears or {})
+        linears = linears or {}
+        self._fused = FusedSums(self.gradients, self.gatherer, linears) if settings.fuses_sums else None
+        self._places = GradientPlaces(self.gradients, parameters.views(), linears)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.call_through(self.gatherer)

@@ -90,17 +90,19 @@ class SplitLinear(nn.Module):
         Args:
             operator: in place of the layer's own, one that also computes the input features from ``x``.
         """
-        weight: torch.Tensor = self.weight
-        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
-        if weight.dim() > 2:
-            weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        total, forms = (self.gradient_sum, self.has_place) if torch.is_grad_enabled() else (None, False)
-        if self.alone and total is None and operator is None and not forms:
+        weight, bias = self._weight_and_bias()
+        total, has_place = (self.gradient_sum, self.has_place) if torch.is_grad_enabled() else (None, False)
+        if self.alone and operator is None and total is None and not has_place:
             return product(x, weight.t(), self.format, bias=bias)
         weight = weight if total is None else weight.detach()
         how = *self.transfer, self.format, total, self.added
         y = (operator or self.operator)(x, weight, bias if self.alone else None, *how)
         return y if bias is None or self.alone else y + bias
+
+    def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """weight_OI, and bias_O without a gradient if the function that reads the output forms it."""
+        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
+        return self.weight.flatten(0, -2), None if bias is None else bias.flatten()
 
 
 class ColumnParallelLinear(SplitLinear):

@@ -16,6 +16,9 @@ from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.kernels.addition import add_each
 
+ALIGNED_BYTES = 256
+"""A product may choose another kernel, whose bits differ, for a result that is aligned less than new memory is."""
+
 
 class GradientCollector:
     """Adds gradients to their units' sums, and hands complete units on to the reducer.
@@ -81,6 +84,7 @@ class GradientCollector:
         self._handed_on: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
+        self._placed: set[str] = set()  # parameters whose place in the sum the running pass has given away
         self._here: set[str] = set()  # parameters whose gradient has come in the running pass
         self._read_late: set[str] = set()
         self._handed_on_last: frozenset[str] = frozenset()
@@ -150,6 +154,7 @@ class GradientCollector:
         self._missing = {name: sys.maxsize if name in waiting else self._expected[name] for name in names}
         self._handed_on.clear()
         self._here.clear()
+        self._placed.clear()
         self._outer_task, self.in_pass = None, True
         self._arrivals = dict.fromkeys(names, 0)
         last_first = names[::-1]
@@ -161,6 +166,21 @@ class GradientCollector:
     def enter_backward(self, task: int) -> None:
         """Note that autograd runs the pass as graph task number ``task``; a nested pass has another number."""
         self._outer_task = task
+
+    def place_of(self, name: str) -> torch.Tensor | None:
+        """Memory for the gradient of a parameter, by global name, in its unit's sum; once a pass, if nothing is there.
+
+        ``None``: the gradient needs memory of its own. If autograd does not pass on what is written to the place, but
+        for instance its sum with another gradient, that is copied there.
+        """
+        unit = self._unit_of[name]
+        if not self.in_pass or unit.name in self._handed_on or name in self._arrived or name in self._placed:
+            return None
+        self._placed.add(name)
+        place = self.memory.views_of(unit)[name]
+        is_plain = place.dtype == self.memory.arriving_dtype(unit) and place.is_contiguous()
+        is_aligned = place.storage_offset() * place.itemsize % ALIGNED_BYTES == 0
+        return place if is_plain and is_aligned else None
 
     def reads_late(self, parameter: str) -> bool:
         """Whether the running pass, which reads a parameter now, has its gradient; later passes heed that."""
@@ -268,10 +288,10 @@ class GradientCollector:
         if known:
             add_each([views[name] for name in known], [fresh[name] for name in known], self._factor)
         if first:
-            copied = [views[name] for name in first]
-            torch._foreach_copy_(copied, [fresh[name] for name in first])
+            elsewhere = [name for name in first if fresh[name].data_ptr() != views[name].data_ptr()]
+            torch._foreach_copy_([views[name] for name in elsewhere], [fresh[name] for name in elsewhere])
             if self._factor != 1:
-                torch._foreach_mul_(copied, self._factor)
+                torch._foreach_mul_([views[name] for name in first], self._factor)
         self._arrived.update(first)
 
     def _hand_on(self, which: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axes import DataAxes
-from gptpar.engine.fused_sums import FusedSums
+from gptpar.engine.fused_sums import FusedSums, GradientPlaces
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.master_optimizer import MasterOptimizer
@@ -86,6 +86,7 @@ class EngineSettings:
         records_steps: whether steps are recorded as graphs.
         counts_zeros: whether zeros in gradients are counted.
         host_sums: the share of units whose gradients the subscriber adds up over micro-batches.
+        fuses_sums: whether linear layers add their weights' gradients to sums over micro-batches.
     """
 
     dtype: torch.dtype
@@ -94,6 +95,7 @@ class EngineSettings:
     records_steps: bool = False
     counts_zeros: bool = False
     host_sums: float = 0.0
+    fuses_sums: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -128,7 +130,7 @@ class Engine:
         frozen: units without gradients, which are not in the table.
         counts_arrivals: see :class:`~gptpar.engine.collector.GradientCollector`.
         families: of the parameter groups (:class:`MasterOptimizer`).
-        summing: global name of a weight -> the layer that adds its gradient to the sum over micro-batches.
+        linears: global name of a weight -> the layer that can form its gradient in the gradient sum.
 
     Attributes:
         stages, table, parameters, settings, device, subscriber: as given.
@@ -155,7 +157,7 @@ class Engine:
         frozen: Sequence[Unit] = (),
         counts_arrivals: bool = False,
         families: Sequence[Family] = GPT_FAMILIES,
-        summing: Mapping[str, SplitLinear] | None = None,
+        linears: Mapping[str, SplitLinear] | None = None,
     ):
         # The order follows who needs whom. The optimizer reads the gradients' memory. The collector calls the reducer,
         # and tells the gatherer, which frees a layer's parameters after its backward pass. Layers get their memory and
@@ -200,7 +202,9 @@ class Engine:
             # A process alone sends no messages, whose order would count.
             fixed_order=not (counts_arrivals and data.is_alone),
         )
-        self._fused = FusedSums(self.gradients, self.gatherer, summing) if summing else None
+        linears = linears or {}
+        self._fused = FusedSums(self.gradients, self.gatherer, linears) if settings.fuses_sums else None
+        self._places = GradientPlaces(self.gradients, parameters.views(), linears)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.call_through(self.gatherer)
@@ -237,7 +241,7 @@ class Engine:
     def release(self) -> None:
         """Leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
         self.gradients.unwatch()
-        del self.optimizer, self.gradients
+        del self.optimizer, self.gradients, self._places
 
     def divide_groups(self, group_of: Mapping[str, int], origins: Sequence[int]) -> None:
         """Update parameters by other groups, between two steps; each is a part of one of the groups given at first.

@@ -1,13 +1,15 @@
-"""Lets linear layers add their weights' gradients to the gradient sums: the product itself adds.
+"""Lets linear layers form their weights' gradients in the gradient sums, without a second pass over memory.
 
-Elsewhere a product writes the gradient of a micro-batch, and the collector adds it to the unit's sum in a second pass
-over memory. Here a layer gets the sum before each call, and its backward pass adds to it. The gradient of a scalar
-calls the collector, so that it counts and orders these parameters like all others.
+Elsewhere a product writes the gradient of a micro-batch, and the collector copies or adds it to the unit's sum. Where
+nothing is added, a layer's backward pass asks for its place in the sum, and writes there. With
+``--gradient-accumulation-fusion``, a layer gets the sum before each call, and the product itself adds. The gradient of
+a scalar then calls the collector, so that it counts and orders these parameters like all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,6 +18,32 @@ from gptpar.engine.collector import GradientCollector
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.units import Unit
 from gptpar.tensor_parallel.layers import SplitLinear
+from gptpar.tensor_parallel.linear_ops import PLACES, where
+
+MIN_ELEMENTS = 1 << 20
+"""Of a weight whose gradient is formed in its place: copying a smaller one takes less time than calling an operator."""
+
+
+class GradientPlaces:
+    """Gives linear layers the places of their weights' gradients, where a sum has the gradients' number format.
+
+    Args:
+        gradients: have the places.
+        parameters: global name -> parameter in its memory.
+        linears: global name of a weight -> the layer.
+    """
+
+    def __init__(
+        self, gradients: GradientCollector, parameters: Mapping[str, torch.Tensor], linears: Mapping[str, SplitLinear]
+    ):
+        self._places: list[Callable[[], torch.Tensor | None]] = []  # ``PLACES`` has weak references
+        memory = gradients.memory
+        names = {name for unit in memory.table.units if memory.is_narrow(unit) for name in unit.params}
+        for name in names & linears.keys():
+            if parameters[name].numel() >= MIN_ELEMENTS:
+                self._places.append(partial(gradients.place_of, name))
+                PLACES[where(parameters[name])] = self._places[-1]
+                linears[name].has_place = True
 
 
 class FusedSums:

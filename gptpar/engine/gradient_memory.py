@@ -90,7 +90,16 @@ class GradientMemory:
         """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
         if self.data.groups.get(unit.copies_over) is not None or not (self.single or unit.name in self.summed_on_host):
             return self._dtype
+        return self.arriving_dtype(unit)
+
+    def arriving_dtype(self, unit: Unit) -> torch.dtype:
+        """The dtype of the gradients that autograd produces for a unit's parameters."""
         return unit.dtype or self._arriving_dtype
+
+    def is_narrow(self, unit: Unit) -> bool:
+        """Whether nothing is added to a unit's sum on the device that is wider than the gradients."""
+        is_alone = self.data.groups.get(unit.copies_over) is None
+        return self._dtype == self.arriving_dtype(unit) or (is_alone and unit.name in self.summed_on_host)
 
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import SUMMING
+from gptpar.model.activated_product import activated_row
 from gptpar.model.activations import FUNCTIONS, gated
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
@@ -40,15 +42,17 @@ KERNELS = (9, 22)
 
 
 def _of_gate(linears: Linears) -> dict[str, Any]:
-    config, again = linears.config, linears.activation_again
-    return {"limit": config.activation_func_clamp_value, "offset": config.glu_linear_offset, "again": again}
+    limit, offset = linears.config.activation_func_clamp_value, linears.config.glu_linear_offset
+    return {"limit": inf if limit is None else limit, "offset": offset}
 
 
 def make_experts(linears: Linears, placed: ExpertAxis) -> Experts:
     """A mixture of experts in place of an MLP."""
     config = linears.config
     name, shared = "swiglu" if config.swiglu else config.mlp_activation, config.moe_shared_expert_intermediate_size
-    activate = partial(gated, name, **_of_gate(linears)) if config.gated else FUNCTIONS[name][0]
+    activate = FUNCTIONS[name][0]
+    if config.gated:
+        activate = partial(gated, name, **_of_gate(linears), again=linears.activation_again)
     # What reads the sum of experts forms no gradient of the shared one's bias.
     of_shared = replace(linears, output_norm=False)
     return Experts(linears, activate, None if shared is None else MLP(of_shared, shared), placed)
@@ -60,7 +64,8 @@ class MLP(nn.Module):
     Args:
         linears: makes the layers.
         inner: width between them; by default the model's.
-        recompute_activation: whether the activation's output is computed again in the backward pass.
+        recompute_activation: whether the activation's output is computed again in the backward pass, in the pass over
+            memory that forms its input's gradient (:mod:`gptpar.model.activated_product`).
         tiles: if several, the tokens are taken in this many tiles, and only the input is kept.
     """
 
@@ -72,7 +77,7 @@ class MLP(nn.Module):
         config = linears.config
         width, inner, bias = config.hidden_size, inner or config.ffn_hidden_size, config.add_bias_linear
         self.gated, self.activation = config.gated, "swiglu" if config.swiglu else config.mlp_activation
-        self.of_gate, parts = _of_gate(linears), 2 if self.gated else 1
+        self.of_gate, self.again, parts = _of_gate(linears), linears.activation_again, 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.END)
 
@@ -83,26 +88,22 @@ class MLP(nn.Module):
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns y_ND."""
+        how = self.activation, self.gated, *self.of_gate.values()
         if self.tiles > 1:
-            return self._in_tiles(x_ND)
+            return self._in_tiles(x_ND, *how)
         up = self.up(x_ND)
         if self.recompute_activation and self.training:
-            # The second product is inside: its input is then no output of the function, and is not kept.
-            return checkpoint(self._activate_and_project, up, use_reentrant=False, preserve_rng_state=False)
-        return self._activate_and_project(up)
-
-    def _in_tiles(self, x_ND: torch.Tensor) -> torch.Tensor:
-        up, down = self.up, self.down
-        weight, bias = up.weight.flatten(0, -2), None if up.bias is None else up.bias.flatten()
-        how = (self.activation, self.gated, self.tiles, *up.transfer, up.format)
-        y_ND: torch.Tensor = tiled_mlp(x_ND, weight, bias, down.weight, *how)
-        return y_ND if down.bias is None else y_ND + (down.bias if down.bias_gradient else down.bias.detach())
-
-    def _activate_and_project(self, up: torch.Tensor) -> torch.Tensor:
+            return self.down(up, lambda up, weight, bias, *more: activated_row(up, weight, bias, *how, *more))
         if self.gated:
-            return self.down(gated(self.activation, up, **self.of_gate))
+            return self.down(gated(self.activation, up, **self.of_gate, again=self.again))
         bias = self.up.unsummed_bias
         return self.down(FUNCTIONS[self.activation][0](up) if bias is None else SUMMING[self.activation](up, bias))
+
+    def _in_tiles(self, x_ND: torch.Tensor, *how: Any) -> torch.Tensor:
+        up, down = self.up, self.down
+        weight, bias = up.weight.flatten(0, -2), None if up.bias is None else up.bias.flatten()
+        y_ND: torch.Tensor = tiled_mlp(x_ND, weight, bias, down.weight, *how, self.tiles, *up.transfer, up.format)
+        return y_ND if down.bias is None else y_ND + (down.bias if down.bias_gradient else down.bias.detach())
 
     def cost(self, batch: BatchShape) -> Cost:
         """The cost of both products and of the activation function, which keeps its input (a gate recomputes it)."""
@@ -111,7 +112,7 @@ class MLP(nn.Module):
         kept = width * batch.dtype.itemsize
         activation = Cost(forward=2 * width, backward=3 * width, kept=kept, workspace=down.kept)
         if self.recompute_activation:
-            again = Cost(forward=2 * width)
+            again = Cost(forward=down.products[0].inner)  # is written; its input is read once for both
             activation, down = replace(activation, again=(again,)), replace(down, kept=0.0)
         cost = up + activation + down
         if self.tiles > 1:

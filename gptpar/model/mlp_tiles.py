@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gptpar.kernels import gate
-from gptpar.model.activations import FUNCTIONS, gated
-from gptpar.tensor_parallel.linear_ops import column_backward, column_forward, row_backward, row_forward
+from gptpar.model.activated_product import activated_row_gradients
+from gptpar.model.activations import activated
+from gptpar.tensor_parallel.linear_ops import column_backward, column_forward, row_output
 from gptpar.tensor_parallel.products import product
 
 
@@ -24,25 +24,9 @@ def num_tiles(tokens: int, tiles: int) -> int:
     return min(tokens, tiles)
 
 
-def _activated(up_NU: torch.Tensor, name: str, is_gated: bool) -> torch.Tensor:
-    return gated(name, up_NU) if is_gated else FUNCTIONS[name][0](up_NU)
-
-
-def _activation_backward(grad_NF: torch.Tensor, up_NU: torch.Tensor, name: str, is_gated: bool) -> torch.Tensor:
-    function, backward = FUNCTIONS[name]
-    if not is_gated:
-        return backward(grad_NF, up_NU)
-    if name == "swiglu":
-        return gate.backward(grad_NF, up_NU)
-    gate_NF, value_NF = up_NU.chunk(2, dim=-1)
-    return torch.cat([backward(grad_NF * value_NF, gate_NF), grad_NF * function(gate_NF)], dim=-1)
-
-
-def _first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str, how: Any) -> torch.Tensor:
-    if not group:
-        return product(x, weight.t(), how[2], bias=bias)
-    y = column_forward(x, weight, group, *how)
-    return y if bias is None else y + bias
+def _first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str, *how: Any) -> torch.Tensor:
+    y = column_forward(x, weight, None if group else bias, group, *how)
+    return y + bias if group and bias is not None else y
 
 
 @torch.library.custom_op("gptpar::tiled_mlp", mutates_args=())
@@ -53,6 +37,8 @@ def tiled_mlp(
     down_DF: torch.Tensor,
     activation: str,
     gated: bool,
+    limit: float,
+    offset: float,
     tiles: int,
     group: str,
     sequence_parallel: bool,
@@ -64,18 +50,19 @@ def tiled_mlp(
     Args:
         up_UD, bias_U: weight and bias of the first product.
         down_DF: weight of the second product.
-        activation, gated: the function between them; whether it multiplies one half of its input by the other.
+        activation, gated, limit, offset: the function between them (:func:`~gptpar.model.activations.gated`), and
+            whether it multiplies one half of its input by the other.
         tiles: number of tiles.
         group: name of the tensor axis's group; empty: this process is alone.
         sequence_parallel, fused, format: see :class:`~gptpar.tensor_parallel.layers.SplitLinear`.
     """
-    how = sequence_parallel, fused, format
+    how = group, sequence_parallel, fused, format
     y_nD = x_nD.new_empty(x_nD.shape[0], down_DF.shape[0])
     count = num_tiles(x_nD.shape[0], tiles)
     for x, y in zip(x_nD.tensor_split(count), y_nD.tensor_split(count), strict=True):
-        inner = _activated(_first(x, up_UD, bias_U, group, how), activation, gated)
+        inner = activated(_first(x, up_UD, bias_U, *how), activation, gated, limit, offset)
         if group:
-            y.copy_(row_forward(inner, down_DF, group, *how))
+            y.copy_(row_output(inner, down_DF, None, *how))
         else:
             product(inner, down_DF.t(), format, out=y)
     return y_nD
@@ -90,6 +77,8 @@ def tiled_mlp_backward(
     down_DF: torch.Tensor,
     activation: str,
     gated: bool,
+    limit: float,
+    offset: float,
     tiles: int,
     group: str,
     sequence_parallel: bool,
@@ -97,7 +86,7 @@ def tiled_mlp_backward(
     format: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, of the first weight, of its bias (empty without one) and of the second weight."""
-    how = sequence_parallel, fused, format
+    how = group, sequence_parallel, fused, format
     wide = torch.promote_types(x_nD.dtype, torch.float32)
     grad_x_nD = torch.empty_like(x_nD, memory_format=torch.contiguous_format)
     count = num_tiles(x_nD.shape[0], tiles)
@@ -105,20 +94,15 @@ def tiled_mlp_backward(
     sum_U = x_nD.new_zeros(0 if bias_U is None else len(bias_U), dtype=wide)
     parts = zip(x_nD.tensor_split(count), grad_nD.tensor_split(count), grad_x_nD.tensor_split(count), strict=True)
     for x, grad, grad_x in parts:
-        up = _first(x, up_UD, bias_U, group, how)
-        inner = _activated(up, activation, gated)
-        if group:
-            grad_inner, grad_down = row_backward(grad.contiguous(), inner, down_DF, group, *how)
-        else:
-            grad_inner, grad_down = product(grad, down_DF, format), product(grad.t(), inner, format)
+        up = _first(x, up_UD, bias_U, *how)
+        grad = grad.contiguous()
+        grad_up, grad_down = activated_row_gradients(grad, up, down_DF, activation, gated, limit, offset, *how)
         sums[1] += grad_down
-        del inner, grad_down
-        grad_up = _activation_backward(grad_inner, up, activation, gated)
-        del up, grad_inner
+        del up, grad_down
         if bias_U is not None:
             sum_U += grad_up.sum(0, dtype=wide)
         if group:
-            grad_tile, grad_weight = column_backward(grad_up, x, up_UD, group, *how)
+            grad_tile, grad_weight = column_backward(grad_up, x, up_UD, *how)
             grad_x.copy_(grad_tile)
         else:
             product(grad_up, up_UD, format, out=grad_x)

@@ -119,7 +119,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         host,
         tied=pipeline.by_unit(pipeline.tied_groups),
         families=groups.families,
-        summing=_linears(pipeline.stages_here) if config.precision.gradient_accumulation_fusion else {},
+        linears=_linears(pipeline.stages_here),
     )
     partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)
     balance = ExpertBalance(config.model, model.specs, settings.wide, device)
@@ -159,6 +159,7 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
         graph,
         config.logging.log_num_zeros_in_grad,
         host_sums=config.offload.summed_ratio if adds else 0.0,
+        fuses_sums=config.precision.gradient_accumulation_fusion,
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis, scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.cost import BatchShape, Cost, Product
-from gptpar.tensor_parallel.linear_ops import column_forward, row_forward, summing_linear
+from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
 from gptpar.tensor_parallel.products import PLAIN, product
 from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.matrices import WHOLE, Matrices
@@ -45,11 +45,12 @@ class SplitLinear(nn.Module):
         gradient_sum: [output features, input features] where the backward pass of the coming call adds the weight's
             gradient; ``None``: it returns the gradient to autograd.
         added: a scalar whose gradient comes when that is done.
+        has_place: whether :data:`~gptpar.tensor_parallel.linear_ops.PLACES` may have memory for the weight's gradient.
     """
 
     gradient_sum: torch.Tensor | None
     operator: Callable[..., torch.Tensor]
-    """The product together with its transfer, for several ranks."""
+    """The product together with its transfer, and with the addition of the weight's gradient to its sum."""
 
     def __init__(
         self,
@@ -72,31 +73,36 @@ class SplitLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
         self.alone, self.token_splits, self.bias_gradient = axis.size == 1, axis.token_splits, bias_gradient
-        self.format, self.transfer = format, (axis.group_name, axis.sequence_parallel, axis.fused)
+        self.format, self.transfer = format, (axis.group_name, axis.splits_tokens, axis.fused)
         # A buffer, so that offload of saved activations leaves it on the device.
         self.register_buffer("gradient_sum", None, persistent=False)
         self.added: torch.Tensor | None = None
+        self.has_place = False
 
     @property
     def unsummed_bias(self) -> nn.Parameter | None:
         """The bias, if the function that reads the output forms its gradient; else ``None``."""
         return None if self.bias_gradient else self.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens x input features -> tokens x output features."""
-        weight: torch.Tensor = self.weight
-        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
-        if weight.dim() > 2:
-            weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        total = self.gradient_sum if torch.is_grad_enabled() else None
-        weight = weight if total is None else weight.detach()
-        if not self.alone:
-            y = self.operator(x, weight, *self.transfer, self.format, total, self.added)
-        elif total is not None:
-            return summing_linear(x, weight, bias, self.format, total, self.added)
-        else:
+    def forward(self, x: torch.Tensor, operator: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+        """Tokens x input features -> tokens x output features.
+
+        Args:
+            operator: in place of the layer's own, one that also computes the input features from ``x``.
+        """
+        weight, bias = self._weight_and_bias()
+        total, has_place = (self.gradient_sum, self.has_place) if torch.is_grad_enabled() else (None, False)
+        if self.alone and operator is None and total is None and not has_place:
             return product(x, weight.t(), self.format, bias=bias)
-        return y if bias is None else y + bias
+        weight = weight if total is None else weight.detach()
+        how = *self.transfer, self.format, total, self.added
+        y = (operator or self.operator)(x, weight, bias if self.alone else None, *how)
+        return y if bias is None or self.alone else y + bias
+
+    def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """weight_OI, and bias_O without a gradient if the function that reads the output forms it."""
+        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
+        return self.weight.flatten(0, -2), None if bias is None else bias.flatten()
 
 
 class ColumnParallelLinear(SplitLinear):

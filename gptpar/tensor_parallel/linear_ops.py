@@ -5,8 +5,13 @@ after. A row layer holds some input features: it sums its output after the produ
 output before (Shoeybi et al. 2019; with tokens split between layers, Korthikanti et al. 2022). A column layer's
 backward overlaps its two transfers with its two products.
 
+A layer that no axis splits (``group`` is empty) has no transfer; its operator adds the bias. Other layers' biases come
+after the transfer.
+
 Instead of returning a weight's gradient, a backward can add it to ``total``, the weight's gradient sum. Autograd then
 gets no gradient of the weight. A hook on the scalar ``added`` tells the engine that the addition has been launched.
+Where nothing is to be added, the product writes the gradient into the memory that ``PLACES`` has for it, and autograd
+passes that on.
 
 Legend: N all tokens, n this rank's (N / t under sequence parallelism over t ranks, else N), I input features and O
 output features that this rank holds or needs.
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -51,40 +57,33 @@ def _gather_times(
     return rows, product(rows, matrix, format)
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, format: str, total: torch.Tensor | None) -> torch.Tensor:
+PLACES: WeakValueDictionary[tuple[int, int], Callable[[], torch.Tensor | None]] = WeakValueDictionary()
+"""Where a weight is in memory (:func:`where`) -> returns the memory for its gradient in the running backward pass, of
+the weight's shape, or ``None``. Operators can be given tensors, numbers and texts alone."""
+
+
+def where(weight: torch.Tensor) -> tuple[int, int]:
+    """The weight's storage, which stays the same while its memory is freed, and its place there."""
+    return weight.untyped_storage()._cdata, weight.storage_offset()
+
+
+def weight_gradient(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, format: str, total: torch.Tensor | None
+) -> torch.Tensor:
     """grad_NO, x_NI -> the weight's gradient; an empty tensor if it was added to ``total``."""
     if total is None:
-        return product(grad.t(), x, format)
+        place_of = PLACES.get(where(weight))
+        place = None if place_of is None else place_of()
+        return product(grad.t(), x, format, out=None if place is None else place.flatten(0, -2))
     add_product(total, grad.t(), x, format)
     return grad.new_empty(0)
-
-
-@torch.library.custom_op("gptpar::summing_linear", mutates_args=())
-def summing_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    format: str,
-    total: torch.Tensor,
-    added: torch.Tensor,
-) -> torch.Tensor:
-    """x_NI, weight_OI, bias_O -> y_NO, of a layer that no axis splits; the weight's gradient goes to ``total``."""
-    return product(x, weight.t(), format, bias=bias)
-
-
-@torch.library.custom_op("gptpar::summing_linear_backward", mutates_args=("total",))
-def summing_linear_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, format: str, total: torch.Tensor
-) -> torch.Tensor:
-    """grad_NO, x_NI, weight_OI -> the gradient of x."""
-    _weight_gradient(grad, x, format, total)
-    return product(grad, weight, format)
 
 
 @torch.library.custom_op("gptpar::column_forward", mutates_args=())
 def column_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     group: str,
     sequence_parallel: bool,
     fused: bool,
@@ -95,7 +94,7 @@ def column_forward(
     """x_nI, weight_OI -> y_NO; only autograd uses ``total`` and ``added``."""
     if sequence_parallel:
         return _gather_times(x, weight.t(), group, fused, format)[1]
-    return product(x, weight.t(), format)
+    return product(x, weight.t(), format, bias=bias)
 
 
 def _column_gradients(
@@ -109,19 +108,19 @@ def _column_gradients(
     total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad_NO, x_nI, weight_OI -> gradients of x, summed over ranks, and of weight."""
-    ranks = _group(group)
     if not sequence_parallel:
         grad_x = product(grad, weight, format)
-        summing = dist.all_reduce(grad_x, group=ranks, async_op=True)
-        grad_weight = _weight_gradient(grad, x, format, total)
-        assert summing is not None
-        summing.wait()
+        summing = dist.all_reduce(grad_x, group=_group(group), async_op=True) if group else None
+        grad_weight = weight_gradient(grad, x, weight, format, total)
+        if summing is not None:
+            summing.wait()
         return grad_x, grad_weight
+    ranks = _group(group)
     rows, gathering = start_gather(x, ranks)
     partial = product(grad, weight, format)
     gathering.wait()
     grad_x, summing = start_reduce_scatter(partial, ranks)
-    grad_weight = _weight_gradient(grad, rows, format, total)
+    grad_weight = weight_gradient(grad, rows, weight, format, total)
     summing.wait()
     return grad_x, grad_weight
 
@@ -130,6 +129,7 @@ def _column_gradients(
 def row_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     group: str,
     sequence_parallel: bool,
     fused: bool,
@@ -138,13 +138,35 @@ def row_forward(
     added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x_NI, weight_OI -> y_nO, summed over ranks."""
+    return row_output(x, weight, bias, group, sequence_parallel, fused, format)
+
+
+def row_output(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: str,
+    sequence_parallel: bool,
+    fused: bool,
+    format: str,
+) -> torch.Tensor:
     if sequence_parallel and _fuses(fused, x, x.shape[0], weight.shape[0], format):
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
-    y = product(x, weight.t(), format)
+    y = product(x, weight.t(), format, bias=bias)
     if sequence_parallel:
         return reduce_scatter(y, _group(group))
-    dist.all_reduce(y, group=_group(group))
+    if group:
+        dist.all_reduce(y, group=_group(group))
     return y
+
+
+def row_input_gradient(
+    grad: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_nO, weight_OI -> (grad_NO of all tokens, gradient of x)."""
+    if sequence_parallel:
+        return _gather_times(grad, weight, group, fused, format)
+    return grad, product(grad, weight, format)
 
 
 def _row_gradients(
@@ -158,11 +180,8 @@ def _row_gradients(
     total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
-    if sequence_parallel:
-        grad, grad_x = _gather_times(grad, weight, group, fused, format)
-    else:
-        grad_x = product(grad, weight, format)
-    return grad_x, _weight_gradient(grad, x, format, total)
+    grad, grad_x = row_input_gradient(grad, weight, group, sequence_parallel, fused, format)
+    return grad_x, weight_gradient(grad, x, weight, format, total)
 
 
 @torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())
@@ -173,24 +192,19 @@ def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     return total
 
 
-@summing_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@summing_linear_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @column_forward.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0] * (_group(group).size() if sequence_parallel else 1), weight.shape[0])
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str, *how: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0] * (_group(group).size() if how[0] else 1), weight.shape[0])
+
+
+def row_output_fake(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool) -> torch.Tensor:
+    """:func:`row_output` without values."""
+    return x.new_empty(x.shape[0] // (_group(group).size() if sequence_parallel else 1), weight.shape[0])
 
 
 @row_forward.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0] // (_group(group).size() if sequence_parallel else 1), weight.shape[0])
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+    return row_output_fake(x, weight, *how[:2])
 
 
 @sum_over_ranks.register_fake
@@ -210,21 +224,24 @@ sum_over_ranks.register_autograd(_summed_gradient, setup_context=_keep_group)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, *ctx.how, ctx.total, _ = inputs
+    x, weight, _, *ctx.how, ctx.total, _ = inputs
     ctx.save_for_backward(x, weight)  # not ``total``: other micro-batches change it before this backward pass
 
 
-def _backward_of(
-    forward: CustomOpDef, name: str, gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+def with_backward(
+    forward: CustomOpDef, name: str, gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]], options: str = ""
 ) -> CustomOpDef:
-    """Register the backward pass of a split layer's operator; returns the operator ``name`` of both gradients.
+    """Register the backward pass of a layer's operator; returns the operator ``name`` of both gradients.
 
-    A second one, ``summing_NAME``, returns the gradient of x, and adds the weight's to ``total``.
+    A second one, ``summing_NAME``, returns the gradient of x, and adds the weight's to ``total``. The bias's gradient
+    is left to the compiler.
 
     Args:
         gradients: a function of the schema's arguments; returns the gradients of x and weight.
+        options: declares the operator's own arguments, which come before ``group``.
     """
-    given = "Tensor grad, Tensor x, Tensor weight, str group, bool sequence_parallel, bool fused, str format"
+    how = f"{options}str group, bool sequence_parallel, bool fused, str format"
+    given = f"Tensor grad, Tensor x, Tensor weight, {how}"
     both = torch.library.custom_op(
         f"gptpar::{name}", gradients, mutates_args=(), schema=f"({given}) -> (Tensor, Tensor)"
     )
@@ -238,27 +255,15 @@ def _backward_of(
     summing.register_fake(lambda grad, x, *_: x.new_empty(x.shape))
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        how = *ctx.saved_tensors, *ctx.how
+        how, rest = (*ctx.saved_tensors, *ctx.how), [None] * len(ctx.how)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         if ctx.total is None:
-            return *both(grad, *how), *[None] * 6
-        return summing(grad, *how, ctx.total), *[None] * 6, ctx.total.new_zeros(())
+            return *both(grad, *how), grad_bias, *rest, None, None
+        return summing(grad, *how, ctx.total), None, grad_bias, *rest, None, ctx.total.new_zeros(())
 
     forward.register_autograd(backward, setup_context=_save)
     return both
 
 
-column_backward = _backward_of(column_forward, "column_backward", _column_gradients)
-row_backward = _backward_of(row_forward, "row_backward", _row_gradients)
-
-
-def _save_summing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, ctx.format, ctx.total, _ = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _summing_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    grad_x = summing_linear_backward(grad, *ctx.saved_tensors, ctx.format, ctx.total)
-    return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None, ctx.total.new_zeros(())
-
-
-summing_linear.register_autograd(_summing_gradients, setup_context=_save_summing)
+column_backward = with_backward(column_forward, "column_backward", _column_gradients)
+row_backward = with_backward(row_forward, "row_backward", _row_gradients)

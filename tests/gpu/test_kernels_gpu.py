@@ -1,6 +1,8 @@
 """Triton kernels against the same in torch's operators, with shapes that do not fill whole tiles."""
 
 from collections.abc import Callable
+from functools import partial
+from math import inf
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ import torch.nn.functional as F
 from gptpar.kernels import gpu, plain_loss
 from gptpar.kernels.addition import MIN_ELEMENTS, add_each
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
-from gptpar.kernels.gate import swiglu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
+from gptpar.model.activations import FUNCTIONS, _plain, activated, backward_again, gated
 from gptpar.model.rotary import Rotary, rotate
 
 pytestmark = pytest.mark.gpu
@@ -96,13 +98,39 @@ def test_activations_with_bias_gradient_equal_torch(
 def test_swiglu_equals_torch(dtype: torch.dtype, compiled: bool, shape: tuple[int, int]) -> None:
     up = random(shape[0], 2 * shape[1], dtype=dtype).mul(3).requires_grad_()
     grad = random(*shape, dtype=dtype, seed=1)
+    swiglu = partial(gated, "swiglu")
     y = (torch.compile(swiglu) if compiled else swiglu)(up)
     (got,) = torch.autograd.grad(y, up, grad)
     wide = up.detach().double().requires_grad_()
-    gate, value = wide.chunk(2, dim=-1)
-    wanted = gate * gate.sigmoid() * value
+    wanted = swiglu(wide)
     torch.testing.assert_close(y.detach().double(), wanted.detach(), **TOLERANCE[dtype])
     torch.testing.assert_close(got.double(), torch.autograd.grad(wanted, wide, grad.double())[0], **TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("gates", [(inf, 0.0), (1.5, 0.3), None], ids=["gate", "clamped gate", "function"])
+@pytest.mark.parametrize("shape", [(3, 40), (257, 2730)])
+def test_activations_computed_again_equal_torch(
+    dtype: torch.dtype, name: str, gates: tuple[float, float] | None, shape: tuple[int, int]
+) -> None:
+    """The gradient, the output that is computed again beside it, and the output: the last two to the bit."""
+    how = (name, gates is not None, *(gates or (inf, 0.0)))
+    up, grad = random(shape[0], shape[1] * (1 + how[1]), dtype=dtype).mul(3), random(*shape, dtype=dtype, seed=1)
+    wide, inner, again = up.double().requires_grad_(), activated(up, *how), grad.clone()
+    grad_up, wanted = backward_again(again, up, *how), _plain(wide, *how)
+    assert torch.equal(again, inner)
+    torch.testing.assert_close(inner.double(), wanted.detach(), **TOLERANCE[dtype])
+    (wanted,) = torch.autograd.grad(wanted, wide, grad.double())
+    torch.testing.assert_close(grad_up.double(), wanted, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", ["swiglu", "quick_geglu", "gelu_tanh", "squared_relu"])
+def test_activations_pass_on_what_is_not_finite(name: str) -> None:
+    """An overflow must reach the gradients' norm, also through bounds of gates."""
+    up, grad = torch.full((2, 64), torch.nan, device="cuda"), torch.ones(2, 32, device="cuda")
+    grad_up = backward_again(grad, up, name, True, 7.0, 1.0)
+    assert grad_up.isnan().all() and grad.isnan().all()
 
 
 @DTYPES

@@ -3,12 +3,25 @@
 import pytest
 import torch
 
+from gptpar.engine import fused_sums
 from tests.gpu.training import run
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("flags", ["", "--no-compile", "--swiglu --num-query-groups 2 --position-embedding-type rope"])
+AGAIN = "--recompute-granularity selective --recompute-modules mlp_act layernorm"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--no-compile",
+        "--swiglu --num-query-groups 2 --position-embedding-type rope",
+        AGAIN,
+        f"--swiglu --normalization RMSNorm {AGAIN}",
+    ],
+)
 def test_fp32_follows_the_cpu(flags: str) -> None:
     """Compiled and not: losses to 1e-4 over eight steps; initial weights are equal by construction."""
     gpu, _ = run("cuda", flags)
@@ -35,3 +48,26 @@ def test_a_step_as_one_graph_is_bit_identical() -> None:
         one_by_one = run("cuda", f"{flags} --cuda-graph off")
         as_graph = run("cuda", f"{flags} --cuda-graph on")
         assert one_by_one[0] == as_graph[0] and torch.equal(one_by_one[1], as_graph[1])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--no-compile",
+        "--no-compile --bf16 --cpu-optimizer --offload-gradients on",
+        f"--no-compile --bf16 --cpu-optimizer --offload-gradients on --swiglu {AGAIN}",
+        f"--bf16 --cpu-optimizer --offload-gradients on --swiglu --normalization RMSNorm {AGAIN}",
+    ],
+)
+def test_gradients_that_products_write_to_their_places_have_the_same_bits(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a micro-batch that is summed on the host, those of fp32's first micro-batch.
+
+    A compiler may fuse other operators around a product, and so round other numbers to 16 bits.
+    """
+    copied = run("cuda:0", flags)
+    monkeypatch.setattr(fused_sums, "MIN_ELEMENTS", 0)
+    placed = run("cuda:0", flags)
+    assert copied[0] == pytest.approx(placed[0], rel=0 if "--no-compile" in flags else 5e-3)
+    assert "--no-compile" not in flags or torch.equal(copied[1], placed[1])

@@ -104,5 +104,3 @@ def _options_of_gates(flags: Flags) -> Iterator[str]:
     ]
     if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
         yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."
-    if of_gates and flags.recompute.mlp_chunks_for_training > 1:
-        yield f"{', '.join(of_gates)}: --mlp-chunks-for-training has no such gate yet: drop one of them."

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
+from gptpar.kernels.triton.gate import value_and_slope
+
 NUM_PARTS = 256
 """Partial sums of each column: enough programs to fill a GPU."""
 
@@ -20,7 +22,7 @@ NUM_PARTS = 256
 @triton.jit
 def _activation_backward(
     grad, x, grad_x, sums, num_rows, num_columns, rows_a_part,
-    GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NAME: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * rows_a_part
@@ -32,12 +34,7 @@ def _activation_backward(
         at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        if GELU:  # gelu(v) = v sigmoid(2u) with u = sqrt(2 / pi) (v + 0.044715 v^3)
-            s = tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
-            slope = s + v * s * (1.0 - s) * (1.5957691216057308 + 0.21406459 * v * v)
-        else:
-            slope = 2.0 * tl.maximum(v, 0.0)
-        rounded = (g * slope).to(grad_x.dtype.element_ty)
+        rounded = (g * value_and_slope(v, NAME)[1]).to(grad_x.dtype.element_ty)
         tl.store(grad_x + at, rounded, mask=inside)
         total += rounded.to(tl.float32)
     tl.store(sums + tl.program_id(1) * num_columns + columns, tl.sum(total, 0), mask=columns < num_columns)
@@ -46,18 +43,16 @@ def _activation_backward(
 @triton_op("gptpar::gelu_backward", mutates_args=())
 def gelu_backward(grad_NF: torch.Tensor, x_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the gradient of x through GELU (tanh form), and its sum over N; for dtypes of at most 32 bits."""
-    return _through_activation(grad_NF, x_NF, is_gelu=True)
+    return _through_activation(grad_NF, x_NF, "gelu_tanh")
 
 
 @triton_op("gptpar::squared_relu_backward", mutates_args=())
 def squared_relu_backward(grad_NF: torch.Tensor, x_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of ``x``, gradient of the bias) through the squared ReLU."""
-    return _through_activation(grad_NF, x_NF, is_gelu=False)
+    return _through_activation(grad_NF, x_NF, "squared_relu")
 
 
-def _through_activation(
-    grad_NF: torch.Tensor, x_NF: torch.Tensor, *, is_gelu: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _through_activation(grad_NF: torch.Tensor, x_NF: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     grad_NF, x_NF = grad_NF.contiguous(), x_NF.contiguous()
     num_rows, num_columns = x_NF.shape
     grad_x_NF = torch.empty_like(x_NF)
@@ -66,7 +61,7 @@ def _through_activation(
     rows_a_part = triton.cdiv(num_rows, NUM_PARTS)
     wrap_triton(_activation_backward)[grid](
         grad_NF, x_NF, grad_x_NF, sums, num_rows, num_columns, rows_a_part,
-        GELU=is_gelu, ROWS=16, COLUMNS=128, num_warps=4,
+        NAME=name, ROWS=16, COLUMNS=128, num_warps=4,
     )  # fmt: skip
     return grad_x_NF, sums.sum(0).to(x_NF.dtype)
 

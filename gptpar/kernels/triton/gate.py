@@ -1,4 +1,7 @@
-"""The kernel of :mod:`gptpar.kernels.gate`: each program processes a tile of rows and columns of both halves."""
+"""Activation functions of MLPs, and gates: each program processes a part of a row, of both halves with a gate.
+
+Everything is computed in fp32 and rounded once.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,111 @@ COLUMNS = 1024
 
 
 @triton.jit
-def _swiglu_backward(grad, up, grad_up, width, COLUMNS: tl.constexpr):
+def value_and_slope(x, NAME: tl.constexpr):
+    """(f(x), f'(x)) in fp32, by the names of :data:`gptpar.model.activations.FUNCTIONS`."""
+    if NAME == "swiglu":
+        share = tl.sigmoid(x)
+        return x * share, share * (1.0 + x * (1.0 - share))
+    elif NAME == "quick_geglu":
+        share = tl.sigmoid(1.702 * x)
+        return x * share, share * (1.0 + 1.702 * x * (1.0 - share))
+    elif NAME == "gelu_tanh" or NAME == "geglu_tanh":  # x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * share, share + x * share * (1.0 - share) * (1.5957691216057308 + 0.21406459 * x * x)
+    elif NAME == "gelu" or NAME == "geglu":
+        share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
+        return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif NAME == "reglu":
+        return tl.where(x < 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
+    elif NAME == "squared_relu":
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive, 2.0 * positive
+    else:
+        tl.static_assert(NAME == "liglu")
+        return x, tl.zeros_like(x) + 1.0
+
+
+@triton.jit
+def _activate(
+    up, inner, width, limit, offset,
+    NAME: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    at = row * 2 * width + columns
+    at = row * (2 * width if GATED else width) + columns
+    x = tl.load(up + at, mask=inside).to(tl.float32)
+    if GATED:
+        other = tl.load(up + at + width, mask=inside).to(tl.float32)
+        x = tl.where(x > limit, limit, x)
+        other = tl.where(other > limit, limit, tl.where(other < -limit, -limit, other))
+        y = value_and_slope(x, NAME)[0] * (other + offset)
+    else:
+        y = value_and_slope(x, NAME)[0]
+    tl.store(inner + row * width + columns, y.to(inner.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad, up, grad_up, width, limit, offset,
+    NAME: tl.constexpr, GATED: tl.constexpr, AGAIN: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    at = row * (2 * width if GATED else width) + columns
     g = tl.load(grad + row * width + columns, mask=inside).to(tl.float32)
-    gate = tl.load(up + at, mask=inside).to(tl.float32)
-    value = tl.load(up + at + width, mask=inside).to(tl.float32)
-    share = tl.sigmoid(gate)
-    of_gate = g * value * share * (1.0 + gate * (1.0 - share))
-    tl.store(grad_up + at, of_gate.to(grad_up.dtype.element_ty), mask=inside)
-    tl.store(grad_up + at + width, (g * gate * share).to(grad_up.dtype.element_ty), mask=inside)
+    x = tl.load(up + at, mask=inside).to(tl.float32)
+    if GATED:
+        other = tl.load(up + at + width, mask=inside).to(tl.float32)
+        is_above, is_outside = x > limit, (other > limit) | (other < -limit)
+        x = tl.where(is_above, limit, x)
+        factor = tl.where(other > limit, limit, tl.where(other < -limit, -limit, other)) + offset
+        y, slope = value_and_slope(x, NAME)
+        of_x = tl.where(is_above, 0.0, g * factor * slope)
+        of_other = tl.where(is_outside, 0.0, g * y)
+        tl.store(grad_up + at + width, of_other.to(grad_up.dtype.element_ty), mask=inside)
+        y *= factor
+    else:
+        y, slope = value_and_slope(x, NAME)
+        of_x = g * slope
+    tl.store(grad_up + at, of_x.to(grad_up.dtype.element_ty), mask=inside)
+    if AGAIN:
+        tl.store(grad + row * width + columns, y.to(grad.dtype.element_ty), mask=inside)
 
 
-@triton_op("gptpar::swiglu_backward", mutates_args=())
-def swiglu_backward(grad_NF: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[N, 2F] the gradient of both halves of ``up`` [N, 2F]; dtypes of at most 32 bits."""
+@triton_op("gptpar::activation_backward", mutates_args=())
+def backward(
+    grad_NF: torch.Tensor, up: torch.Tensor, name: str, gated: bool, limit: float, offset: float
+) -> torch.Tensor:
+    """The gradient of ``up``, [N, 2F] with a gate, else [N, F]; dtypes of at most 32 bits."""
     grad_NF, up = grad_NF.contiguous(), up.contiguous()
-    rows, width = grad_NF.shape
     grad_up = torch.empty_like(up)
-    if rows:
-        grid = (rows, triton.cdiv(width, COLUMNS))
-        wrap_triton(_swiglu_backward)[grid](grad_NF, up, grad_up, width, COLUMNS=COLUMNS, num_warps=4)
+    if up.numel():
+        how = {"NAME": name, "GATED": gated, "AGAIN": False, "COLUMNS": COLUMNS, "num_warps": 4}
+        wrap_triton(_backward)[_grid(grad_NF)](grad_NF, up, grad_up, grad_NF.shape[1], limit, offset, **how)
     return grad_up
+
+
+def backward_again(
+    grad_NF: torch.Tensor, up: torch.Tensor, name: str, gated: bool, limit: float, offset: float
+) -> torch.Tensor:
+    """:func:`backward`, which also writes the activation function's output in the place of its gradient ``grad_NF``."""
+    grad_up = torch.empty_like(up)
+    if up.numel():
+        how = {"NAME": name, "GATED": gated, "AGAIN": True, "COLUMNS": COLUMNS, "num_warps": 4}
+        _backward[_grid(grad_NF)](grad_NF, up, grad_up, grad_NF.shape[1], limit, offset, **how)
+    return grad_up
+
+
+def activate(up: torch.Tensor, name: str, gated: bool, limit: float, offset: float) -> torch.Tensor:
+    """The activation function's output [N, F]; dtypes of at most 32 bits."""
+    inner_NF = up.new_empty(up.shape[0], up.shape[1] // 2 if gated else up.shape[1])
+    if up.numel():
+        how = {"NAME": name, "GATED": gated, "COLUMNS": COLUMNS, "num_warps": 4}
+        _activate[_grid(inner_NF)](up, inner_NF, inner_NF.shape[1], limit, offset, **how)
+    return inner_NF
+
+
+def _grid(inner_NF: torch.Tensor) -> tuple[int, int]:
+    return len(inner_NF), triton.cdiv(inner_NF.shape[1], COLUMNS)

@@ -10,8 +10,10 @@ import torch
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.data.loader import MicroBatch
+from gptpar.engine import fused_sums
+from gptpar.engine.collector import GradientCollector
 from gptpar.errors import ConfigError
-from gptpar.model.block import Block
+from gptpar.model.block import MLP, Block
 from gptpar.run.trainer import Trainer
 from gptpar.tensor_parallel.layers import SplitLinear
 from gptpar.tensor_parallel.products import add_product
@@ -21,6 +23,7 @@ FUSED = "--gradient-accumulation-fusion"
 LLAMA = "--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear --num-query-groups 2"
 STEPS = ((3, 16), (1, 16), (2, 12))
 """Of each step: number of micro-batches, tokens of a sample. In the second one nothing is added."""
+ONE = ((1, 16), (1, 12))
 
 
 def linears_of(trainer: Trainer) -> list[SplitLinear]:
@@ -108,6 +111,60 @@ def test_a_product_is_added_in_the_sums_precision(shape: tuple[int, int, int], d
     expected = total.double() + a.t().double() @ b.double()
     add_product(total, a.t(), b)
     torch.testing.assert_close(total.double(), expected, rtol=1e-5 if wide == torch.float32 else 1e-13, atol=1e-6)
+
+
+PLACED = [
+    ("", STEPS),
+    ("--fp64 --recompute-granularity full", STEPS),
+    (f"--bf16 --global-batch-size 2 {LLAMA}", ONE),
+    ("--bf16 --global-batch-size 2 --recompute-granularity selective --recompute-modules mlp_act layernorm", ONE),
+    ("--bf16 --global-batch-size 2 --mlp-chunks-for-training 2", ONE),
+    ("--fp16 --loss-scale 1024 --global-batch-size 2 --cpu-optimizer --cpu-optimizer-ratio 0.6", ONE),
+    (f"--bf16 --cpu-optimizer --offload-gradients on {LLAMA}", STEPS),
+    ("--bf16 --cpu-optimizer --offload-gradients on --cpu-parameters", STEPS),
+]
+
+
+def assert_places_change_no_bit(flags: str, steps: Sequence[tuple[int, int]], patch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns, for each gradient that was formed, whether it was in its place."""
+    expected, place_of, placed = trained(flags, steps), GradientCollector.place_of, list[bool]()
+
+    def noted(self: GradientCollector, name: str) -> torch.Tensor | None:
+        place = place_of(self, name)
+        placed.append(place is not None)
+        return place
+
+    patch.setattr(GradientCollector, "place_of", noted)
+    patch.setattr(fused_sums, "MIN_ELEMENTS", 0)
+    for one, other in zip(trained(flags, steps), expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert torch.equal(one[name], value), name
+    return placed
+
+
+@pytest.mark.parametrize("flags, steps", PLACED)
+def test_a_gradient_that_is_formed_in_its_place_has_the_same_bits(
+    flags: str, steps: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 and fp64, a sum over several micro-batches begins with such a gradient; the others are added."""
+    placed = assert_places_change_no_bit(flags, steps, monkeypatch)
+    passes = sum(count for count, _ in steps) if "16" in flags else len(steps)
+    assert placed.count(True) == passes * 2 * (3 if "chunks" in flags else 4)  # tiles sum one weight's by themselves
+
+
+def test_of_two_gradients_in_a_pass_one_is_formed_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight that is used twice: autograd adds up both, and the collector copies the sum."""
+    once = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda self, x_ND: once(self, x_ND) + once(self, x_ND * 2))
+    placed = assert_places_change_no_bit("--bf16 --global-batch-size 2", ONE, monkeypatch)
+    assert placed.count(False) == 2 * 2 * len(ONE)  # two weights of two blocks
+
+
+def test_outside_of_a_pass_no_gradient_has_a_place() -> None:
+    trainer = make_trainer(tiny_config("--bf16 --global-batch-size 2"))
+    gradients = trainer.engine.gradients
+    assert all(gradients.place_of(name) is None for unit in trainer.engine.table.units for name in unit.params)
 
 
 @pytest.mark.slow

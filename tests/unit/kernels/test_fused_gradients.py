@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from gptpar.kernels import plain_loss
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
-from gptpar.kernels.gate import swiglu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
+from gptpar.model.activations import gated
 from gptpar.model.rotary import Rotary, rotate
 from tests.pairs import every_pair
 
@@ -39,8 +39,8 @@ def test_swiglu_is_the_product_of_its_halves(shape: tuple[int, int]) -> None:
     up, grad = random(*shape), random(shape[0], shape[1] // 2, seed=1).detach()
     gate, value = up.chunk(2, dim=-1)
     plain = gate * torch.sigmoid(gate) * value
-    assert_same((swiglu(up),), (plain,))
-    assert_same(torch.autograd.grad(swiglu(up), up, grad), torch.autograd.grad(plain, up, grad))
+    assert_same((gated("swiglu", up),), (plain,))
+    assert_same(torch.autograd.grad(gated("swiglu", up), up, grad), torch.autograd.grad(plain, up, grad))
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -7,6 +7,7 @@ says when). So each function is tried here, whichever compiled code reaches it.
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.library import CustomOpDef
 
 import gptpar
 from gptpar.kernels.bias_gradient import gelu, split_heads, squared_relu
-from gptpar.kernels.gate import swiglu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.residual_norm import output_norm, residual_norm
 from gptpar.model import attention_sinks
+from gptpar.model.activated_product import activated_row
+from gptpar.model.activations import gated
 from gptpar.model.attention_sinks import varlen_attention_with_sinks
 from gptpar.model.experts import products
 from gptpar.model.experts.dispatch import _Repeated
@@ -29,7 +31,7 @@ from gptpar.model.experts.routing import _Logits
 from gptpar.model.mlp_tiles import tiled_mlp
 from gptpar.tensor_parallel.axis import Collective, all_reduce, all_to_all
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy
-from gptpar.tensor_parallel.linear_ops import column_forward, row_forward, sum_over_ranks, summing_linear
+from gptpar.tensor_parallel.linear_ops import column_forward, row_forward, sum_over_ranks
 from gptpar.tensor_parallel.products import PLAIN
 from tests.unit.model.test_attention_sinks import LENGTH, flash, flash_backward
 
@@ -60,11 +62,17 @@ def with_collectives(x: torch.Tensor) -> torch.Tensor:
 
 
 def through_group(split: CustomOpDef, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return split(x, weight, dist.group.WORLD.group_name, *HOW)
+    return split(x, weight, None, dist.group.WORLD.group_name, *HOW)
 
 
-def added_to_sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    return summing_linear(x, weight, bias, PLAIN, total.detach(), total.new_zeros((), requires_grad=True))
+def added_to_sum(
+    linear: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    return linear(x, weight, bias, "", *HOW, total.detach(), total.new_zeros((), requires_grad=True))
+
+
+def of_gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *more: Any) -> torch.Tensor:
+    return activated_row(x, weight, bias, "swiglu", True, 0.8, 0.1, *more)
 
 
 def with_loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -73,7 +81,7 @@ def with_loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def with_tiles(x: torch.Tensor, up: torch.Tensor, bias: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return tiled_mlp(x, up, bias, down, "gelu_tanh", False, 2, "", *HOW)
+    return tiled_mlp(x, up, bias, down, "gelu_tanh", False, inf, 0.0, 2, "", *HOW)
 
 
 def with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -104,10 +112,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "kernels.bias_gradient._Gelu": (gelu, [X, D1]),
     "kernels.bias_gradient._SplitHeads": (partial(split_heads, seq_length=3, queries=2, width=2), [X, D1]),
     "kernels.bias_gradient._SquaredRelu": (squared_relu, [X, D1]),
-    "kernels.gate._Swiglu": (swiglu, [X]),
     "kernels.head_norm._HeadNorms": (norms_of_heads, [(TOKENS, 24), (24,), (4,), (4,), (4,), (4,)]),
     "kernels.residual_norm._OutputNorm": (partial(output_norm, eps=1e-5), [X, D1, D1, D1]),
     "kernels.residual_norm._ResidualNorm": (partial(residual_norm, eps=1e-5), [X, X, D1, D1, D1]),
+    "model.activated_product.activated_row": (
+        lambda *x: added_to_sum(of_gate, *x) + of_gate(x[0], *x[3:], None, "", *HOW),
+        [X, (FEATURES, WIDTH // 2), F1, (FEATURES, WIDTH // 2)],
+    ),
+    "model.activations._Swiglu": (partial(gated, "swiglu"), [X]),
     "model.attention_sinks.varlen_attention_with_sinks": (
         with_sinks,
         [(LENGTH, 4, WIDTH), (LENGTH, 2, WIDTH), (LENGTH, 2, WIDTH), (4,)],
@@ -125,9 +137,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "tensor_parallel.axis.Collective": (with_collectives, [X]),
     "tensor_parallel.cross_entropy.LinearCrossEntropy": (with_loss, [X, W]),
     "tensor_parallel.linear_ops.column_forward": (partial(through_group, column_forward), [X, W]),
-    "tensor_parallel.linear_ops.row_forward": (partial(through_group, row_forward), [X, W]),
+    "tensor_parallel.linear_ops.row_forward": (
+        lambda *x: added_to_sum(row_forward, *x) + through_group(row_forward, x[0], x[3]),
+        [X, W, F1, W],
+    ),
     "tensor_parallel.linear_ops.sum_over_ranks": (lambda x: sum_over_ranks(x, dist.group.WORLD.group_name), [X]),
-    "tensor_parallel.linear_ops.summing_linear": (added_to_sum, [X, W, F1, W]),
 }
 """Each function that gptpar defines: a function that calls it, and the shapes of its arguments."""
 
@@ -144,7 +158,7 @@ def functions_with_backward() -> set[str]:
     found = set()
     for file in sorted(ROOT.glob("gptpar/**/*.py")):
         text = file.read_text()
-        if "autograd.Function)" in text or "register_autograd(" in text:
+        if any(sign in text for sign in ("autograd.Function)", "register_autograd(", "with_backward(")):
             module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
             for name, one in vars(module).items():
                 is_function = isinstance(one, type) and issubclass(one, torch.autograd.Function)

@@ -54,9 +54,8 @@ def tiled_backward(grad: Any, x: Any, up: Any, bias: Any, down: Any, *_: Any, **
 
 COUNTED = {
     OPS.column_forward: lambda x, weight, *_, out_shape, **__: 2 * out_shape[0] * math.prod(weight),
-    OPS.row_forward: lambda x, weight, *_, **__: 2 * x[0] * math.prod(weight),
-    OPS.column_backward: two_products,
-    OPS.row_backward: two_products,
+    **dict.fromkeys((OPS.row_forward, OPS.activated_row), lambda x, weight, *_, **__: 2 * x[0] * math.prod(weight)),
+    **dict.fromkeys((OPS.column_backward, OPS.row_backward, OPS.activated_row_backward), two_products),
     OPS.tiled_mlp: lambda x, up, bias, down, *_, **__: 2 * x[0] * (math.prod(up) + math.prod(down)),
     OPS.tiled_mlp_backward: tiled_backward,
 }

@@ -1,8 +1,12 @@
-"""The MLP in tiles of tokens, against the MLP as a whole."""
+"""The MLP in tiles of tokens, and with an activation that is computed again, against the MLP as a whole."""
+
+from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 
+from gptpar.config.sections.mlp import GATES
 from gptpar.model.activations import FUNCTIONS
 from gptpar.model.block import MLP
 from gptpar.model.linear import Linears
@@ -26,19 +30,21 @@ def trained(mlp: MLP, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def pair(flags: str, tiles: int, dtype: torch.dtype) -> tuple[MLP, MLP, torch.Tensor]:
-    """An MLP, an MLP with the same weights in tiles, and an input."""
+    """An MLP, an MLP with the same weights in tiles (one: the activation is computed again), and an input."""
     torch.manual_seed(0)
     linears = Linears(tiny_config(flags).model)
-    whole, tiled = MLP(linears).to(dtype), MLP(linears, tiles=tiles).to(dtype)
+    whole = MLP(linears).to(dtype)
+    tiled = MLP(replace(linears, activation_again=True), tiles=tiles, recompute_activation=True).to(dtype)
     for parameter in whole.parameters():
         parameter.data.normal_(std=0.2)
     tiled.load_state_dict(whole.state_dict())
     return whole, tiled, torch.randn(TOKENS, WIDTH, dtype=dtype)
 
 
-@every_pair(tiles=[2, 4, 11, 100], bias=["", "--disable-bias-linear "], name=list(FUNCTIONS))
-def test_output_and_gradients_are_those_of_the_whole(name: str, bias: str, tiles: int) -> None:
-    whole, tiled, x = pair(flags_of(name) + bias, tiles, torch.float64)
+@every_pair(tiles=[1, 2, 4, 11, 100], bias=["", "--disable-bias-linear "], clamps=[False, True], name=list(FUNCTIONS))
+def test_output_and_gradients_are_those_of_the_whole(name: str, clamps: bool, bias: str, tiles: int) -> None:
+    of_gate = "--activation-func-clamp-value 0.7 --glu-linear-offset 0.3 " if clamps and name in GATES else ""
+    whole, tiled, x = pair(flags_of(name) + of_gate + bias, tiles, torch.float64)
     for got, wanted in zip(trained(tiled, x), trained(whole, x), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
 
@@ -59,14 +65,17 @@ def test_the_operator_keeps_a_compilers_rules(flags: str) -> None:
     _, tiled, x = pair(flags, 3, torch.float64)
     up, down = tiled.up, tiled.down
     bias = None if up.bias is None else up.bias.flatten()
-    how = (tiled.activation, tiled.gated, 3, *up.transfer, up.format)
+    how = (tiled.activation, tiled.gated, inf, 0.0, 3, *up.transfer, up.format)
     torch.library.opcheck(tiled_mlp, (x.requires_grad_(), up.weight.flatten(0, -2), bias, down.weight, *how))
 
 
-def test_only_the_input_is_kept() -> None:
-    _, tiled, x = pair("--swiglu ", 4, torch.float64)
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_only_the_input_is_kept(tiles: int) -> None:
+    """Of the tiles, or of the first product and the activation function."""
+    _, tiled, x = pair("--swiglu ", tiles, torch.float64)
     own = {parameter.data_ptr() for parameter in tiled.parameters()}
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         tiled(x.requires_grad_())
-    assert [tensor.shape for tensor in kept if tensor.data_ptr() not in own] == [x.shape]
+    inputs = [x.shape] if tiles > 1 else [x.shape, (TOKENS, tiled.up.weight.flatten(0, -2).shape[0])]
+    assert [tensor.shape for tensor in kept if tensor.data_ptr() not in own] == inputs

@@ -64,7 +64,7 @@ the weight's shape, or ``None``. Operators can be given tensors, numbers and tex
 
 def where(weight: torch.Tensor) -> tuple[int, int]:
     """The weight's storage, which stays the same while its memory is freed, and its place there."""
-    return weight.untyped_storage()._cdata, weight.storage_offset()
+    return weight.untyped_storage()._cdata, int(weight.storage_offset())
 
 
 def weight_gradient(

@@ -54,6 +54,8 @@ OPTIONS = {  # the same of options that few models have
     "untied, z-loss": (f"{UNTIED} --z-loss-weight 0.1", ()),
     "muP": (f"{UNTIED} --mup --mup-base-hidden-size 8 --mup-base-kv-channels 4", ()),
 }
+AGAIN = {"GEGLU": ("mlp_act",), "norm of all heads": ("mlp_act", "layernorm"), "norms after": ("mlp_act",)}
+"""What split models compute again; the whole ones keep it."""
 SAMPLES, LENGTH = 2, 16
 EDGES = torch.tensor([15, 16, 20, 21, 31, 32, 41, 42, 47, 48])
 """The last and first pieces of neighbouring ranks' shares of 64, for two, three and four ranks."""
@@ -133,7 +135,8 @@ def split_models(rank: int, size: int, names: list[str]) -> dict[tuple[str, bool
         flags, wanted = (MODELS | OPTIONS)[name]
         for sequence_parallel in (False, True):
             axis = axis_of(rank, size, sequence_parallel)
-            found[name, sequence_parallel] = loss_and_whole_gradients(build(flags, axis), axis, wanted)
+            stage = build(flags, axis, AGAIN.get(name, ()))
+            found[name, sequence_parallel] = loss_and_whole_gradients(stage, axis, wanted)
     return found
 
 

@@ -373,17 +373,17 @@ class ModuleStage(PlacedParameters):
 
     def _let_go_of_frozen(self, scope: Scope, inputs: Any) -> None:
         """Release frozen units, which get no gradients, when the gradient of the scope's input is complete."""
-        assert self._gatherer is not None
-        frozen = [unit for unit in self._gatherer.units_of(scope.path) if unit in self._frozen]
-        if not frozen or scope.path == ROOT or not self._gatherer.transient:
+        gatherer = self._gatherer
+        if not self._frozen or gatherer is None or scope.path == ROOT or not gatherer.transient:
             return
-        gatherer, first = self._gatherer, next((t for t in tensors_in(inputs) if t.grad_fn is not None), None)
+        frozen = [unit for unit in gatherer.units_of(scope.path) if unit in self._frozen]
+        first = next((t for t in tensors_in(inputs) if t.grad_fn is not None), None)
 
         def let_go(grad: torch.Tensor) -> None:
             for unit in frozen if self.in_backward else ():
                 gatherer.backward_done(unit)
 
-        if first is not None:
+        if frozen and first is not None:
             first.register_hook(let_go)
 
 

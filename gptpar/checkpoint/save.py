@@ -101,14 +101,15 @@ def save_checkpoint(
     root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
-    if ranks.lead(lambda: _prepare(final, permit, report)):
-        if _existing_is_whole(ranks, final, report):
-            ranks.lead(lambda: _require_same(final, table, meta))
-            return final
-        ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
-    held = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    _write(ranks, final, iteration, held, table, meta, permit, snapshot, tokenizer_files)
-    ranks.lead(lambda: _update_hint(root, iteration, report))
+    is_there = ranks.lead(lambda: _prepare(final, permit, report))
+    if is_there and _existing_is_whole(ranks, final, report):
+        ranks.lead(lambda: _require_same(final, table, meta))
+    else:
+        if is_there:
+            ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
+        held = {name: as_parts(tensor) for name, tensor in tensors.items()}
+        _write(ranks, final, iteration, held, table, meta, permit, snapshot, tokenizer_files)
+        ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, retain, report, permit)
     if old := ranks.lead(lambda: list(replaces)):

@@ -56,7 +56,7 @@ def make_corpus(output: str, root: Path, max_bytes: int | None = None) -> str:
     Args:
         root: folder of the standard library.
         output: path of the file.
-        max_bytes: limit of the text, in UTF-8 bytes; the document that would exceed it is left out.
+        max_bytes: limit of the text, in UTF-8 bytes; documents that would exceed it are left out.
 
     Raises:
         DataError: fewer than MIN_BYTES are found.
@@ -79,9 +79,9 @@ def make_corpus(output: str, root: Path, max_bytes: int | None = None) -> str:
         for name, text in documents:
             size = len(text.encode())
             if max_bytes is not None and num_bytes + size > max_bytes:
-                break
+                continue
             file.write(json.dumps({"text": text, "source": name}, ensure_ascii=False).encode() + b"\n")
             num_documents, num_bytes = num_documents + 1, num_bytes + size
         if not num_documents:
-            raise DataError(f"the first document, {documents[0][0]}, is already larger than {max_bytes:,} bytes")
+            raise DataError(f"each document is larger than {max_bytes:,} bytes")
     return f"wrote {num_documents:,} documents, {num_bytes:,} bytes of text, from {root} to {output}"

@@ -51,6 +51,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             damaged.append(str(error))
             continue
         state = {name: _in_fp32(values[place]) if place[0] == "w" else values[place] for name, place in stored.items()}
+        state |= {name: torch.view_as_complex(state[name]) for name in known.complex_buffers if name in state}
         return state | {name: state[first] for name, first in known.aliases.items() if first in state}
     raise CheckpointError("\n".join([f"there is no whole checkpoint in {checkpoint_dir}.", *damaged]))
 

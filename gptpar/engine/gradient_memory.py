@@ -109,7 +109,7 @@ class GradientMemory:
             is_kept = not self.ahead and not self.single and unit.name in self.kept_whole
             new = torch.zeros if is_kept else torch.empty
             total = new(unit.length, dtype=self.dtype_of(unit), device=self.shard.device)
-            for start, stop in () if is_kept else unit.padding():
+            for start, stop in () if is_kept else unit.padding:
                 total[start:stop].zero_()
             self._sums[unit.name] = total
         return self._sums[unit.name]

@@ -247,7 +247,8 @@ class GradientReducer:
         return [shard[start:stop] for start, stop in self._messages[unit]]
 
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
-        sum_together(self._addends(unit.name, shard), self._tensor_group)
+        if self._tensor_group is not None:
+            sum_together(self._addends(unit.name, shard), self._tensor_group)
         self._give_out(unit, shard)
 
     def _give_out(self, unit: Unit, shard: torch.Tensor) -> None:

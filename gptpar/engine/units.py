@@ -6,7 +6,7 @@ parameters; its padding lets them divide it into equal shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,12 +123,12 @@ class Unit:
         """Elements of one shard."""
         return self.length // self.shards
 
-    def padding(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of the elements that are padding."""
         ends = [0, *(param.stop for param in self.params.values())]
-        for end, start in zip(ends, [*(param.start for param in self.params.values()), self.length], strict=True):
-            if end < start:
-                yield end, start
+        starts = [*(param.start for param in self.params.values()), self.length]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length.

@@ -232,12 +232,12 @@ class HostOptimizer:
         self.shared.wait_for_step()
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
-        started = time.perf_counter()
         # Read without the lock: after a request only the thread clears ``due``, and only once.
-        if any(bucket.due for bucket in buckets):
+        if [bucket for bucket in buckets if bucket.due]:
+            started = time.perf_counter()
             with record_function("wait for the CPU optimizer"):
                 self.shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
-        self.waited_s += time.perf_counter() - started
+            self.waited_s += time.perf_counter() - started
         self.shared.raise_failure()
         for bucket in buckets:
             sent, bucket.sent = bucket.sent, None

@@ -23,6 +23,10 @@ MAX_QUEUED = MAX_UNSENT - 1
 """Updates that the thread gives to the kernel before it waits for their ends, while gradients still come. With one at a
 time, it took Python's lock from the backward pass after each bucket, and each layer took more than twice as long."""
 
+LEFT = 2
+"""Updates that the kernel still has when the thread goes on. The thread may wait for Python's lock almost as long as
+the kernel needs for a bucket; with one update left, the kernel was idle after each wait."""
+
 
 class QueuedUpdate(NamedTuple):
     """An update that the kernel works on, or will.
@@ -97,8 +101,8 @@ class KernelQueue:
         wait = bucket.kernel.order(old, grad, ranges, into=new, low=copy.values, only=only)
         self._updates.append(QueuedUpdate(bucket, copy, wait, bucket.grad, into, ends_with, sends))
         # After the request, the norm is known soon, and then the loop waits for each bucket.
-        if len(self._updates) > (MAX_QUEUED if ends_with is None and self._shared.request is None else 1):
-            self.finish(but=1)
+        if len(self._updates) > (MAX_QUEUED if ends_with is None and self._shared.request is None else LEFT):
+            self.finish(but=LEFT)
 
     def begin_average(self, bucket: Bucket, hyperparameters: StepHyperparameters) -> None:
         """The same with phase one of an update of matrices: of the momentum (:mod:`gptpar.offload.matrix_phases`)."""
@@ -115,9 +119,13 @@ class KernelQueue:
     def finish(self, but: int = 0) -> None:
         """Wait for the kernel's updates, but for the latest ``but`` ones, and send their results, oldest first."""
         updates = [self._updates.popleft() for _ in range(len(self._updates) - but)]
-        ends = [update.wait() for update in reversed(updates)]  # once the latest is done, nothing waits for the others
-        for update, done in zip(updates, reversed(ends), strict=True):
-            self._finish(update, done)
+        if self._shared.request is None:  # once the latest is done, nothing waits for the others
+            ends = [update.wait() for update in reversed(updates)]
+            for update, done in zip(updates, reversed(ends), strict=True):
+                self._finish(update, done)
+        else:  # the loop may wait for each
+            for update in updates:
+                self._finish(update, update.wait())
 
     def _finish(self, update: QueuedUpdate, done: Done) -> None:
         bucket = update.bucket
@@ -175,8 +183,8 @@ class KernelQueue:
     def _gradient(self, bucket: Bucket) -> torch.Tensor:
         """A bucket's gradient in host memory; what the kernel still reads may have to leave the ring first."""
         assert bucket.grad is not None
-        if not bucket.grad.begin(urgent=True):
-            self.finish()
+        while not bucket.grad.begin(urgent=True) and self._updates:
+            self.finish(but=len(self._updates) - 1)
         self._shared.record(What.ARRIVED, bucket)
         return bucket.grad.tensor()
 

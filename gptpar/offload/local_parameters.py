@@ -51,7 +51,7 @@ class LocalParameter:
         return self.flat.dtype.itemsize == 2
 
     def gradient(self) -> torch.Tensor | None:
-        """The elements' gradient in the parameter's shape.
+        """[n] the elements' gradient, contiguous: a view if the parameter's is.
 
         Raises:
             RuntimeError: it is sparse.
@@ -59,7 +59,7 @@ class LocalParameter:
         grad = self.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(f"parameter {self.unit} has a sparse gradient: make its embedding with sparse=False.")
-        return None if grad is None else local_of(grad)
+        return None if grad is None else local_of(grad).reshape(-1).contiguous()
 
     def placed_alike(self, values: torch.Tensor) -> torch.Tensor:
         """Wrap this process's elements like the parameter: as a DTensor of the same placement, if it is one."""

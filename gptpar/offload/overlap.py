@@ -94,14 +94,14 @@ class Overlap:
             self._in_last_backward = False
 
     def submit(self, local: LocalParameter, grad: torch.Tensor | None, *, again: bool = False) -> None:
-        """Submit the offloaded elements of a gradient, unless the host has them and they have not changed since."""
+        """Submit the offloaded elements of a flat gradient, unless the host has them as they are now."""
         if grad is None:
             return
         version = version_of(local.parameter.grad)
         before, old = self.submitted.get(local.unit, (None, version))
         if again or before is None or before.data_ptr() != grad.data_ptr() or version != old:
             self.submitted[local.unit] = grad, version
-            self.host.submit_gradient(local.unit, grad.reshape(-1).contiguous()[local.on_device :])
+            self.host.submit_gradient(local.unit, grad[local.on_device :])
 
     def step(
         self,
@@ -115,7 +115,7 @@ class Overlap:
         """Submit the gradients that the host does not have, and request the step.
 
         Args:
-            grads: unit -> the gradient in the parameter's shape; units without a gradient do not change.
+            grads: unit -> the gradient, flat; units without a gradient do not change.
             norm, hyperparameters, loss_scale: see :meth:`HostOptimizer.step`.
             again: whether to submit all gradients again, because they may have changed without a new version.
         """

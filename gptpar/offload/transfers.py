@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-MAX_UNSENT = 4
+MAX_UNSENT = 5
 """H2D copies that may be prepared before they are sent: one for each update that the kernel has at a time."""
 
 

@@ -160,7 +160,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._loss_scale = 1.0 if scale is None else float(scale)
         found = {local.unit: local.gradient() for local in self._parameters}
-        grads = {unit: grad.reshape(-1).contiguous() for unit, grad in found.items() if grad is not None}
+        grads = {unit: grad for unit, grad in found.items() if grad is not None}
         norm = self._norm(list(grads.values()))
         if found_inf is not None:
             norm = norm.where(found_inf.to(norm.device) == 0, float("inf"))

@@ -121,6 +121,8 @@ def test_buffers_and_extra_state(tmp_path: Path) -> None:
     assert loaded.module.passing.tolist() == [0, 0] and loaded.module.words == ("one", 2)
     names = [name for name in read_tensors(tmp_path / "iter_0000000") if name.startswith("buffers/")]
     assert names == ["buffers/count", "buffers/waves", "buffers/mask"]
+    weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert weights["waves"].tolist() == [1 + 2j] * 3 and weights["blocks.0.shared"].item() == 3
     loaded.close()
 
 

@@ -30,20 +30,29 @@ class BatchSource:
 
     Attributes:
         number: as given.
-        loader: gives micro-batches if there is no iterator, from its start again after its end; ``None``: none.
+        loader: gives micro-batches where :meth:`take` gets no iterator: an iterator once, a loader from its start
+            again after its end; ``None``: none.
     """
 
     def __init__(self, number: int, device: torch.device):
         self.number, self._device = number, device
-        self.loader: Iterable[Any] | None = None
-        self._repeated: RepeatingLoader[Any] | None = None
+        self.loader = None
+
+    @property
+    def loader(self) -> Iterable[Any] | None:
+        return self._loader
+
+    @loader.setter
+    def loader(self, loader: Iterable[Any] | None) -> None:
+        self._loader = loader
+        self._batches = loader if isinstance(loader, Iterator) else None
 
     def take(self, data: Iterator[Any] | None, number: int | None = None) -> Batches:
         """A step's micro-batches, or another number of them; copies of their tensors to the device have begun.
 
         Raises:
             StopIteration: the data is at its end.
-            GptparError: the data ends within the step, or there is none.
+            GptparError: the data ends within the step, there is none, or no micro-batch is asked for.
             TypeError: ``data`` is no iterator.
         """
         data = self._own() if data is None else data
@@ -54,6 +63,8 @@ class BatchSource:
             )
         batches: Batches = []
         wanted = self.number if number is None else number
+        if wanted < 1:
+            raise GptparError(f"{wanted} micro-batches are asked for: at least one is needed.")
         for taken in range(wanted):
             try:
                 batches.append(mapped(next(data), lambda tensor: tensor.to(self._device, non_blocking=True)))
@@ -67,10 +78,10 @@ class BatchSource:
         return batches
 
     def _own(self) -> Iterator[Any]:
-        if self.loader is None:
+        if self._loader is None:
             raise GptparError("there is no data: pass an iterator, or training_data to gptpar.initialize.")
-        self._repeated = self._repeated or RepeatingLoader(self.loader)
-        return self._repeated
+        self._batches = RepeatingLoader(self._loader) if self._batches is None else self._batches
+        return self._batches
 
 
 def cast_inputs(inputs: Any, dtype: torch.dtype | None) -> Any:

@@ -202,6 +202,7 @@ class _Named:
         problems: values of extra states that JSON cannot hold.
         frozen: names of the weights that are not trained.
         missed: name -> steps that the parameter missed while it was frozen.
+        complex_buffers: names of the buffers that are stored as pairs of numbers.
     """
 
     members: list[list[str]]
@@ -210,21 +211,21 @@ class _Named:
     problems: list[str]
     frozen: list[str]
     missed: Mapping[str, int]
+    complex_buffers: list[str]
 
 
 def _named(engine: EngineState, *, with_extra: bool = False) -> _Named:
     """Of this process."""
-    names = engine.weights.names
-    problems: list[str] = []
+    weights, problems = engine.weights, list[str]()
     extra = {
         path: to_json(module.get_extra_state(), f"the extra state of {path or 'the model'}", problems)
         if with_extra
         else None
         for path, module in _with_extra_state(engine)
     }
-    members = [[names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
-    weights = engine.weights
-    return _Named(members, weights.aliases, extra, problems, sorted(weights.frozen), engine._frozen.missed)
+    members = [[weights.names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
+    pairs = [name for buffer, name in _kept_buffers(engine).items() if buffer.is_complex()]
+    return _Named(members, weights.aliases, extra, problems, sorted(weights.frozen), engine._frozen.missed, pairs)
 
 
 def _named_on_all_stages(ranks: Ranks, engine: EngineState, of_process: Callable[[], _Named]) -> _Named:
@@ -238,8 +239,9 @@ def _named_on_all_stages(ranks: Ranks, engine: EngineState, of_process: Callable
         aliases |= one.aliases
         extra |= one.extra
         missed |= one.missed
-    problems, frozen = ([*chain(*every)] for every in ([one.problems for one in each], [one.frozen for one in each]))
-    return _Named(members, aliases, extra, problems, sorted(set(frozen)), missed)
+    lists = zip(*((one.problems, one.frozen, one.complex_buffers) for one in each), strict=True)
+    problems, frozen, pairs = ([*chain(*every)] for every in lists)
+    return _Named(members, aliases, extra, problems, sorted(set(frozen)), missed, sorted(set(pairs)))
 
 
 def _state_of(
@@ -258,6 +260,7 @@ def _state_of(
         aliases=held.aliases,
         frozen=held.frozen,
         missed=dict(held.missed),
+        complex_buffers=held.complex_buffers,
         extra=held.extra,
         skip_step=None if engine.skip_step is None else engine.skip_step.state(),
         client=to_json({} if client_state is None else client_state, "client_state", problems, tensors),
@@ -289,15 +292,19 @@ def _tensors(engine: EngineState, *, with_moments: bool) -> Tensors:
 
 def _buffers(engine: EngineState) -> Tensors:
     """Persistent buffers, each under its first name; views, not copies; complex ones as pairs of numbers."""
+    return {
+        f"buffers/{name}": torch.view_as_real(buffer.data) if buffer.is_complex() else buffer.data
+        for buffer, name in _kept_buffers(engine).items()
+    }
+
+
+def _kept_buffers(engine: EngineState) -> dict[torch.Tensor, str]:
     found: dict[torch.Tensor, str] = {}
     for path, one, _ in chain.from_iterable(walk(root, prefix) for prefix, root in engine.weights.roots.items()):
         kept = {name: value for name, value in one._buffers.items() if name not in one._non_persistent_buffers_set}
         for name, buffer in own(path, kept):
             found.setdefault(buffer, name)
-    return {
-        f"buffers/{name}": torch.view_as_real(buffer.data) if buffer.is_complex() else buffer.data
-        for buffer, name in found.items()
-    }
+    return found
 
 
 # Loading one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,6 +31,9 @@ def make_loader(
     rank: int,
     world: int,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    *,
+    micro_batch_size: int | None = None,
+    num_workers: int = 0,
 ) -> DataLoader[Any]:
     """A loader of this process's micro-batches, in a new order in each epoch that depends on ``options.seed``.
 
@@ -41,27 +45,37 @@ def make_loader(
     Args:
         rank, world: of the data-parallel processes.
         collate_fn: makes a micro-batch of a list of samples; default: torch's.
+        micro_batch_size: default: that of ``options``.
+        num_workers: processes that load; 0: this one.
 
     Raises:
         GptparError: the data set has no length and there are several processes, or it has too few samples for one
             micro-batch.
     """
-    size, drop_last, pinned = options.batch.micro_batch_size, options.drop_last, torch.cuda.is_available()
+    size = options.batch.micro_batch_size if micro_batch_size is None else micro_batch_size
+    loader_of = partial(
+        DataLoader,
+        dataset,
+        batch_size=size,
+        drop_last=options.drop_last,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+    )
     if isinstance(dataset, IterableDataset):
         if world > 1:
             raise GptparError(
                 f"training_data is an IterableDataset, which {world} processes would each read from the beginning: "
                 "pass a Dataset with a length, or iterate over a loader of your own that reads this process's part."
             )
-        return DataLoader(dataset, size, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pinned)
+        return loader_of()
     samples = len(dataset)  # type: ignore[arg-type]
-    if samples < (size * world if drop_last else 1):
+    if samples < (size * world if options.drop_last else 1):
         raise GptparError(
             f"training_data has {samples} samples, fewer than one micro-batch of {size} on each of {world} "
             "process(es): use more data, or lower train_micro_batch_size_per_gpu."
         )
-    order = EpochSampler(dataset, world, rank, seed=options.seed, drop_last=drop_last)
-    return DataLoader(dataset, size, sampler=order, drop_last=drop_last, collate_fn=collate_fn, pin_memory=pinned)
+    return loader_of(sampler=EpochSampler(dataset, world, rank, seed=options.seed, drop_last=options.drop_last))
 
 
 class RepeatingLoader(Generic[Batch]):

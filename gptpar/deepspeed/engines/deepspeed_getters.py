@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from gptpar.deepspeed.engines.dataset import make_loader
 from gptpar.deepspeed.engines.engine_state import EngineState
@@ -164,19 +165,17 @@ class DeepSpeedGetters(EngineState):
             collate_fn: makes a micro-batch of samples.
             num_local_io_workers: processes that load.
         """
-        size = batch_size or self.options.batch.micro_batch_size
-        if route == "train" and data_sampler is None and not num_local_io_workers and batch_size is None:
-            topology = self.topology
-            return make_loader(dataset, self.options, topology.position(DATA), topology.mesh.data, collate_fn)
+        size = self.options.batch.micro_batch_size if batch_size is None else batch_size
+        workers, place = num_local_io_workers or 0, (self.topology.position(DATA), self.topology.mesh.data)
+        if route == "train" and data_sampler is None:
+            more = {"micro_batch_size": size, "num_workers": workers}
+            return make_loader(dataset, self.options, *place, collate_fn, **more)
         if data_sampler is None:
-            data_sampler = torch.utils.data.distributed.DistributedSampler(
-                dataset, self.topology.mesh.data, self.topology.position(DATA), shuffle=route == "train"
-            )
-        workers = num_local_io_workers or 0
+            data_sampler = DistributedSampler(dataset, place[1], place[0], shuffle=False)
         return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Let ``train_batch()`` without an argument take its micro-batches from an iterator."""
+        """Let ``train_batch()`` without an argument take its micro-batches from an iterator, until it ends."""
         self.data.loader = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:

@@ -78,6 +78,7 @@ class StoredState:
         skip_step: the window of outliers; ``None``: no step is judged.
         frozen: names of the weights that are not trained; older checkpoints lack them.
         missed: name -> steps that the parameter missed while it was frozen; older checkpoints lack them.
+        complex_buffers: names of buffers that are stored as pairs of numbers; older checkpoints lack them.
     """
 
     tag: str
@@ -91,6 +92,7 @@ class StoredState:
     skip_step: dict[str, Any] | None = None
     frozen: list[str] = field(default_factory=list)
     missed: dict[str, int] = field(default_factory=dict)
+    complex_buffers: list[str] = field(default_factory=list)
 
     def to_meta(self) -> dict[str, Any]:
         """The checkpoint's ``meta``."""
@@ -172,11 +174,12 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "skip_step": is_window,
     "frozen": _are_texts,
     "missed": _are_numbers,
+    "complex_buffers": _are_texts,
 }
 """Field of :class:`StoredState` -> a function that checks whether a value can be the field's."""
 
-_OLDER_LACK = ("skip_step", "frozen", "missed")
-"""Fields that need not be there: older checkpoints lack the last two."""
+_OLDER_LACK = ("skip_step", "frozen", "missed", "complex_buffers")
+"""Fields that need not be there: older checkpoints lack all but the first."""
 
 
 # Groups of the optimizer.

@@ -277,8 +277,10 @@ def test_tensors_that_may_stay_are_no_difference(root: Path) -> None:
 def test_a_replaced_checkpoint_goes_when_the_new_one_is_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(root, 4, tensors(4), {}, replaces=[root / "iter_0000002"])
     assert [number for number, _ in find_checkpoints(root)] == [4, 3, 1]
+    save_checkpoint(root, 4, tensors(4), {}, replaces=[root / "iter_0000001"])  # is there, and proved
+    assert [number for number, _ in find_checkpoints(root)] == [4, 3]
     monkeypatch.setattr("gptpar.checkpoint.save.damaged_on_any_rank", lambda *_: ["a bad disk"])
     said: list[str] = []
     save_checkpoint(root, 5, tensors(5), {}, replaces=[root / "iter_0000003"], report=said.append)
-    assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3, 1]
+    assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3]
     assert said[0] == "a bad disk" and said[1].startswith(f"kept {root / 'iter_0000003'}")

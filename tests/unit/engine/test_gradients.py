@@ -181,7 +181,7 @@ def test_reductions_of_a_dropped_step_are_waited_for_and_not_added(
 def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
     unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
-    assert list(unit.padding()) == [(15, 64), (164, 192)] and unit.length == 320
+    assert unit.padding == ((15, 64), (164, 192)) and unit.length == 320
     submitted: list[torch.Tensor] = []
     subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad), sums=None)
     total = make_gradients([unit], DataAxes(), ratio=1.0, ahead=True, subscriber=subscriber)

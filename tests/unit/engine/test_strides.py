@@ -92,7 +92,7 @@ def test_ranges_bring_every_value_back(shards: int) -> None:
         for unit in table_of(place(shards), ratio).units:
             views = unit.views(unit_memory[unit.name])
             assert all(torch.equal(view, -given[name]) for name, view in views.items() if name in given)
-            for start, stop in unit.padding():
+            for start, stop in unit.padding:
                 assert not unit_memory[unit.name][start:stop].any()
 
 

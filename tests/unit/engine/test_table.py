@@ -130,7 +130,7 @@ def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> No
             for unit in table.units:
                 times = torch.zeros(unit.shard_length, dtype=torch.int64)
                 low = table.place.shard(unit) * unit.shard_length
-                for start, stop in unit.padding():
+                for start, stop in unit.padding:
                     times[max(0, start - low) : max(0, stop - low)] += 1
                 for one in table.ranges(unit=unit.name):
                     assert 0 <= one.start < one.stop <= unit.shard_length and one.length == one.stop - one.start

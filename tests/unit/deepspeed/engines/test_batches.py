@@ -98,6 +98,8 @@ def test_batches_are_taken_and_moved() -> None:
         BatchSource(1, CPU).take(data)
     with pytest.raises(GptparError, match="ended after 2 of the step's 3 micro-batches"):
         BatchSource(3, CPU).take(iter([NUMBER, NUMBER]))
+    with pytest.raises(GptparError, match="0 micro-batches are asked for"):
+        BatchSource(3, CPU).take(iter([NUMBER]), 0)
     with pytest.raises(TypeError, match=r"not a list: call iter\(loader\) once"):
         BatchSource(1, CPU).take([NUMBER])  # type: ignore[arg-type]
 
@@ -155,6 +157,24 @@ def test_the_training_data_is_repeated() -> None:
     torch.set_rng_state(state)
     with pytest.raises(GptparError, match="pass an iterator, or training_data"):
         make_engine(Regression()).train_batch()
+
+
+def test_the_data_may_be_changed_between_steps() -> None:
+    """A loader begins again after its end; an iterator ends, as one that is passed does."""
+    source = BatchSource(2, CPU)
+    ones, twos, nothing = (torch.full((3,), value).split(1) for value in (1, 2, 0))
+    for loader, value in ((ones, 1), (twos, 2), (ones, 1)):
+        source.loader = loader
+        assert [torch.cat(source.take(None)).tolist() for _ in range(3)] == [[value] * 2] * 3
+    source.loader = iter(twos)
+    assert torch.cat(source.take(None)).tolist() == [2, 2]
+    with pytest.raises(GptparError, match="ended after 1 of the step's 2"):
+        source.take(None)
+    with pytest.raises(StopIteration):
+        source.take(None)
+    source.loader = nothing[:0]
+    with pytest.raises(GptparError, match="has no batch"):
+        source.take(None)
 
 
 def test_evaluation_leaves_modes_and_the_step_at_work() -> None:

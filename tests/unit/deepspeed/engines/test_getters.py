@@ -140,6 +140,15 @@ def test_another_batch_size() -> None:
     assert (changed.global_steps, changed.global_samples) == (2, 21)
 
 
+@pytest.mark.parametrize("more", [{}, {"batch_size": 2}, {"num_local_io_workers": 1}])
+def test_loaders_of_other_data(more: dict[str, Any]) -> None:
+    """Each epoch of training has another order, whatever the loader is asked for; others have the data's."""
+    engine, data = make_engine(), list(range(12))
+    orders = [torch.cat(list(loader)).tolist() for loader in [engine.deepspeed_io(data, **more)] * 3]  # type: ignore[arg-type]
+    assert len(set(map(tuple, orders))) == 3 and all(sorted(order) == data for order in orders)
+    assert torch.cat(list(engine.deepspeed_io(data, route="eval", **more))).tolist() == data  # type: ignore[arg-type]
+
+
 def test_batch_sizes_that_cannot_be(closing: Callable[[Any], Any]) -> None:
     engine = make_engine(2)
     for size in (0, 4):

@@ -177,7 +177,8 @@ class Run:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0
         self.progress.nan_iterations += not math.isfinite(loss)
         self.progress.scheduled_samples += 0 if numbers.skipped else step.samples
-        self.reporter.step(numbers, self.progress)
+        undecided = self.fitted_length if self.progress.fitted_iters is None else None
+        self.reporter.step(numbers, self.progress, undecided.seconds_left() if undecided else math.inf)
         self.trainer.loss_scale.update(numbers.skipped)
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise GptparError(

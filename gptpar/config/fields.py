@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,11 @@ T = typing.TypeVar("T")
 
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
+
+MAX_WHOLE = 2**63 - 1
+"""The largest whole number of torch and numpy."""
+MAX_FLOAT = 3.4e38
+"""The largest fp32 number: a larger rate or scale is infinite in the arithmetic that uses it."""
 
 NEVER = 10**40
 """The largest interval: whoever wants no checkpoint or evaluation types a number of many digits."""
@@ -281,6 +287,34 @@ def _number_or_word(text: str, words: Sequence[str], rules: Any) -> float | str:
         if rules["least"] <= (value := _number(text)) <= rules["most"]:
             return value
     raise ValueError(f"a number from {rules['least']} to {rules['most']}, or {' or '.join(words)}, is needed")
+
+
+def range_problem(value: Any, limits: Any) -> str:
+    """A part of a sentence if a number, or one of several, is out of its field's range; else an empty text.
+
+    Args:
+        limits: the field's metadata.
+    """
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
+        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is reported, too
+            return f"is {_short(number)}; it must be at least {limits['least']}"
+        if limits["above"] is not None and not number > limits["above"]:
+            return f"is {_short(number)}; it must be more than {limits['above']}"
+        if not abs(number) <= most:
+            return f"is {_short(number)}; it must be at most {most:,}"
+    return ""
+
+
+def _short(number: float) -> str:
+    """A number of any size, in few characters."""
+    huge = isinstance(number, int) and abs(number) > sys.float_info.max
+    if huge:
+        return f"a number of {len(str(abs(number)))} digits"
+    return str(number) if isinstance(number, int) and abs(number) < 10**12 else f"{number:g}"
 
 
 @dataclass(frozen=True)

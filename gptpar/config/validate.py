@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 from gptpar.config import Config, Flags, complete
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
-from gptpar.config.fields import Derived, Missing, Notes, flag_name
+from gptpar.config.fields import Derived, Missing, Notes, flag_name, range_problem
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.sections.batch import check_batch, check_duration, check_first_step, derive_batch
 from gptpar.config.sections.checkpoint import check_checkpoint, derive_saves
@@ -24,10 +23,6 @@ from gptpar.config.sections.precision import check_precision, derive_precision
 from gptpar.config.sections.recompute import check_recompute, derive_recompute
 from gptpar.errors import ConfigError
 
-MAX_WHOLE = 2**63 - 1
-"""The largest whole number of torch and numpy."""
-MAX_FLOAT = 3.4e38
-"""The largest fp32 number: a larger rate or scale is infinite in the arithmetic that uses it."""
 NUMBERS = (int, float, tuple)
 """Types of a field that is a number, or several."""
 
@@ -141,7 +136,7 @@ def out_of_range(flags: Flags, *, checked: Flags | None = None) -> dict[str, str
             continue
         for name, limits in fields:
             value = getattr(values, name)
-            if type(value) in NUMBERS and (problem := _problem(value, limits)):
+            if type(value) in NUMBERS and (problem := range_problem(value, limits)):
                 found[f"{section}.{name}"] = problem
     return found
 
@@ -154,27 +149,6 @@ def _limits() -> list[tuple[str, list[tuple[str, Any]]]]:
         (name, [(field.name, field.metadata) for field in dataclasses.fields(values) if field.metadata])
         for name, values in sections
     ]
-
-
-def _problem(value: Any, limits: Any) -> str:
-    numbers = value if isinstance(value, tuple) else (value,)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            continue
-        most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
-        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is reported, too
-            return f"is {_short(number)}; it must be at least {limits['least']}"
-        if limits["above"] is not None and not number > limits["above"]:
-            return f"is {_short(number)}; it must be more than {limits['above']}"
-        if not abs(number) <= most:
-            return f"is {_short(number)}; it must be at most {most:,}"
-    return ""
-
-
-def _short(number: float) -> str:
-    """A number of any size, in few characters."""
-    huge = isinstance(number, int) and abs(number) > sys.float_info.max
-    return f"a number of {len(str(abs(number)))} digits" if huge else f"{number:g}"
 
 
 def range_problems(flags: Flags) -> list[str]:

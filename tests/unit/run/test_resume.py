@@ -222,7 +222,7 @@ def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "progress is missing or null": lambda m: m.clear(),
     "config is 3": lambda m: m.update(config=3),
-    "config.model.num_layers is 10000000, where at most": lambda m: m["config"]["model"].update(num_layers=10**7),
+    "config.model.num_layers is 10000000; it must be at most": lambda m: m["config"]["model"].update(num_layers=10**7),
     "config.model.normalization is 'New', where one of": lambda m: m["config"]["model"].update(normalization="New"),
     "config.model holds 'qk_norm' = True": lambda m: m["config"]["model"].update(qk_norm=True),
     "optimizer_steps is 'x', where a whole number": lambda m: m.update(optimizer_steps="x"),

@@ -80,7 +80,10 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
         if name.startswith("-"):
             _known_elsewhere(name, values, parser, parsed)
         else:
-            parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
+            found = [name if not glued else f"{name}={glued}", *values[1 if glued else 0 :]]
+            parsed.problems.append(
+                f"unexpected word{'s' * (len(found) > 1)} {', '.join(map(repr, found))}; values follow a flag."
+            )
 
 
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:

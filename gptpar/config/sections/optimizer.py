@@ -162,6 +162,9 @@ def check_schedule(flags: Flags) -> Iterator[str]:
     yield from _learning_rates(flags)
     yield from _units(flags)
     yield from _warmup(o)
+    decay = "lr_decay_samples" if flags.batch.train_iters is None else "lr_decay_iters"
+    if o.lr_decay_tokens is not None and (length := getattr(o, decay)) is not None:
+        yield f"{flag_name(decay)} {length} and --lr-decay-tokens {o.lr_decay_tokens} are one length: keep one of them."
     if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
         yield Missing(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."

@@ -141,12 +141,16 @@ def byte_alphabet() -> dict[str, int]:
 def _parse_vocab(content: bytes, path: str) -> dict[str, int]:
     try:
         vocab = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"--vocab-file {path} is not JSON: {error}") from error
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise TokenizerError(
             f'--vocab-file {path} must be a JSON object {{"token": id, ...}} like GPT-2\'s encoder.json'
         )
+    try:
+        "".join(vocab).encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(f"--vocab-file {path} has a token without a UTF-8 form: {error}") from error
     if max(vocab.values()) >= MAX_IDS:
         raise TokenizerError(f"--vocab-file {path} has the id {max(vocab.values()):,}; ids must be below {MAX_IDS:,}")
     if len(set(vocab.values())) < len(vocab):

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from gptpar.system.command_line import BadValue
 from gptpar.system.quantities import THOUSANDS, read_count
@@ -324,6 +324,20 @@ class Derived:
     name: str
     value: object
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """Sections by name. They are frozen: another value makes a new whole."""
+
+    def update(self, section: str, **values: Any) -> Self:
+        """A copy in which fields of one section have new values."""
+        changed = dataclasses.replace(getattr(self, section), **values)
+        return dataclasses.replace(self, **{section: changed})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return dataclasses.asdict(self)
 
 
 class Notes:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig, complete_model
+from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.fields import MAX_WHOLE, hints_of, range_problem
-from gptpar.config.sections.model import check_model
+from gptpar.config.sections.model import check_model, complete_model
 from gptpar.config.sections.positions import LLAMA_3_CONTEXT
 from gptpar.errors import CheckpointError, numbered
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from gptpar.config import Config, Flags, complete
+from gptpar.config import Config, Flags
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
-from gptpar.config.fields import Derived, Missing, Notes, flag_name, range_problem
+from gptpar.config.fields import Derived, Missing, Notes, completed, flag_name, range_problem
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.sections.batch import check_batch, check_duration, check_first_step, derive_batch
 from gptpar.config.sections.checkpoint import check_checkpoint, derive_saves
 from gptpar.config.sections.data import check_data, check_files, derive_data
-from gptpar.config.sections.model import check_model, derive_model
+from gptpar.config.sections.model import check_model, complete_model, derive_model
 from gptpar.config.sections.offload import check_offload
 from gptpar.config.sections.optimizer import check_schedule, check_schedule_lengths
 from gptpar.config.sections.parallel import check_parallel, derive_parallel
@@ -51,6 +52,26 @@ def resolve(
     if problems or parsed.problems:
         raise ConfigError([*parsed.problems, *map(parsed.as_written, problems)])
     return complete(flags), [*parsed.derived, *derived]
+
+
+def complete(flags: Flags) -> Config:
+    """The configuration that flags say.
+
+    Args:
+        flags: the flags that ``derive`` returned without problems.
+
+    Raises:
+        TypeError: a field that must be known is open.
+    """
+    sections: dict[str, Any] = {
+        name: completed(kind, getattr(flags, name)) for name, kind in _section_types().items() if name != "model"
+    }
+    return Config(model=complete_model(flags.model, flags.tokenizer), **sections)
+
+
+@cache
+def _section_types() -> dict[str, type]:
+    return typing.get_type_hints(Config)
 
 
 def _derived_out_of_range(flags: Flags, typed: Flags, derived: Iterable[Derived]) -> Iterator[str]:
@@ -98,10 +119,12 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     derive_model(notes)
     derive_parallel(notes, world_size)
     derive_batch(notes, world_size)
-    derive_recompute(notes)
     derive_precision(notes)
     derive_data(notes)
-    derive_saves(notes)
+    if _is_touched(flags, "recompute"):
+        derive_recompute(notes)
+    if _is_touched(flags, "checkpoint"):
+        derive_saves(notes)
     return notes.flags, notes.derived
 
 
@@ -115,12 +138,17 @@ def find_problems(flags: Flags, world_size: int) -> list[str]:
         *check_schedule(flags),
         *([] if batch else [*check_first_step(flags), *check_schedule_lengths(flags)]),
         *check_precision(flags, world_size),
-        *check_recompute(flags),
-        *check_offload(flags, world_size),
-        *check_checkpoint(flags),
+        *(check_recompute(flags) if _is_touched(flags, "recompute") else ()),
+        *(check_offload(flags, world_size) if _is_touched(flags, "offload") else ()),
+        *(check_checkpoint(flags) if _is_touched(flags, "checkpoint") else ()),
         *check_data(flags),
         *check_files(flags),
     ]
+
+
+def _is_touched(flags: Flags, section: str) -> bool:
+    """Whether a flag of a section is given. Sections that no run needs have no problem without one."""
+    return getattr(flags, section) != getattr(Flags(), section)
 
 
 def out_of_range(flags: Flags, *, checked: Flags | None = None) -> dict[str, str]:

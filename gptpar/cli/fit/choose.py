@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gptpar.cli.fit.machine import Machine, Pace
-from gptpar.config import Config, Flags, complete
+from gptpar.config import Config, Flags
 from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.config.sections.model import expand_preset
-from gptpar.config.validate import derive
+from gptpar.config.validate import complete, derive
 from gptpar.errors import GptparError
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.job import Job

@@ -39,12 +39,7 @@ def is_worker() -> bool:
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:
-    """The number of workers on this machine: as asked for, else one for each visible GPU, else one.
-
-    Raises:
-        GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
-    """
-    _refuse_several()
+    """The number of workers on this machine: as asked for, else one for each visible GPU, else one."""
     if nproc_per_node:
         return nproc_per_node
     import torch  # a second, which a verb that needs no GPU should not pay for
@@ -65,7 +60,11 @@ def start_workers(
     Args:
         argv: the verb and its flags.
         max_restarts, hang_seconds, processes_left: see :class:`LaunchJob`.
+
+    Raises:
+        GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
+    _refuse_several()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     return run_job(
         LaunchJob(

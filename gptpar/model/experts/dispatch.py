@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gptpar.config.sections.experts import SENT_TO_ALL, share_of_tokens
+from gptpar.config.sections.mlp import SENT_TO_ALL, share_of_tokens
 from gptpar.model.core_attention import not_compiled
 from gptpar.model.experts.exchange import Exchange, Messages, arrived, sending, sent_back
 from gptpar.model.experts.products import Places, added, places_of, scattered

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig, complete_model
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.sections.model import complete_model
 from gptpar.config.sections.positions import SCALED_BY
 from gptpar.errors import ConfigError
 from gptpar.model.families.fields import HfConfig, rotary_layers, windows_of

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from gptpar.config import BatchConfig, Config, complete
+from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.flags import parse_flags
 from gptpar.config.stored import stored_config
-from gptpar.config.validate import resolve
+from gptpar.config.validate import complete, resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
 from gptpar.run.batch_plan import BatchPlan

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from gptpar.config import complete
 from gptpar.config.flags import parse_flags
 from gptpar.config.stored import stored_config
-from gptpar.config.validate import resolve
+from gptpar.config.validate import complete, resolve
 from gptpar.model.gpt import gpt_model
 from tests.helpers import TINY, every_field
 from tests.unit.config.flag_problems import GOOD, problems

@@ -12,9 +12,10 @@ from gptpar.config import Config
 from gptpar.config.roles import Role
 from gptpar.context_parallel import ContextSplit, divide_samples
 from gptpar.data.loader import MicroBatch
+from gptpar.engine.engine import PipelinePasses
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
-from gptpar.engine.training_step import PipelinePasses, StepUpdate
+from gptpar.engine.step_update import StepUpdate
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
@@ -322,7 +323,8 @@ class Trainer:
         return list(batches) if self._split.size == 1 else [self._split.own_batch(batch) for batch in batches]
 
     def _on_device(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        return [batch.to(self.topology.device, non_blocking=True) for batch in batches]
+        device = self.topology.device
+        return list(batches) if device.type == "cpu" else [batch.to(device, non_blocking=True) for batch in batches]
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None, loss_divisor: torch.Tensor | None = None) -> StageInput:

@@ -197,11 +197,7 @@ class DataFile:
             reserve_disk(self._fd, place, num_bytes)
 
     def write_piece(
-        self,
-        buffers: AlignedBuffers,
-        read: Callable[[Callable[[torch.Tensor], int]], int],
-        place: int,
-        num_bytes: int,
+        self, buffers: AlignedBuffers, read: Callable[[Callable[[torch.Tensor], int]], int], place: int, num_bytes: int
     ) -> int:
         """Write a piece at ``place``; returns its CRC-32.
 

@@ -180,10 +180,7 @@ def _read_piece(
 
 
 def _copies(
-    shape: tuple[int, ...],
-    start: int,
-    stop: int,
-    targets: list[Target],
+    shape: tuple[int, ...], start: int, stop: int, targets: list[Target]
 ) -> Iterator[tuple[int, Box, Box, torch.Tensor]]:
     """The boxes that targets want of a chunk's elements start..stop: (index in the piece of its first element, the
     box, the wanted part of it, where it goes)."""

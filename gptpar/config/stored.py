@@ -93,10 +93,7 @@ def _newer_names(found: Mapping[str, object], wanted: Collection[str]) -> dict[s
         return {}
     on = found["use_rope_scaling"] is True
     context = found.get("original_max_position_embeddings") or LLAMA_3_CONTEXT
-    newer = {
-        "rope_scaling_type": "llama3" if on else None,
-        "original_max_position_embeddings": context if on else None,
-    }
+    newer = {"rope_scaling_type": "llama3" if on else None, "original_max_position_embeddings": context if on else None}
     return {name: value for name, value in newer.items() if {f"model.{name}", "model.use_rope_scaling"} & set(wanted)}
 
 

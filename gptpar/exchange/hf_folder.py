@@ -299,10 +299,7 @@ def _matched(
 
 
 def _mismatches(
-    kind: str,
-    model: ModelConfig,
-    found: list[tuple[HfTensor, Source | None]],
-    files: Mapping[str, WeightFile],
+    kind: str, model: ModelConfig, found: list[tuple[HfTensor, Source | None]], files: Mapping[str, WeightFile]
 ) -> Iterator[str]:
     for tensor, source in found:
         if source is None:

@@ -199,10 +199,7 @@ class Run:
         assert skip_step is not None
         norms = dict(step.layer_norms)
         if self.trainer.keeps_spikes and step.squares is not None:
-            norms |= {
-                GRADIENT: layers.of_gradients(step.squares.read(), step.loss_scale),
-                WEIGHTS: layers.of_weights(),
-            }
+            norms |= {GRADIENT: layers.of_gradients(step.squares.read(), step.loss_scale), WEIGHTS: layers.of_weights()}
         window = skip_step.window(of_last=True)  # the next step is not judged yet
         spike = Spike(
             step.iteration,

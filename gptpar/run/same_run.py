@@ -84,7 +84,7 @@ _MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
 }
 # Fields with several spellings of one value.
 _MEANING: dict[str, Callable[[Flags | Config], object]] = {
-    "data.split": lambda c: _split(c)[0],  # the rest is for evaluation
+    "data.split": lambda c: _split(c)[0]  # the rest is for evaluation
 }
 
 

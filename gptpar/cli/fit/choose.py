@@ -172,10 +172,7 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
     seconds = batch * 1024 * flops / machine.flops
     steps = min(1000, max(200, int(minutes * 60 / seconds)))
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
-    return [
-        Choice("train-iters", str(steps), length),
-        *(Choice(flag, *row) for flag, row in _CHOICES["gpu"].items()),
-    ]
+    return [Choice("train-iters", str(steps), length), *(Choice(flag, *row) for flag, row in _CHOICES["gpu"].items())]
 
 
 def _for_cpu(course: Course) -> list[Choice]:

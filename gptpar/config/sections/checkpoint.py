@@ -76,8 +76,7 @@ class CheckpointConfig:
         None, "load this iteration instead of the newest; saving in that folder moves later ones to a branch", least=0
     )
     use_checkpoint_args: bool = flag(
-        False,
-        "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused",
+        False, "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused"
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")
 

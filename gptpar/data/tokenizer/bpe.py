@@ -129,11 +129,7 @@ class GPT2BPETokenizer(Tokenizer):
 
 def byte_alphabet() -> dict[str, int]:
     """Character of the files -> byte: a byte that is printable in Latin-1 is itself, the others are 256, 257, ..."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 

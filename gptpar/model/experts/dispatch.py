@@ -186,11 +186,7 @@ def _arrive(
 
 @not_compiled
 def _arrive_from_all(
-    tokens: Tokens,
-    axis: ExpertAxis,
-    num_experts: int,
-    chosen_NK: torch.Tensor,
-    weights_NK: torch.Tensor,
+    tokens: Tokens, axis: ExpertAxis, num_experts: int, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Places]:
     """As :func:`_arrive`, of all tokens of all ranks. The host waits for the number of rows while the device sorts."""
     messages, exchange, x_AD = tokens

@@ -66,7 +66,7 @@ FAMILIES: dict[str, Family] = {
 """``model_type`` -> family."""
 
 LACKING = {
-    "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head",
+    "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head"
 }
 LACKING["deepseek_v3"] = f"{LACKING['deepseek_v2']}, and the prediction of several tokens"
 """``model_type`` of mixtures that are not known -> what gptpar lacks for them."""

@@ -250,7 +250,7 @@ def value_of(text: str, kind: FlagKind, rules: Any) -> Any:
             raise ValueError(f"unknown; it takes one of {', '.join(rules['choices'])}")
         return word
     if kind.scalar is int:
-        return _count(text) if rules["counts"] else _whole(text)
+        return read_count(text) if rules["counts"] and text[-1:].upper() in THOUSANDS else _whole(text)
     if kind.scalar is float:
         return _number_or_word(text, kind.words, rules) if kind.words else _number(text)
     return text
@@ -262,11 +262,6 @@ def _whole(text: str) -> int:
         return int(text) if text.strip().lstrip("+-").isdigit() or not float(text).is_integer() else int(float(text))
     except ValueError:
         raise ValueError("a whole number is needed") from None
-
-
-def _count(text: str) -> int:
-    """A whole number, which may be written as 1.5B, too."""
-    return read_count(text) if text[-1:].upper() in THOUSANDS else _whole(text)
 
 
 def _number(text: str) -> float:

@@ -44,8 +44,6 @@ RULES: dict[str, Rule] = {
 }
 """``section.field`` -> rule, for each field of each section that is not free as a whole."""
 
-FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "recovery", "logging", "health")
-
 _FOLLOWS_FROM = {
     "model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of",
     "model.softmax_vocab_size": "--softmax-over-padding: token ids in the softmax",

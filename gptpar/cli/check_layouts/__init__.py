@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,13 +75,9 @@ def _parsed(words: Sequence[str]) -> ParsedFlags:
         words,
         prog="gptpar check-layouts",
         description=FACTS["check-layouts"]["description"],
-        extra=_extra_flags,
+        extra=partial(add_flags, verb="check-layouts", models=MODELS),
         takes_config=False,
     )
-
-
-def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "check-layouts", models=MODELS)
 
 
 @dataclass(frozen=True)

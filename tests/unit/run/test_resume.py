@@ -16,7 +16,7 @@ from gptpar.run import resume, same_run
 from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
 from gptpar.run.resume import progress_to_resume
-from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
+from gptpar.run.same_run import RULES, Rule
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.run.saved_runs import DONE, initial, inputs_of, save, saved, with_fields
 
@@ -121,6 +121,10 @@ NEEDS = {  # where a field has an effect
     "data.split": {"data.mock_data": False, "data.data_path": ("x",)},
     "data.split_rule": {"data.mock_data": False},
 }
+
+
+FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "recovery", "logging", "health")
+"""Sections that are free as a whole."""
 
 
 def test_every_field_has_a_rule() -> None:

@@ -64,7 +64,7 @@ def start_workers(
     Raises:
         GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
-    _refuse_several()
+    refuse_several()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     return run_job(
         LaunchJob(
@@ -90,11 +90,11 @@ def main(argv: Sequence[str]) -> int:
             start its own run.
     """
     if hostfile.is_asked_for(argv):
-        _refuse_several()
+        refuse_several()
         return hostfile.main(argv, main)
     words = read_flags(argv)
     if words.nnodes in ONE_MACHINE:
-        _refuse_several()
+        refuse_several()
     job = job_of(words)
     if job is not None:
         if job.count > 1:
@@ -112,7 +112,12 @@ def main(argv: Sequence[str]) -> int:
         return _exit_code(relay, folder, memory, False, lambda: run_torchrun(words, folder, memory))
 
 
-def _refuse_several() -> None:
+def refuse_several() -> None:
+    """Refuse processes of mpirun or srun without RANK: each would start workers of its own.
+
+    Raises:
+        GptparError: this is one of several.
+    """
     if problem := several_without_rank(os.environ):
         raise GptparError(f"{problem}.")
 

@@ -163,7 +163,10 @@ def norm_over_width(
     return query_norm(q_BHSK, of_queries_BS), key_norm(k_BGSK, of_keys_BS)
 
 
-NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, type[Norm]] = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+}
 """Value of ``--normalization`` -> class."""
 
 

@@ -27,14 +27,7 @@ from gptpar.errors import GptparError, ModelError
 
 aten = torch.ops.aten
 # Operators whose results have no values yet.
-EMPTY = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_permuted,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-}
+EMPTY = {aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 TO_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 FROM_PYTHON = {torch.tensor, torch.as_tensor}
 # The answers of _AsOnCpu for a tensor on meta.

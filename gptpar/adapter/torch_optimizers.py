@@ -63,11 +63,7 @@ _UPDATES: dict[type, tuple[Callable[[Groups], ElementwiseOptimizer], tuple[str, 
     Muon: (lambda groups: ADAMW, ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")),
 }
 """Class -> (groups -> the elementwise update, hyperparameters that all groups share)."""
-_MUONS_SCALES = {
-    None: ("shape_scaling", 1.0),
-    "original": ("shape_scaling", 1.0),
-    "match_rms_adamw": ("spectral", 0.2),
-}
+_MUONS_SCALES = {None: ("shape_scaling", 1.0), "original": ("shape_scaling", 1.0), "match_rms_adamw": ("spectral", 0.2)}
 """Torch's ``adjust_lr_fn`` -> the scale of an update, and its further factor."""
 
 

@@ -45,7 +45,7 @@ BUFFER_BYTES = PIECE_BYTES + 3 * BLOCK_BYTES
 
 
 class AlignedBuffers:
-    """Room for a piece each, for several threads: the pieces that are being read or written just now.
+    """Memory for the pieces that several threads read or write at one time, one piece each.
 
     Args:
         pinned: whether a GPU copies into them.
@@ -67,7 +67,7 @@ class AlignedBuffers:
 
 
 def aligned_memory(*, pinned: bool = False) -> torch.Tensor:
-    """Room for a piece and the rest of its first and last block, from a block's beginning on.
+    """Memory for a piece and the rest of its first and last block, aligned to a block.
 
     In huge pages a direct write has fewer and larger segments.
     """
@@ -78,7 +78,7 @@ def aligned_memory(*, pinned: bool = False) -> torch.Tensor:
 
 
 def aligned_as(memory: torch.Tensor, place: int, num_bytes: int, itemsize: int) -> torch.Tensor:
-    """A part of aligned memory for the bytes at a place of a file: aligned as they are there.
+    """The part of aligned memory for the bytes at a place of a file, aligned to blocks as in the file.
 
     Args:
         itemsize: bytes of an element; the elements are aligned in memory even where they are not in the file.
@@ -197,11 +197,7 @@ class DataFile:
             reserve_disk(self._fd, place, num_bytes)
 
     def write_piece(
-        self,
-        buffers: AlignedBuffers,
-        read: Callable[[Callable[[torch.Tensor], int]], int],
-        place: int,
-        num_bytes: int,
+        self, buffers: AlignedBuffers, read: Callable[[Callable[[torch.Tensor], int]], int], place: int, num_bytes: int
     ) -> int:
         """Write a piece at ``place``; returns its CRC-32.
 

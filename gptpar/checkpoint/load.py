@@ -65,9 +65,9 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Fill `targets` in place from the newest whole checkpoint, whatever layout saved it.
 
-    Every rank of the group calls this. Each piece of 8 MiB is checked before it is copied, in one reading, so damage
-    is found when earlier pieces are in the targets already: an older checkpoint then overwrites all of them; if there
-    is none, the targets may be left partly filled.
+    Every rank of the group calls this. Each piece of 8 MiB is read once, checked, and then copied. So earlier pieces
+    may be in the targets when damage is found. An older checkpoint then overwrites all of them; without one, the
+    targets stay partly filled.
 
     Args:
         root: directory of the run's checkpoints, or several: the newest whole one of all is taken.
@@ -75,8 +75,8 @@ def load_checkpoint(
             device.
         iteration: load this one and no other; None: the newest that is whole.
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
-        strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
-            and left alone. Shapes must match always, and dtypes but for ``may_cast``.
+        strict: whether names that only the checkpoint or only `targets` has are errors; else they are reported and
+            left alone. Shapes must always match, and so must dtypes, unless ``may_cast`` allows another.
         may_stay: names in the checkpoint that need not be loaded, however strict.
         may_cast: (name, stored dtype) -> whether the tensor may have another dtype here. Its values are then rounded
             to nearest even.
@@ -84,8 +84,8 @@ def load_checkpoint(
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.
-        apart: that one of the roots which each machine has for itself, with the files that its processes read; its path
-            may differ.
+        apart: the root that is not shared: each machine has its own, at a path that may differ, with the files that its
+            processes read.
         report: called on rank 0 with a sentence about each damaged checkpoint that is skipped.
 
     Raises:
@@ -169,7 +169,7 @@ def read_tensors(
 def _allocate(
     path: Path, manifest: Manifest, kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, torch.Tensor]:
-    """Room for tensors of these shapes; a checkpoint from a stranger may name any, and its files may be all holes."""
+    """Memory for tensors of these shapes. A stranger's checkpoint may name any shapes; sparse files cost it nothing."""
     needed, free = sum(prod(shape) * dtype.itemsize for shape, dtype in kinds.values()), available_memory()
     try:
         if free and needed > free:
@@ -193,7 +193,7 @@ def _named(roots: Sequence[Path]) -> str:
 
 
 def _candidates(roots: list[Path], iteration: int | None) -> list[tuple[int, int, str]]:
-    """(iteration, its folder's place among the roots, its name there) of what may be loaded, newest first."""
+    """(iteration, index of its root, name of its folder) of each checkpoint that may be loaded, newest first."""
     found = [(number, roots.index(path.parent), path.name) for number, path in checkpoints_in(roots)]
     if not found:
         raise CheckpointError(f"there is no checkpoint (iter_*) in {_named(roots)}")
@@ -283,7 +283,7 @@ def _read(
 
 
 def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
-    """(iteration, path) of every published checkpoint, newest first, of one iteration in the order of the folders."""
+    """(iteration, path) of every published checkpoint, newest first; those of one iteration in the folders' order."""
     found = [one for root in roots for one in find_checkpoints(root)]
     return sorted(found, key=lambda one: -one[0])
 

@@ -37,14 +37,7 @@ _DATA_FILE = re.compile(r"rank\d{5,}\.bin")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        ),
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
         *(torch.int64, torch.int32, torch.int16, torch.int8),
         *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
     )

@@ -24,11 +24,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        moved: Callable[[], None] = lambda: None,
-        *,
-        alone: bool = False,
+        self, process_group: dist.ProcessGroup | None, moved: Callable[[], None] = lambda: None, *, alone: bool = False
     ):
         self.moved = moved
         self.distributed = not alone and dist.is_available() and dist.is_initialized()

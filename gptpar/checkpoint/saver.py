@@ -51,8 +51,8 @@ is slow or hung. :meth:`Saver.finish` checks instead whether any process still m
 class Saver:
     """Saves on all processes together: each process calls the same methods in the same order.
 
-    A process calls :meth:`poll` and :meth:`abandon` on its own. One save is under way at a time. Its collectives have
-    a process group of their own. The state of an object:
+    Only :meth:`poll` and :meth:`abandon` are called by one process alone. One save is under way at a time. Its
+    collectives have a process group of their own. The state of an object:
 
     ==================  ============================================================================================
     ``under_way``       the save whose end this process has not seen. Processes may see the end at different times

@@ -128,7 +128,7 @@ class ChunkWriter:
 
 
 def fill(path: Path, manifest: Manifest, targets: Mapping[str, TensorParts]) -> None:
-    """Fill targets from the boxes of a manifest; no byte is used before its piece's CRC-32 is checked.
+    """Fill targets from a checkpoint's boxes; no byte is used before its piece's CRC-32 is checked.
 
     Raises:
         DamagedCheckpoint: the first damaged piece.
@@ -168,7 +168,7 @@ def _read_piece(
     stop: int,
     targets: list[Target],
 ) -> None:
-    """Copy a piece of a chunk, its elements start..stop, into the targets that want any; else it is not read."""
+    """Copy a chunk's elements start..stop, one piece, into the targets that overlap it. Without any it is not read."""
     copies = list(_copies(chunk.sizes, start, stop, targets))
     if not copies:
         return
@@ -180,13 +180,10 @@ def _read_piece(
 
 
 def _copies(
-    shape: tuple[int, ...],
-    start: int,
-    stop: int,
-    targets: list[Target],
+    shape: tuple[int, ...], start: int, stop: int, targets: list[Target]
 ) -> Iterator[tuple[int, Box, Box, torch.Tensor]]:
-    """The boxes that targets want of a chunk's elements start..stop: (index in the piece of its first element, the
-    box, the wanted part of it, where it goes)."""
+    """What to copy of a chunk's elements start..stop, a piece: (place of a box's first element in the piece, the box,
+    the part of it that a target wants, the target's elements)."""
     first = 0
     for box in flat_boxes(shape, start, stop):
         for offsets, sizes, target in targets:
@@ -220,7 +217,7 @@ def held_boxes(tensors: Mapping[str, TensorParts]) -> dict[HeldBox, torch.Tensor
 
 
 def held_parts(tensor: TensorParts) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """The parts with elements; all there is of a tensor without any."""
+    """The parts that have elements; of a tensor without elements, one empty part."""
     if not tensor.shape.numel():
         return [((0,) * len(tensor.shape), torch.empty(tensor.shape, dtype=tensor.dtype))]
     return [(offsets, part) for offsets, part in tensor.parts if part.numel()]
@@ -253,7 +250,7 @@ def divide(held: Sequence[Iterable[HeldBox]]) -> list[list[HeldBox]]:
 
 
 def require_tiling(shapes: Mapping[str, Sequence[int]], shares: Iterable[Iterable[HeldBox]]) -> None:
-    """A layout with a mistake in it must not become a checkpoint with a hole.
+    """Require that a tensor's boxes hold each element once: a wrong layout must not make a checkpoint with holes.
 
     Args:
         shapes: of every tensor that any rank names.

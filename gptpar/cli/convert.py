@@ -83,6 +83,7 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
     """
     only_out = ("ckpt_step", "dtype", "max_shard_size", "tokenizer_type", *TOKENIZER_FILES)
     given = [f"--{name.replace('_', '-')}" for name in only_out if getattr(args, name) is not None]
+    given += ["--no-tokenizer"] * args.no_tokenizer
     if given:
         raise CheckpointError(f"{', '.join(given)}: for checkpoints of gptpar only, and {args.source} holds none")
     return import_model(args.source, args.target)

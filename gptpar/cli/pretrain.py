@@ -122,7 +122,8 @@ def main(argv: list[str]) -> int:
     if worker:
         parsed = continued(parsed)
     count = world_from_environment()[2] if worker else workers_wanted(parsed.flags.parallel.nproc_per_node)
-    parsed = with_checkpoint_args(parsed)
+    if parsed.flags.checkpoint.load or parsed.flags.checkpoint.use_checkpoint_args:
+        parsed = with_checkpoint_args(parsed)
     config, derived = resolve(parsed, count, more=start_checks)
     recovery = config.recovery
     if not worker and (count > 1 or recovery.max_restarts):

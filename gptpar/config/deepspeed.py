@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.deepspeed_reader import (
-    Said,
-    optimizer_problems,
-    part_of,
-    read_file,
-    read_values,
-    schedule_problems,
-)
+from gptpar.config.deepspeed_reader import Said, optimizer_problems, part_of, read_file, read_values, schedule_problems
 from gptpar.config.deepspeed_rules import Door
 from gptpar.config.fields import Derived, flag_name
 from gptpar.config.parsed import ParsedFlags

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from gptpar.system.command_line import BadValue
 from gptpar.system.quantities import THOUSANDS, read_count
@@ -30,6 +31,11 @@ T = typing.TypeVar("T")
 
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
+
+MAX_WHOLE = 2**63 - 1
+"""The largest whole number of torch and numpy."""
+MAX_FLOAT = 3.4e38
+"""The largest fp32 number: a larger rate or scale is infinite in the arithmetic that uses it."""
 
 NEVER = 10**40
 """The largest interval: whoever wants no checkpoint or evaluation types a number of many digits."""
@@ -244,7 +250,7 @@ def value_of(text: str, kind: FlagKind, rules: Any) -> Any:
             raise ValueError(f"unknown; it takes one of {', '.join(rules['choices'])}")
         return word
     if kind.scalar is int:
-        return _count(text) if rules["counts"] else _whole(text)
+        return read_count(text) if rules["counts"] and text[-1:].upper() in THOUSANDS else _whole(text)
     if kind.scalar is float:
         return _number_or_word(text, kind.words, rules) if kind.words else _number(text)
     return text
@@ -256,11 +262,6 @@ def _whole(text: str) -> int:
         return int(text) if text.strip().lstrip("+-").isdigit() or not float(text).is_integer() else int(float(text))
     except ValueError:
         raise ValueError("a whole number is needed") from None
-
-
-def _count(text: str) -> int:
-    """A whole number, which may be written as 1.5B, too."""
-    return read_count(text) if text[-1:].upper() in THOUSANDS else _whole(text)
 
 
 def _number(text: str) -> float:
@@ -283,6 +284,34 @@ def _number_or_word(text: str, words: Sequence[str], rules: Any) -> float | str:
     raise ValueError(f"a number from {rules['least']} to {rules['most']}, or {' or '.join(words)}, is needed")
 
 
+def range_problem(value: Any, limits: Any) -> str:
+    """A part of a sentence if a number, or one of several, is out of its field's range; else an empty text.
+
+    Args:
+        limits: the field's metadata.
+    """
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
+        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is reported, too
+            return f"is {_short(number)}; it must be at least {limits['least']}"
+        if limits["above"] is not None and not number > limits["above"]:
+            return f"is {_short(number)}; it must be more than {limits['above']}"
+        if not abs(number) <= most:
+            return f"is {_short(number)}; it must be at most {most:,}"
+    return ""
+
+
+def _short(number: float) -> str:
+    """A number of any size, in few characters."""
+    huge = isinstance(number, int) and abs(number) > sys.float_info.max
+    if huge:
+        return f"a number of {len(str(abs(number)))} digits"
+    return str(number) if isinstance(number, int) and abs(number) < 10**12 else f"{number:g}"
+
+
 @dataclass(frozen=True)
 class Derived:
     """A value nobody typed: its name, what it became, and why."""
@@ -290,6 +319,20 @@ class Derived:
     name: str
     value: object
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """Sections by name. They are frozen: another value makes a new whole."""
+
+    def update(self, section: str, **values: Any) -> Self:
+        """A copy in which fields of one section have new values."""
+        changed = dataclasses.replace(getattr(self, section), **values)
+        return dataclasses.replace(self, **{section: changed})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return dataclasses.asdict(self)
 
 
 class Notes:

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,16 @@ def _every_flag() -> argparse.ArgumentParser:
     return parent
 
 
-def _with_dashes(word: str, parser: Parser) -> str:
+def _with_dashes(word: str, known: Set[str]) -> str:
     """A flag of the parser's, or of other programs', that was written with underscores, or "disable" in place of "no".
 
     Megatron-LM makes both of a switch that is on.
     """
     name, equals, value = word.partition("=")
-    if not name.startswith("--") or parser.takes(name) or name in elsewhere().names:
+    if not name.startswith("--") or name in known or name in elsewhere().names:
         return word
     for other in (dashed(name), dashed(name).replace("--disable-", "--no-", 1)):
-        if parser.takes(other) or other in elsewhere().names:
+        if other in known or other in elsewhere().names:
             return other + equals + value
     return word
 
@@ -80,7 +80,10 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
         if name.startswith("-"):
             _known_elsewhere(name, values, parser, parsed)
         else:
-            parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
+            found = [name if not glued else f"{name}={glued}", *values[1 if glued else 0 :]]
+            parsed.problems.append(
+                f"unexpected word{'s' * (len(found) > 1)} {', '.join(map(repr, found))}; values follow a flag."
+            )
 
 
 def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
@@ -171,8 +174,9 @@ def parse_flags(
         parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
     if extra is not None:
         extra(parser)
+    known = parser.flags
     try:
-        found, unknown = parser.parse_known_args([_with_dashes(word, parser) for word in argv])
+        found, unknown = parser.parse_known_args([_with_dashes(word, known) for word in argv])
     except Unread:  # nothing after that word was read, so it would all seem to be missing
         raise ConfigError(parsed.problems) from None
     for key, value in vars(found).items():

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig, complete_model
-from gptpar.config.fields import hints_of
-from gptpar.config.sections.model import check_model
+from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.fields import MAX_WHOLE, hints_of, range_problem
+from gptpar.config.sections.model import check_model, complete_model
 from gptpar.config.sections.positions import LLAMA_3_CONTEXT
 from gptpar.errors import CheckpointError, numbered
 
-MAX_INT = 2**63 - 1
 UNIONS = (types.UnionType, typing.Union)
 _DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "padded_vocab_size")
 """Fields of the model that a run derives, and a checkpoint must have."""
@@ -95,10 +93,7 @@ def _newer_names(found: Mapping[str, object], wanted: Collection[str]) -> dict[s
         return {}
     on = found["use_rope_scaling"] is True
     context = found.get("original_max_position_embeddings") or LLAMA_3_CONTEXT
-    newer = {
-        "rope_scaling_type": "llama3" if on else None,
-        "original_max_position_embeddings": context if on else None,
-    }
+    newer = {"rope_scaling_type": "llama3" if on else None, "original_max_position_embeddings": context if on else None}
     return {name: value for name, value in newer.items() if {f"model.{name}", "model.use_rope_scaling"} & set(wanted)}
 
 
@@ -115,13 +110,6 @@ def _section_problems(kind: type, asked: dict[str, object], section: str) -> Ite
             yield from _field_problems(spec, hints[spec.name], asked[spec.name], section)
 
 
-_LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "least": (operator.ge, "at least"),
-    "above": (operator.gt, "more than"),
-    "most": (operator.le, "at most"),
-}
-
-
 def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:
     """Problems of one field of the configuration: its type, its range, its word."""
     name, limits = f"config.{section}.{spec.name}", spec.metadata
@@ -132,11 +120,8 @@ def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, sect
     values: list[Any] = value if isinstance(value, list) else [value]
     if limits["choices"] and not set(values) <= set(limits["choices"]):
         yield wrong_value(name, value, f"one of {', '.join(limits['choices'])}")
-    for limit, (holds, words) in _LIMITS.items():
-        bound = limits[limit]
-        if bound is not None and not all(holds(one, bound) for one in values):
-            yield wrong_value(name, value, f"{words} {bound:,}")
-            return
+    if wrong := range_problem(tuple(values), limits):
+        yield f"{name} {wrong}"
 
 
 def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:
@@ -179,7 +164,7 @@ def fits(value: object, hint: Any) -> bool:
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e300  # type: ignore[arg-type, operator]
     if hint is int:
-        return type(value) is int and abs(value) <= MAX_INT
+        return type(value) is int and abs(value) <= MAX_WHOLE
     return type(value) is hint
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from gptpar.config import Config, Flags, complete
+from gptpar.config import Config, Flags
 from gptpar.config.elsewhere import OF_THE_LAUNCH, OTHER_EXPERTS
-from gptpar.config.fields import Derived, Missing, Notes, flag_name
+from gptpar.config.fields import Derived, Missing, Notes, completed, flag_name, range_problem
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.sections.batch import check_batch, check_duration, check_first_step, derive_batch
 from gptpar.config.sections.checkpoint import check_checkpoint, derive_saves
 from gptpar.config.sections.data import check_data, check_files, derive_data
-from gptpar.config.sections.model import check_model, derive_model
+from gptpar.config.sections.model import check_model, complete_model, derive_model
 from gptpar.config.sections.offload import check_offload
 from gptpar.config.sections.optimizer import check_schedule, check_schedule_lengths
 from gptpar.config.sections.parallel import check_parallel, derive_parallel
@@ -24,10 +24,6 @@ from gptpar.config.sections.precision import check_precision, derive_precision
 from gptpar.config.sections.recompute import check_recompute, derive_recompute
 from gptpar.errors import ConfigError
 
-MAX_WHOLE = 2**63 - 1
-"""The largest whole number of torch and numpy."""
-MAX_FLOAT = 3.4e38
-"""The largest fp32 number: a larger rate or scale is infinite in the arithmetic that uses it."""
 NUMBERS = (int, float, tuple)
 """Types of a field that is a number, or several."""
 
@@ -56,6 +52,26 @@ def resolve(
     if problems or parsed.problems:
         raise ConfigError([*parsed.problems, *map(parsed.as_written, problems)])
     return complete(flags), [*parsed.derived, *derived]
+
+
+def complete(flags: Flags) -> Config:
+    """The configuration that flags say.
+
+    Args:
+        flags: the flags that ``derive`` returned without problems.
+
+    Raises:
+        TypeError: a field that must be known is open.
+    """
+    sections: dict[str, Any] = {
+        name: completed(kind, getattr(flags, name)) for name, kind in _section_types().items() if name != "model"
+    }
+    return Config(model=complete_model(flags.model, flags.tokenizer), **sections)
+
+
+@cache
+def _section_types() -> dict[str, type]:
+    return typing.get_type_hints(Config)
 
 
 def _derived_out_of_range(flags: Flags, typed: Flags, derived: Iterable[Derived]) -> Iterator[str]:
@@ -103,10 +119,12 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     derive_model(notes)
     derive_parallel(notes, world_size)
     derive_batch(notes, world_size)
-    derive_recompute(notes)
     derive_precision(notes)
     derive_data(notes)
-    derive_saves(notes)
+    if _is_touched(flags, "recompute"):
+        derive_recompute(notes)
+    if _is_touched(flags, "checkpoint"):
+        derive_saves(notes)
     return notes.flags, notes.derived
 
 
@@ -120,12 +138,17 @@ def find_problems(flags: Flags, world_size: int) -> list[str]:
         *check_schedule(flags),
         *([] if batch else [*check_first_step(flags), *check_schedule_lengths(flags)]),
         *check_precision(flags, world_size),
-        *check_recompute(flags),
-        *check_offload(flags, world_size),
-        *check_checkpoint(flags),
+        *(check_recompute(flags) if _is_touched(flags, "recompute") else ()),
+        *(check_offload(flags, world_size) if _is_touched(flags, "offload") else ()),
+        *(check_checkpoint(flags) if _is_touched(flags, "checkpoint") else ()),
         *check_data(flags),
         *check_files(flags),
     ]
+
+
+def _is_touched(flags: Flags, section: str) -> bool:
+    """Whether a flag of a section is given. Sections that no run needs have no problem without one."""
+    return getattr(flags, section) != getattr(Flags(), section)
 
 
 def out_of_range(flags: Flags, *, checked: Flags | None = None) -> dict[str, str]:
@@ -141,7 +164,7 @@ def out_of_range(flags: Flags, *, checked: Flags | None = None) -> dict[str, str
             continue
         for name, limits in fields:
             value = getattr(values, name)
-            if type(value) in NUMBERS and (problem := _problem(value, limits)):
+            if type(value) in NUMBERS and (problem := range_problem(value, limits)):
                 found[f"{section}.{name}"] = problem
     return found
 
@@ -154,27 +177,6 @@ def _limits() -> list[tuple[str, list[tuple[str, Any]]]]:
         (name, [(field.name, field.metadata) for field in dataclasses.fields(values) if field.metadata])
         for name, values in sections
     ]
-
-
-def _problem(value: Any, limits: Any) -> str:
-    numbers = value if isinstance(value, tuple) else (value,)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            continue
-        most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
-        if limits["least"] is not None and not number >= limits["least"]:  # so that NaN is reported, too
-            return f"is {_short(number)}; it must be at least {limits['least']}"
-        if limits["above"] is not None and not number > limits["above"]:
-            return f"is {_short(number)}; it must be more than {limits['above']}"
-        if not abs(number) <= most:
-            return f"is {_short(number)}; it must be at most {most:,}"
-    return ""
-
-
-def _short(number: float) -> str:
-    """A number of any size, in few characters."""
-    huge = isinstance(number, int) and abs(number) > sys.float_info.max
-    return f"a number of {len(str(abs(number)))} digits" if huge else f"{number:g}"
 
 
 def range_problems(flags: Flags) -> list[str]:

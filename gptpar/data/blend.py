@@ -78,10 +78,7 @@ class BlendedDataset:
     """
 
     def __init__(
-        self,
-        datasets: Sequence[SampleSource],
-        weights: Sequence[float] | None = None,
-        num_samples: int | None = None,
+        self, datasets: Sequence[SampleSource], weights: Sequence[float] | None = None, num_samples: int | None = None
     ):
         self.datasets = list(datasets)
         self._sizes = sizes = [len(dataset) for dataset in self.datasets]

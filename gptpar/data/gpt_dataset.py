@@ -62,11 +62,7 @@ class IndexPlan:
 
 
 def plan_index(
-    num_sequences: int,
-    tokens_per_epoch: int,
-    requested: int | None,
-    seq_length: int,
-    extra: int,
+    num_sequences: int, tokens_per_epoch: int, requested: int | None, seq_length: int, extra: int
 ) -> IndexPlan:
     """Megatron's arithmetic.
 

@@ -156,12 +156,7 @@ class Encoder:
 
 
 def preprocess(
-    inputs: Sequence[str],
-    output_prefix: str,
-    encoder: Encoder,
-    *,
-    workers: int = 1,
-    log_interval: int | None = None,
+    inputs: Sequence[str], output_prefix: str, encoder: Encoder, *, workers: int = 1, log_interval: int | None = None
 ) -> str:
     """Write ``<output_prefix>_<key>_document.{bin,idx}`` for each key; returns a summary for the user.
 
@@ -270,11 +265,7 @@ class BadLines:
 
     def __str__(self) -> str:
         more = self._count - len(self._examples)
-        lines = [
-            f"skipped {self._count:,} bad lines:",
-            *self._examples,
-            *([f"... and {more:,} more"] if more else []),
-        ]
+        lines = [f"skipped {self._count:,} bad lines:", *self._examples, *([f"... and {more:,} more"] if more else [])]
         return "".join(f"\n{line}" for line in lines) if self._count else ""
 
 

@@ -1,8 +1,11 @@
-"""``Engine``: training steps of a pipeline of layers over sharded parameters, gradients and optimizer state."""
+"""``Engine``: training steps of a pipeline of layers over sharded parameters, gradients and optimizer state.
+
+``PipelinePasses`` runs the passes of a step by a schedule, and reports them to the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,7 +29,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit, group_by_decay
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.optim.update import Hyperparameters, Update
-from gptpar.pipeline.runtime import Pipeline
+from gptpar.pipeline.runtime import MicroBatch, Observer, Pipeline
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel.layers import SplitLinear
 
@@ -291,6 +294,49 @@ class Engine:
         """This process's contribution to the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.device)
         return count + self.gradients.reducer.zeros
+
+
+class PipelinePasses(Observer):
+    """Runs the passes of a step by the pipeline's schedule, and reports each pass to the engine.
+
+    Args:
+        engine: has the layers' parameters.
+        pipeline: the layers.
+        note: called with a phrase for what this process begins to do.
+
+    Attributes:
+        step: begins each note, such as ``iteration 12, ``.
+        scale: the incoming gradient of each micro-batch's loss, on the device, so that a recorded step reads its
+            present value. fp16 may be too narrow for it.
+    """
+
+    def __init__(self, engine: Engine, pipeline: Pipeline, note: Callable[[str], None]):
+        self.engine, self.pipeline, self._note, self.step = engine, pipeline, note, ""
+        self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
+        self._last = 0
+
+    def run(self, inputs: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Accumulate the gradient of the step that :meth:`Engine.begin_gradients` has begun; it is final afterwards.
+
+        Returns:
+            The micro-batches' losses, if this process has the last layer; else nothing.
+        """
+        self._last = len(inputs) - 1
+        losses = self.pipeline.forward_backward(inputs, grad=self.scale, observer=self)
+        self._note(f"{self.step}gradient reduction")
+        self.engine.gradients.reducer.finish()
+        return losses
+
+    def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
+        self._note(f"{self.step}micro-batch {micro_batch + 1}, forward")
+        self.engine.gradients.in_last_forward = micro_batch == self._last
+
+    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
+        self._note(f"{self.step}micro-batch {micro_batch + 1}, backward")
+        self.engine.gradients.begin_backward(virtual_stage, last=micro_batch == self._last)
+
+    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
+        self.engine.gradients.end_backward()
 
 
 def _masters_are_parameters(table: ParameterTable, parameters: ParameterMemory, wide: torch.dtype) -> bool:

@@ -58,10 +58,7 @@ class Readings:
     """
 
     def __init__(
-        self,
-        numbers: Sequence[torch.Tensor] | torch.Tensor,
-        timeout_s: float,
-        check: Callable[[], None] = lambda: None,
+        self, numbers: Sequence[torch.Tensor] | torch.Tensor, timeout_s: float, check: Callable[[], None] = lambda: None
     ):
         self._timeout_s, self._check = timeout_s, check
         if isinstance(numbers, torch.Tensor):

@@ -58,7 +58,7 @@ class Subscriber(Protocol):
         """The probable hyperparameters of the coming step, by group: the subscriber may begin to update with them."""
 
     def miss(self, steps: tuple[int, ...]) -> None:
-        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        """Subtract the steps that some groups have missed from the number of the coming steps; ``steps``: by group."""
 
     def divide_groups(self, partitions: Sequence[OffloadedPartition], origins: Sequence[int]) -> None:
         """The partitions have other groups, each a part of one of the first groups (``origins``), between two steps."""

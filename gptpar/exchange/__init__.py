@@ -13,13 +13,7 @@ be read. ``files`` knows the programs' files. Nothing in them is run.
 from gptpar.exchange.checkpoint_tokenizer import tokenizer_of_checkpoint
 from gptpar.exchange.convert import import_model
 from gptpar.exchange.exports import Exports
-from gptpar.exchange.foreign import (
-    foreign_checkpoint,
-    holds_ours,
-    why_not_to_load,
-    why_not_to_save,
-    why_not_to_show,
-)
+from gptpar.exchange.foreign import foreign_checkpoint, holds_ours, why_not_to_load, why_not_to_save, why_not_to_show
 from gptpar.exchange.foreign_model import CONVERTED
 from gptpar.exchange.hf_export import DTYPES, ExportOptions, prepare_export, shards_of
 from gptpar.exchange.start_from_hf import start_from_hf, take_model_of_hf, take_shape_of_hf

@@ -16,8 +16,8 @@ import torch
 
 from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.patches import ParameterView
-from gptpar.config import Flags, ModelConfig, TokenizerConfig, complete_model
-from gptpar.config.sections.model import check_model
+from gptpar.config import Flags, ModelConfig, TokenizerConfig
+from gptpar.config.sections.model import check_model, complete_model
 from gptpar.config.validate import range_problems
 from gptpar.errors import CheckpointError, ConfigError, printable
 from gptpar.exchange.files.mxfp4 import with_mxfp4
@@ -299,10 +299,7 @@ def _matched(
 
 
 def _mismatches(
-    kind: str,
-    model: ModelConfig,
-    found: list[tuple[HfTensor, Source | None]],
-    files: Mapping[str, WeightFile],
+    kind: str, model: ModelConfig, found: list[tuple[HfTensor, Source | None]], files: Mapping[str, WeightFile]
 ) -> Iterator[str]:
     for tensor, source in found:
         if source is None:

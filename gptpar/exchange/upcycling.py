@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from gptpar.config import ModelConfig, ModelFlags
 from gptpar.config.flags import ParsedFlags
-from gptpar.config.sections.experts import ExpertOptions
+from gptpar.config.sections.mlp import ExpertOptions
 from gptpar.exchange.hf_folder import HfModel
 from gptpar.model.families import HfTensor
 from gptpar.model.families.names import Within

@@ -50,12 +50,7 @@ class HeadNorm(NamedTuple):
 
 
 def normed_heads(
-    qkv: torch.Tensor,
-    bias: torch.Tensor | None,
-    query_norm: HeadNorm,
-    key_norm: HeadNorm,
-    shape: HeadShape,
-    eps: float,
+    qkv: torch.Tensor, bias: torch.Tensor | None, query_norm: HeadNorm, key_norm: HeadNorm, shape: HeadShape, eps: float
 ) -> tuple[torch.Tensor, ...]:
     """(q_B(GQ)SK, k_BGSK, v_BGSK), and gate_B(GQ)SK if there are gates; queries and keys are normalised.
 

@@ -163,8 +163,11 @@ class Attention(nn.Module):
         queries, one = self.queries_per_group * self.head_width, self.head_width
         of_group = Interleaved((queries, one, one, *[queries] * self.gated), one)
         outputs = config.num_query_groups * sum(of_group.lengths)
-        self.qkv = linears.column(config.hidden_size, outputs, bias=qkv_bias, reader=Reader.HEADS, matrices=of_group)
-        self.query_norm, self.key_norm = _norms(config, axis)
+        query_norm, key_norm = _norms(config, axis)
+        has_kernel = query_norm is not None and query_norm.of_head is not None
+        reader = Reader.NORMED_HEADS if has_kernel else Reader.HEADS
+        self.qkv = linears.column(config.hidden_size, outputs, bias=qkv_bias, reader=reader, matrices=of_group)
+        self.query_norm, self.key_norm = query_norm, key_norm
         sinks = ParameterSpec(Normal(config.init_method_std), axis.split(0, config.num_attention_heads))
         has_sinks, own_heads = config.softmax_type == "learnable", config.num_attention_heads // axis.size
         self.declared = {"sinks": sinks} if has_sinks else {}

@@ -101,11 +101,7 @@ def attention_mask(
 
 
 def one_call_a_document(
-    q_BHSK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSK: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    rule: AttentionRule,
+    q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, cu_seqlens: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Causal attention inside documents on a CPU, where reading their lengths waits for nothing; returns y_BHSK.
 
@@ -120,10 +116,7 @@ def one_call_a_document(
 
 
 def core_attention(
-    q_BHSK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSK: torch.Tensor,
-    rule: AttentionRule = CAUSAL,
+    q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, rule: AttentionRule = CAUSAL
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
 

@@ -57,12 +57,7 @@ def layers_with_dropout(specs: Iterable[LayerSpec]) -> list[str]:
 
 
 def seed_fields(
-    layers: Sequence[str],
-    seed: int,
-    iteration: int,
-    place: int,
-    device: torch.device,
-    rows: torch.Tensor | None = None,
+    layers: Sequence[str], seed: int, iteration: int, place: int, device: torch.device, rows: torch.Tensor | None = None
 ) -> dict[str, LayerSeeds]:
     """Name of the field -> seeds of a layer, for one micro-batch.
 

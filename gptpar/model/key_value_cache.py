@@ -51,11 +51,7 @@ class KeyValueCache:
         self._values_RGTK: torch.Tensor | None = None
 
     def __call__(
-        self,
-        q_BHSK: torch.Tensor,
-        k_BGSK: torch.Tensor,
-        v_BGSK: torch.Tensor,
-        rule: AttentionRule,
+        self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Returns y_BHSK; documents and dropout, which only training has, are ignored."""
         place, rule = self._place, rule._replace(cu_seqlens=None, dropout=None)

@@ -26,6 +26,7 @@ class Reader(Enum):
     """The reader of a linear layer's output."""
 
     HEADS = "split into queries, keys and values"
+    NORMED_HEADS = "likewise, and normalised by a kernel"
     ACTIVATION = "the MLP's activation function"
     STREAM = "a norm, directly or after the sum with the residual stream"
     END = "a norm, or the residual stream at the block's end"
@@ -79,11 +80,11 @@ class Linears:
     def _is_summed_by(self, reader: Reader) -> bool:
         config = self.config
         match reader:
-            case Reader.HEADS if config.qk_layernorm:
-                return config.qk_layernorm_scope == "head"
-            case Reader.HEADS:  # positions and gates merge the heads' gradients in kernels of their own
+            case Reader.NORMED_HEADS:
+                return True
+            case Reader.HEADS:  # norms, positions and gates merge the heads' gradients in kernels of their own
                 positions = config.position_embedding_type in ("rope", "alibi")
-                return not (positions or config.attention_output_gate)
+                return not (config.qk_layernorm or positions or config.attention_output_gate)
             case Reader.ACTIVATION:
                 return not (config.gated or self.activation_again) and config.mlp_activation in SUMMING
             case Reader.STREAM:  # dropout in between would leave the bias only a part of the stream's gradient

@@ -5,7 +5,6 @@ Nothing is recorded unless a log is given to :class:`~gptpar.offload.host_optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,11 +71,3 @@ class EventLog:
     def of(self, *what: What, unit: str | None = None) -> list[LogEntry]:
         """The events of some kinds, of all units or of one."""
         return [event for event in list(self.events) if event.what in what and unit in (None, event.unit)]
-
-    def this_step(self, unit: str | None = None) -> Iterator[LogEntry]:
-        """The events of each bucket since its last step was done, of all units or of one."""
-        events = list(self.events)
-        done = {(e.unit, e.start): place for place, e in enumerate(events) if e.what in STEP_DONE}
-        for place, event in enumerate(events):
-            if unit in (None, event.unit) and place > done.get((event.unit, event.start), -1):
-                yield event

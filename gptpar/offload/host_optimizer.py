@@ -53,7 +53,7 @@ class HostOptimizer:
         speculated_elements: see :meth:`add_double_buffers`.
         partial_unit: the unit whose partial gradients may be submitted; only its buckets with a double buffer use them.
         sums: units whose gradients it adds up over micro-batches; ``None``: the device adds up all.
-        log: is told what happens to each bucket.
+        log: records what happens to each bucket.
 
     Attributes:
         shared: the state that it shares with its thread, among it ``guard`` and ``latest_updates``.
@@ -245,7 +245,7 @@ class HostOptimizer:
                 sent(block)
 
     def updates(self) -> tuple[int, int]:
-        """Number of elements updated, and ``num_ahead``, of one moment, at any time."""
+        """(number of elements updated, ``num_ahead``), read together; may be called at any time."""
         with self.shared.changed:
             return self.shared.num_updated, self.shared.num_ahead
 
@@ -277,9 +277,9 @@ class HostOptimizer:
                 self.shared.changed.notify_all()
 
     def keep_last_step(self) -> None:
-        """Give the device's parameters the values that they have before the coming step, until it is requested.
+        """Keep the last step's parameters on the device until the coming step is requested.
 
-        Speculation with the coming step's gradients may have changed them already: it is undone, and no more begins.
+        Speculation with the coming step's gradients may have changed them already. It is undone, and no more begins.
         """
         assert self.sums is None, "speculation with sums is not watched"
         if self.shared.keeps or not self._has_gradients:  # without the lock: each layer of each forward pass asks this
@@ -320,7 +320,7 @@ class HostOptimizer:
     # Between steps.
 
     def miss(self, steps: tuple[int, ...]) -> None:
-        """Let the coming steps' number be smaller for some groups; ``steps``: by how much, for each group."""
+        """Subtract the steps that some groups have missed from the number of the coming steps; ``steps``: by group."""
         self._missed = steps
 
     def divide_groups(self, partitions: Sequence[OffloadedPartition], origins: Sequence[int]) -> None:

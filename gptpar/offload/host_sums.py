@@ -8,7 +8,7 @@ of the gradients, so the additions may go on in the next forward pass.
 An addend goes through four queues, in order. The training loop puts it into the first, and only the thread takes it on:
 
 ``_submitted``  its copy has begun, or waits for a slot of the ring
-``_leaving``    the same; the thread knows of it
+``_leaving``    the same, and the thread has taken it on
 ``_here``       it is in host memory, and the device's memory is free
 ``_ordered``    its addition is in the kernels' queue; at the end, its slot is given back
 """
@@ -121,8 +121,8 @@ class _Addend:
 
     Attributes:
         old: [n] what it is added to.
-        result: is final with this addend; ``None``: others follow.
-        num_bytes: that it keeps on the device.
+        result: the sum that is final with this addend; ``None``: other addends follow.
+        num_bytes: bytes of the device that it keeps.
     """
 
     bucket: Bucket

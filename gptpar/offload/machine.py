@@ -91,14 +91,7 @@ def _make_transfers(
 
 
 def room_for_speculation(
-    size: StateSize,
-    wish: str,
-    kept: int = 0,
-    *,
-    transfer_bytes: int = RING_BYTES,
-    asker: str,
-    option: str,
-    remedy: str,
+    size: StateSize, wish: str, kept: int = 0, *, transfer_bytes: int = RING_BYTES, asker: str, option: str, remedy: str
 ) -> int:
     """The number of offloaded elements whose double buffers fit in host memory.
 

@@ -31,13 +31,7 @@ class Action(Enum):
 
 
 def next_action(
-    candidates: Sequence[Bucket],
-    *,
-    step_known: bool,
-    on_its_way: bool,
-    at_work: bool,
-    taking_back: bool,
-    ending: bool,
+    candidates: Sequence[Bucket], *, step_known: bool, on_its_way: bool, at_work: bool, taking_back: bool, ending: bool
 ) -> tuple[Action, Bucket | None]:
     """The next action, and its bucket if the action is to speculate.
 

@@ -8,9 +8,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from gptpar.offload.buckets import Bucket
+from gptpar.offload.buckets import Bucket, ranges_of_marked
 from gptpar.offload.transfers import Transfers
-from gptpar.optim.index_ranges import ranges_of_marked
 
 NOTHING = np.empty((0, 2), dtype=np.int64)
 """The ranges that are left open where a comparison finds what changes."""

@@ -46,7 +46,7 @@ class SharedState:
     Args:
         buckets: in forward order.
         transfers: copies between host and device.
-        log: is told what happens to each bucket.
+        log: records what happens to each bucket.
 
     Attributes:
         changed: is notified when any of this has changed.
@@ -57,7 +57,7 @@ class SharedState:
         request: the step to take; ``None``: none is requested, or it is done.
         expected: the coming step's probable hyperparameters, before it is requested.
         holds: how many contexts forbid that speculation begins.
-        keeps: whether the device's parameters keep the last step's values until the next step is requested.
+        keeps: whether the device keeps the last step's parameters until the next step is requested.
         taking_back: whether the loop waits for these values.
         closing: whether the thread is to end once no step is requested.
         failure: the error that ended the thread.
@@ -116,8 +116,8 @@ class SharedState:
         """Whether no speculation may begin now."""
         return self.backs_off or self.holds > 0 or self.keeps
 
-    def note_foresight(self, expected: StepHyperparameters | None, taken: StepHyperparameters | None) -> None:
-        """After a step whose hyperparameters differ from the expected ones, do not speculate in the next step.
+    def note_expectation(self, expected: StepHyperparameters | None, taken: StepHyperparameters | None) -> None:
+        """Back off after a step whose hyperparameters differ from the expected ones: the next step does not speculate.
 
         Clipped steps come in runs. A step that has not speculated counts, too: the pause ends as soon as a speculation
         would have been right.

@@ -20,8 +20,8 @@ from gptpar.engine.engine import Engine
 from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
+from gptpar.offload.buckets import between, ranges_of_rows
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.optim.index_ranges import between, ranges_of_rows
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology.mesh import Mesh

@@ -127,8 +127,8 @@ class UpdatingThread(threading.Thread):
     def _wait(self, point: DeviceEvent | None, *, wakes: bool, polls: bool) -> None:
         """Wait, with the lock, until there may be another action.
 
-        While gradients are under way, nobody has to wake the thread: it sleeps in the driver, without Python's lock.
-        Looking for them every 0.2 ms, it interrupted the backward pass so often that each layer took twice as long.
+        While gradients are under way, the thread sleeps in the driver, without Python's lock, and nobody has to wake
+        it. When it looked for them every 0.2 ms, it interrupted the backward pass, and each layer took twice as long.
 
         Args:
             point: of the device's work, to wait for; gradients submitted meanwhile come later.
@@ -191,7 +191,7 @@ class UpdatingThread(threading.Thread):
         self._queue.finish()
         shared.record(What.STEP_TAKEN)
         shared.num_redone += redone
-        shared.note_foresight(request.expected, hyperparameters)
+        shared.note_expectation(request.expected, hyperparameters)
         with shared.changed:
             if shared.request is request:  # the loop may have requested the next step since the last bucket was done
                 shared.request = None

@@ -155,8 +155,9 @@ class CpuAdam:
             ranges: (start, stop, the step's numbers), ascending; elements between the ranges do not change.
             into: memory for the new p, m and v; the old ones do not change. Default: in place.
             low: [n] gets the new parameters, rounded to nearest even, in any dtype of a gradient. It may be ``grad``.
-            only: the ranges (:mod:`~gptpar.optim.index_ranges`, contiguous) whose outputs are needed; default: all.
-                Outputs elsewhere are valid already, or will be written later. Torch's operators update all elements.
+            only: [ranges, 2] int64, contiguous: (start, stop), ascending and disjoint, of the elements whose outputs
+                are needed; default: all. Outputs elsewhere are valid already, or will be written later. Torch's
+                operators update all elements.
 
         Raises:
             ValueError: names every tensor and number that does not fit.

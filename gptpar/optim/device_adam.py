@@ -10,14 +10,7 @@ from gptpar.kernels import gpu
 from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.elementwise import (
-    CLIP_EPS,
-    MAX_STEP_BITS,
-    DeviceKernel,
-    DeviceStep,
-    UpdateVectors,
-    clipped_divisor,
-)
+from gptpar.optim.elementwise import CLIP_EPS, MAX_STEP_BITS, DeviceKernel, DeviceStep, UpdateVectors, clipped_divisor
 from gptpar.optim.group_ranges import ALIGNMENT
 
 

@@ -119,11 +119,7 @@ class Pipeline(nn.Module):
         return list(self.chunks)  # type: ignore[arg-type]
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        grad: torch.Tensor | None = None,
-        observer: Observer | None = None,
+        self, micro_batches: Sequence[MicroBatch], *, grad: torch.Tensor | None = None, observer: Observer | None = None
     ) -> list[torch.Tensor]:
         """Run the schedule: gradients are added to the parameters' ``.grad``.
 

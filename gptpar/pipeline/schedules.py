@@ -274,10 +274,7 @@ def _transfers(
     receive, send = (ReceiveForward, SendForward) if forward else (ReceiveBackward, SendBackward)
     what = action.micro_batch, action.virtual_stage
     alone = num_stages == 1
-    return (
-        [] if alone or number == beginning else [receive(*what)],
-        [] if alone or number == end else [send(*what)],
-    )
+    return ([] if alone or number == beginning else [receive(*what)], [] if alone or number == end else [send(*what)])
 
 
 @dataclass

@@ -357,12 +357,7 @@ def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int,
 
 @lru_cache(maxsize=512)
 def parts_of(
-    layers: Layers,
-    model: ModelConfig,
-    num_stages: int,
-    num_virtual_stages: int,
-    method: str,
-    offloaded: frozenset[int],
+    layers: Layers, model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str, offloaded: frozenset[int]
 ) -> tuple[tuple[StagePart, ...], Ties]:
     """(the layers that each stage runs, the layers that several stages have)."""
     split = split_of_model(model, num_stages, num_virtual_stages, method)

@@ -94,11 +94,7 @@ class ModuleMemory:
 
 
 def estimate_memory(
-    model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, Any],
-    world: int = 1,
-    *,
-    device_type: str = "cuda",
+    model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any], world: int = 1, *, device_type: str = "cuda"
 ) -> ModuleMemory:
     """Predict the memory that the engine of :func:`gptpar.initialize` takes on each process, without activations.
 

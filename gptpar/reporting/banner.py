@@ -42,10 +42,7 @@ def _section_lines(section: Section, column: int) -> list[str]:
     for row in section.rows:
         text = f"{row.value}  ({row.reason})" if row.reason else row.value
         lines += textwrap.wrap(
-            text,
-            WIDTH,
-            initial_indent=" " * _INDENT + row.name.ljust(column - _INDENT),
-            subsequent_indent=" " * column,
+            text, WIDTH, initial_indent=" " * _INDENT + row.name.ljust(column - _INDENT), subsequent_indent=" " * column
         )
     return lines
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gptpar.config.sections.experts import LOAD
+from gptpar.config.sections.mlp import LOAD
 from gptpar.errors import GptparError
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
 from gptpar.reporting.series import series

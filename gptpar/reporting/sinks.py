@@ -19,13 +19,7 @@ from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting import csv_files, metrics_file
 from gptpar.reporting.record_file import RecordFile
 from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
-from gptpar.reporting.scalars import (
-    SAMPLES_SUFFIX,
-    VERSUS_SAMPLES,
-    iteration_scalars,
-    task_scalars,
-    validation_scalars,
-)
+from gptpar.reporting.scalars import SAMPLES_SUFFIX, VERSUS_SAMPLES, iteration_scalars, task_scalars, validation_scalars
 
 # (flag that needs a package, what to install)
 _TENSORBOARD = ("--tensorboard-dir", "tensorboard")

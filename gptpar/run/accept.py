@@ -288,8 +288,9 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
         *problem_of(dict, meta.get("tokenizer"), "tokenizer"),
         *_corpora_problems(meta.get("corpora")),
         *problem_of(dict, meta.get("data_order", {}), "data_order"),
-        *_window_problems(meta.get("skip_step")),
     ]
+    if (window := meta.get("skip_step")) is not None and not is_window(window):
+        problems.append(wrong_value("skip_step", window, "a window of losses and as many norms"))
     if problems:
         raise unusable(path, problems, "--finetune begins a new run from its weights, --ckpt-step N takes another one.")
     return StoredRun(
@@ -304,11 +305,6 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
         config=config,
         known=known,
     )
-
-
-def _window_problems(state: object) -> Iterator[str]:
-    if state is not None and not is_window(state):
-        yield wrong_value("skip_step", state, "a window of losses and as many norms")
 
 
 def _corpora_problems(corpora: object) -> Iterator[str]:

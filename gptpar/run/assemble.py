@@ -50,7 +50,7 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
     """Turn an out-of-memory error, of a GPU or of the host, into one that says what to change.
 
     Args:
-        in_force: returns the configuration of that moment: ``auto`` is decided on the way.
+        in_force: returns the configuration when the error comes: by then ``auto`` may have become a number.
 
     Raises:
         GptparError: in its place.
@@ -78,14 +78,14 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
 
 
 def _lower_offload(config: Config) -> str:
-    """Advice if state that was moved to the host, with its second copy, may have filled the host's memory."""
+    """Advice for a full host, where the CPU optimizer's state and its double buffers may be what fills it."""
     return (
         ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
     )
 
 
 def _offload_gradients(config: Config) -> str:
-    """Advice if ``auto`` may have trusted a prediction too much, or was switched off."""
+    """Advice for a full GPU that keeps gradients: the flag is off, or ``auto`` has predicted too little."""
     offload, world_size = config.offload, world_from_environment()[2]
     cannot = not offload.cpu_optimizer or offload.ratio == 0 or config.precision.cuda_graph == "on"
     cannot = cannot or any(offload_gradients_obstacles(config, world_size))
@@ -146,7 +146,7 @@ def open_run(
         restore(copies, trainer)
         progress = resume.load(trainer, inputs, say)
         times.mark("loaded")
-        if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
+        if progress != done:  # the newest checkpoint is damaged, and an older one was loaded
             plan = BatchPlan.of(config.batch, progress)
             loaders = _open_loaders(stack, config, topology, progress, vocabulary, say)
             if not config.optimizer.use_checkpoint_opt_param_scheduler:
@@ -178,7 +178,7 @@ def _open_loaders(
     vocabulary: Vocabulary,
     say: Callable[[str], None],
 ) -> Loaders:
-    """The loaders of a run that goes on from ``done``, closed at its end."""
+    """The loaders of a run that goes on from ``done``; the stack closes them."""
     loaders = make_loaders(config, topology, BatchPlan.as_configured(config.batch, done), vocabulary, say)
     for loader in loaders.values():
         if loader is not None:

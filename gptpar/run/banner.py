@@ -85,19 +85,12 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     pad = f"{vocabulary.size:,} token ids, {rows}"
     return [
         Row("shape", shape),
-        Row(
-            "kind",
-            f"{m.position_embedding_type} positions, {norm}, {kind}, {'tied' if m.tied else 'untied'}",
-        ),
+        Row("kind", f"{m.position_embedding_type} positions, {norm}, {kind}, {'tied' if m.tied else 'untied'}"),
         *([Row("options", ", ".join(options))] if (options := list(_options(m))) else []),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
         Row("parameters", format_count(model.num_parameters)),
         *([Row("of these, a token uses", format_count(model.num_active_parameters))] if m.has_experts else []),
-        Row(
-            "FLOPs a token",
-            f"{model.flops_per_token(causal=False):.3e}",
-            "full attention, forward and backward",
-        ),
+        Row("FLOPs a token", f"{model.flops_per_token(causal=False):.3e}", "full attention, forward and backward"),
     ]
 
 

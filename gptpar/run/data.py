@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gptpar.config import Config, DataConfig, DataFlags, TokenizerConfig, padded_vocab, softmax_vocab
+from gptpar.config import Config, DataConfig, DataFlags, TokenizerConfig
+from gptpar.config.sections.model import padded_vocab, softmax_vocab
 from gptpar.data.blend import SampleSource
 from gptpar.data.build import SampleSpec, build_train_valid_test
 from gptpar.data.documents import Documents

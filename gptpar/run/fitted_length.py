@@ -49,6 +49,10 @@ class FittedLength:
         self._times.append(self.now())
         return len(self._times) - 1 == self._due
 
+    def seconds_left(self) -> float:
+        """Seconds until the minutes are over."""
+        return max(0.0, 60 * self.minutes - (self.now() - self._times[0]))
+
     def measured(self) -> tuple[float, float]:
         """(seconds a step takes, seconds that are left)."""
         last = self._times[1:][-MEASURED_STEPS - 1 :]

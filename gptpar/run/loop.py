@@ -36,7 +36,7 @@ from gptpar.system.garbage import LongLived
 from gptpar.system.stop import StopRequest
 
 MAX_SKIPPED_IN_A_ROW = 100
-"""A dynamic loss scale of 2^32 may need 32 overflows to find its level; more than this many are no search."""
+"""A dynamic loss scale of 2^32 may need 32 overflows to find its level. A run that skips this many has diverged."""
 
 
 class StepListener:
@@ -51,7 +51,7 @@ class StepListener:
 
 @dataclass
 class Run:
-    """Everything a run is made of. :meth:`train` is its story.
+    """All objects of a run. :meth:`train` is its loop.
 
     Attributes:
         saving: when and where checkpoints are saved.
@@ -159,7 +159,7 @@ class Run:
         return in_samples * (self.config.model.seq_length if self.trainer.schedule.in_tokens else 1)
 
     def finish(self, step: Step) -> bool:
-        """Take note of a step that was launched; returns whether any process wants to stop."""
+        """Read and report the numbers of a step that was launched; returns whether any process wants to stop."""
         loss, grad_norm, skipped, votes, *auxiliary = step.readings.read()
         numbers = StepNumbers(
             step,
@@ -177,7 +177,8 @@ class Run:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0
         self.progress.nan_iterations += not math.isfinite(loss)
         self.progress.scheduled_samples += 0 if numbers.skipped else step.samples
-        self.reporter.step(numbers, self.progress)
+        undecided = self.fitted_length if self.progress.fitted_iters is None else None
+        self.reporter.step(numbers, self.progress, undecided.seconds_left() if undecided else math.inf)
         self.trainer.loss_scale.update(numbers.skipped)
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise GptparError(
@@ -188,7 +189,7 @@ class Run:
         if self.fitted_length is not None and self.fitted_length.is_due():
             self.fit_length(self.fitted_length)
         asked = Votes.of(votes)
-        self.saving.hear(asked.saves)
+        self.saving.take_votes(asked.saves)
         self.saving.poll()
         return asked.stop
 
@@ -198,10 +199,7 @@ class Run:
         assert skip_step is not None
         norms = dict(step.layer_norms)
         if self.trainer.keeps_spikes and step.squares is not None:
-            norms |= {
-                GRADIENT: layers.of_gradients(step.squares.read(), step.loss_scale),
-                WEIGHTS: layers.of_weights(),
-            }
+            norms |= {GRADIENT: layers.of_gradients(step.squares.read(), step.loss_scale), WEIGHTS: layers.of_weights()}
         window = skip_step.window(of_last=True)  # the next step is not judged yet
         spike = Spike(
             step.iteration,
@@ -238,7 +236,7 @@ class Run:
             self.say(" > warm-up and decay are as long as the run that fits: --lr is never reached, or left at once")
 
     def optional_numbers(self) -> tuple[float | None, int | None]:
-        """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""
+        """(norm of the parameters, zeros in the gradient), if flags ask for them: reading them waits for the device."""
         log, model, topology = self.config.logging, self.trainer.engine, self.trainer.topology
         norm = zeros = None
         if log.log_params_norm:
@@ -260,8 +258,8 @@ class Run:
     def reads_at_once(self) -> bool:
         """Whether a step's numbers cannot wait for the next step.
 
-        A CPU has finished when the call returns; a dynamic loss scale must be known before the next step; the gradient
-        whose zeros are counted is overwritten by it.
+        On a CPU, a step is done when the call returns. A dynamic loss scale must be known before the next step. Zeros
+        are counted in the gradient, which the next step overwrites.
         """
         on_cpu = self.trainer.topology.device.type == "cpu"
         return on_cpu or self.trainer.loss_scale.dynamic or self.config.logging.log_num_zeros_in_grad
@@ -289,7 +287,10 @@ class Run:
         return due or any(self._is_multiple(one) for one in intervals)
 
     def _mirror_is_due(self) -> bool:
-        """Whether the state is to be copied; not at the end, where it is saved: a restart would not save it."""
+        """Whether the mirror copies the state after this step.
+
+        Not after the last step, which a save follows: a restart from such a copy would have no step, and save nothing.
+        """
         due = self.mirror is not None and self.mirror.is_due(self.progress.iteration)
         return due and not self.plan.finished(self.progress)
 

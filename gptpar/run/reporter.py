@@ -91,17 +91,23 @@ class Reporter:
         """Leave the time since the last step (an evaluation, a save) out of the step times."""
         self._since = TimingEvent(self.device)
 
-    def step(self, numbers: StepNumbers, progress: Progress) -> None:
-        """Report a finished step; ``progress`` includes it."""
+    def step(self, numbers: StepNumbers, progress: Progress, max_seconds: float = math.inf) -> None:
+        """Report a finished step.
+
+        Args:
+            progress: it includes the step.
+            max_seconds: from now on; the run ends then, if not before.
+        """
         now = numbers.step.readings.event
         elapsed, self._since = now.seconds_since(self._since), now
         record = self._record(numbers, progress, elapsed)
         self._window.append(record)
         for sink in self.sinks:
-            sink.iteration(record)
+            sink.iteration(replace(record, eta_s=min(record.eta_s, max_seconds)))
         due = record.iteration % self.config.logging.log_interval == 0
         if due or self._first or record.iteration == self._num_iterations:
             averaged = self._averaged()
+            averaged = replace(averaged, eta_s=min(averaged.eta_s, max_seconds))
             log = self.config.logging
             line = short_line if log.log_lines == "short" else iteration_line
             self.say(line(averaged, log_throughput=log.log_throughput))
@@ -116,9 +122,6 @@ class Reporter:
         tokens_per_s = step.samples * shape.seq_length / elapsed
         per_gpu = tokens_per_s / self.world_size
         left = max(0, self.plan.train_samples - progress.consumed_samples)
-        eta, minutes = left / step.samples * elapsed, self.config.batch.train_minutes
-        if minutes is not None:  # the steps are fitted to them
-            eta = min(eta, 60 * minutes)
         return IterationRecord(
             iteration=step.iteration,
             train_iters=self._num_iterations,
@@ -138,7 +141,7 @@ class Reporter:
             mfu=mfu(per_gpu, self._flops, self._peak),
             mfu_causal=mfu(per_gpu, self._causal_flops, self._peak),
             progress=min(1.0, progress.consumed_samples / max(1, self.plan.train_samples)),
-            eta_s=eta,
+            eta_s=left / step.samples * elapsed,
             params_norm=numbers.params_norm,
             num_zeros=numbers.num_zeros,
             memory=self._memory(),

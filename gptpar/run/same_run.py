@@ -44,8 +44,6 @@ RULES: dict[str, Rule] = {
 }
 """``section.field`` -> rule, for each field of each section that is not free as a whole."""
 
-FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "recovery", "logging", "health")
-
 _FOLLOWS_FROM = {
     "model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of",
     "model.softmax_vocab_size": "--softmax-over-padding: token ids in the softmax",
@@ -84,7 +82,7 @@ _MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
 }
 # Fields with several spellings of one value.
 _MEANING: dict[str, Callable[[Flags | Config], object]] = {
-    "data.split": lambda c: _split(c)[0],  # the rest is for evaluation
+    "data.split": lambda c: _split(c)[0]  # the rest is for evaluation
 }
 
 

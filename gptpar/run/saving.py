@@ -40,13 +40,13 @@ class Target:
     """A folder that a run saves to.
 
     Attributes:
-        interval: steps between checkpoints; ``None``: none.
-        minutes: between checkpoints; ``None``: none.
+        interval: steps between checkpoints; ``None``: steps make no save due.
+        minutes: minutes between checkpoints; ``None``: the clock makes no save due.
         keep, retain: see ``save_checkpoint``.
         permit: see ``save_checkpoint``.
-        ring: of the machines, where each has this folder for itself.
+        ring: the machines, each of which has a folder of its own at this path; ``None``: all share the folder.
         saved_at: the last iteration that was saved here, or is being saved.
-        in_memory: its files take the host's memory, and its saves are not reported.
+        in_memory: whether its files are in the host's memory; such saves are not reported.
         is_late: whether the processes agreed that its minutes are over.
     """
 
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def files_in_memory(self) -> int:
-        """Number of processes' files in the host's memory for each process during a save: its own, a neighbour's."""
+        """During a save, how many processes' files each process adds to its host's memory: its own, a neighbour's."""
         return self.in_memory + (self.ring is not None and not self.ring.is_alone)
 
     def minutes_are_over(self) -> bool:
@@ -130,7 +130,7 @@ class Saving:
         self._exports = None if interval is None else Exports(interval, say)
         activity, guard = trainer.activity, trainer.engine.optimizer.guard
         self._saver = Saver(trainer.topology, guard, say, self._take_note, alive=lambda: activity.note(activity.doing))
-        self._target: Target | None = None  # of the last save
+        self._target: Target | None = None  # where the last save went
 
     def describe(self) -> str:
         """The line about saves at the start of a run."""
@@ -155,7 +155,7 @@ class Saving:
         is_main = self._trainer.topology.is_main
         return [is_main and target.minutes_are_over() for target in self.targets]
 
-    def hear(self, votes: Sequence[bool]) -> None:
+    def take_votes(self, votes: Sequence[bool]) -> None:
         """Take the votes of all processes."""
         for target, vote in zip(self.targets, votes, strict=False):
             target.is_late |= vote
@@ -166,7 +166,7 @@ class Saving:
 
     @property
     def has_saved(self) -> bool:
-        """Whether anything was saved to ``--save``."""
+        """Whether this run has saved to ``--save``."""
         return any(target.saved_at is not None for target in self.targets[:1])
 
     def save_what_is_due(self, progress: Progress, *, keep_all: bool) -> None:
@@ -188,7 +188,7 @@ class Saving:
             self.begin(self.targets[0], progress, keep_all=keep_all, last=True)
 
     def begin(self, target: Target, progress: Progress, *, keep_all: bool, last: bool = False) -> None:
-        """Take the state as it stands, and write it behind the training.
+        """Save the present state, while training goes on.
 
         Args:
             last: this is the run's last save: wait until it is on the disk.

@@ -12,9 +12,10 @@ from gptpar.config import Config
 from gptpar.config.roles import Role
 from gptpar.context_parallel import ContextSplit, divide_samples
 from gptpar.data.loader import MicroBatch
+from gptpar.engine.engine import PipelinePasses
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
-from gptpar.engine.training_step import PipelinePasses, StepUpdate
+from gptpar.engine.step_update import StepUpdate
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
@@ -31,8 +32,8 @@ from gptpar.topology.initial_values import initialise
 from gptpar.topology.mesh import COPIES, DATA, TENSOR
 
 MAX_NET_REDONE = 8
-"""Redone steps, less steps that needed no redo (never below 0), after which steps are no longer recorded. It is reached
-soon if most steps are redone, and never if few are."""
+"""When this many more steps were redone than not (the difference never falls below 0), steps are no longer recorded. It
+is reached soon if most steps are redone, and never if few are."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Trainer:
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         self.pipeline, self._groups, self.experts = made.pipeline, made.groups, made.experts
         self._limit, self.steps_done_again, self._net_redone = made.limit, 0, 0
-        self._rows: dict[int, torch.Tensor] = {}  # by samples of a micro-batch; copying them would wait for the device
+        # Number of samples -> their rows in the micro-batch, kept: copying them to the device would wait for it.
+        self._rows: dict[int, torch.Tensor] = {}
         self._split = ContextSplit.of(topology, config.parallel.cp_comm_type)
         divide_samples(self.pipeline.modules(), topology, self._split)
         if config.precision.compile and topology.device.type == "cuda":
@@ -100,7 +102,7 @@ class Trainer:
                 quiet=engine.optimizer.guard.wait_until_read,
             )
         self._passes = PipelinePasses(self.engine, self.pipeline, self.activity.note)
-        # Divides the loss of each micro-batch where all tokens of a step count alike.
+        # With --calculate-per-token-loss, what each micro-batch's loss is divided by.
         per_token = config.data.calculate_per_token_loss
         self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
@@ -126,7 +128,7 @@ class Trainer:
         self.engine.publish()
 
     def expect_step(self, progress: float) -> None:
-        """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
+        """Announce the coming step's probable place in the schedules, so that the CPU optimizer may begin it early."""
         self.engine.optimizer.expect_step(self._hyperparameters(progress), self.loss_scale.value)
 
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
@@ -147,14 +149,14 @@ class Trainer:
         depends neither on the layout nor on whether the run was resumed.
 
         Returns:
-            The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
+            The mean loss over this process's micro-batches, on the device; zero if it has not the last stage.
         """
         batches = self._own(batches)
         self._passes.scale.fill_(self.loss_scale.value / (len(batches) * self._num_copies))
         self._iteration = iteration
         self._passes.step = f"iteration {iteration + 1}, "
         self.activity.note(f"{self._passes.step}forward and backward")
-        if self._divisor is not None:  # the mean of all micro-batches' losses is that of all tokens that count in them
+        if self._divisor is not None:  # then the mean over micro-batches is the mean over all tokens that count
             self._divisor.fill_(sum(batch.num_counted for batch in batches))
             self.topology.sum_over_copies(self._divisor).clamp_(min=1).div_(len(batches) * self._num_copies)
         if self._measures_layers(iteration + 1):
@@ -322,7 +324,8 @@ class Trainer:
         return list(batches) if self._split.size == 1 else [self._split.own_batch(batch) for batch in batches]
 
     def _on_device(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        return [batch.to(self.topology.device, non_blocking=True) for batch in batches]
+        device = self.topology.device
+        return list(batches) if device.type == "cpu" else [batch.to(device, non_blocking=True) for batch in batches]
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None, loss_divisor: torch.Tensor | None = None) -> StageInput:

@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,9 +110,10 @@ class Parser(argparse.ArgumentParser):
         self.problems.append(message.removeprefix("argument ") + ".")
         raise Unread
 
-    def takes(self, name: str) -> bool:
-        """Whether it has a flag of this name."""
-        return name in self._option_string_actions
+    @property
+    def flags(self) -> Set[str]:
+        """The names of its flags."""
+        return self._option_string_actions.keys()
 
     def nearest(self, flag: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str | None:
         """The flag, among this parser's and ``others``, that is most similar to a mistyped one."""

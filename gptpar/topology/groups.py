@@ -152,13 +152,7 @@ def make_topology(mesh: Mesh, rank: int, device: torch.device) -> Topology:
     for rows in (*(rows for count in range(len(COPIES)) for rows in combinations(COPIES, count + 1)), (TENSOR,)):
         several = mesh.divided(rows)
         groups[rows] = groups[several] if several in groups else _my_group(mesh.groups(*rows), rank)
-    return Topology(
-        mesh,
-        rank,
-        device,
-        groups,
-        links=_make_links(mesh, rank, device) if mesh.pipeline > 1 else None,
-    )
+    return Topology(mesh, rank, device, groups, links=_make_links(mesh, rank, device) if mesh.pipeline > 1 else None)
 
 
 def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:

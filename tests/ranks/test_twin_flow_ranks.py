@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptpar import TwinFlowAdamW
 from gptpar.offload.events import What
-from tests.offload_log import logged
+from tests.offload_log import logged, this_step
 from tests.spawn import spawn
 
 RANKS, STEPS, ROWS = 2, 8, 6
@@ -75,7 +75,7 @@ def fsdp(rank: int, ratio: float, attached: bool, device: str = "cpu") -> list[t
             if attached:
                 with optimizer.last_backward():
                     loss.backward()
-                told = {event.unit for event in log.this_step() if event.what == What.SUBMITTED}
+                told = {event.unit for event in this_step(log) if event.what == What.SUBMITTED}
                 assert len(told) == sum(on_host > 0 for _, on_host in optimizer.homes)  # FSDP2 tells of each gradient
             else:
                 loss.backward()

@@ -13,7 +13,7 @@ from gptpar.cli.benchmark.predict import most_promising, predict, unknown_to_pla
 from gptpar.cli.benchmark.runner import Completed, append_line, terminated_like_ctrl_c
 from gptpar.cli.benchmark.table import Measurement, draw, json_line, table, varying
 from gptpar.cli.flags import add_flags
-from gptpar.cli.launch import is_worker, workers_wanted
+from gptpar.cli.launch import is_worker, refuse_several, workers_wanted
 from gptpar.config.flags import ParsedFlags
 from gptpar.config.validate import range_problems
 from gptpar.errors import ConfigError
@@ -55,6 +55,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     Raises:
         ConfigError: mistakes that concern all combinations.
     """
+    refuse_several()
     count = workers_wanted(parsed.flags.parallel.nproc_per_node)
     problems = [*parsed.problems, *range_problems(parsed.flags), *contradictions(parsed)]
     if is_worker():

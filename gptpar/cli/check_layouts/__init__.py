@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     typed = [*number_format, *scale, *(word for word in argv if word != "--fp32")]
     small = SMALL.split()
     parsed = _parsed([*small, *typed])
-    count = parsed.rest.nproc or workers_wanted(None)
+    count = parsed.rest.nproc or workers_wanted(parsed.flags.parallel.nproc_per_node)
     if parsed.flags.checkpoint.load_hf is not None:
         parsed.problems.append(
             f"--load-hf {parsed.flags.checkpoint.load_hf}: check-layouts trains a small model of its own, in every "
@@ -65,12 +66,7 @@ def main(argv: list[str]) -> int:
     if is_worker():
         return _check_all(words, world_from_environment()[2], parsed.rest)
     _chosen(words, count, parsed.rest)
-    return start_workers(count, ["check-layouts", *_without_nproc(argv)])
-
-
-def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """The words for workers, whose number is known."""
-    return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
+    return start_workers(count, ["check-layouts", *argv])
 
 
 def _parsed(words: Sequence[str]) -> ParsedFlags:
@@ -79,13 +75,9 @@ def _parsed(words: Sequence[str]) -> ParsedFlags:
         words,
         prog="gptpar check-layouts",
         description=FACTS["check-layouts"]["description"],
-        extra=_extra_flags,
+        extra=partial(add_flags, verb="check-layouts", models=MODELS),
         takes_config=False,
     )
-
-
-def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "check-layouts", models=MODELS)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gptpar.cli.fit.machine import Machine, Pace
-from gptpar.config import Config, Flags, complete
+from gptpar.config import Config, Flags
 from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.config.sections.model import expand_preset
-from gptpar.config.validate import derive
+from gptpar.config.validate import complete, derive
 from gptpar.errors import GptparError
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.job import Job
@@ -172,10 +172,7 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
     seconds = batch * 1024 * flops / machine.flops
     steps = min(1000, max(200, int(minutes * 60 / seconds)))
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
-    return [
-        Choice("train-iters", str(steps), length),
-        *(Choice(flag, *row) for flag, row in _CHOICES["gpu"].items()),
-    ]
+    return [Choice("train-iters", str(steps), length), *(Choice(flag, *row) for flag, row in _CHOICES["gpu"].items())]
 
 
 def _for_cpu(course: Course) -> list[Choice]:

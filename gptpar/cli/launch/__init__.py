@@ -39,12 +39,7 @@ def is_worker() -> bool:
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:
-    """The number of workers on this machine: as asked for, else one for each visible GPU, else one.
-
-    Raises:
-        GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
-    """
-    _refuse_several()
+    """The number of workers on this machine: as asked for, else one for each visible GPU, else one."""
     if nproc_per_node:
         return nproc_per_node
     import torch  # a second, which a verb that needs no GPU should not pay for
@@ -65,7 +60,11 @@ def start_workers(
     Args:
         argv: the verb and its flags.
         max_restarts, hang_seconds, processes_left: see :class:`LaunchJob`.
+
+    Raises:
+        GptparError: mpirun or srun started several processes without RANK: each would start workers of its own.
     """
+    refuse_several()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     return run_job(
         LaunchJob(
@@ -91,11 +90,11 @@ def main(argv: Sequence[str]) -> int:
             start its own run.
     """
     if hostfile.is_asked_for(argv):
-        _refuse_several()
+        refuse_several()
         return hostfile.main(argv, main)
     words = read_flags(argv)
     if words.nnodes in ONE_MACHINE:
-        _refuse_several()
+        refuse_several()
     job = job_of(words)
     if job is not None:
         if job.count > 1:
@@ -113,7 +112,12 @@ def main(argv: Sequence[str]) -> int:
         return _exit_code(relay, folder, memory, False, lambda: run_torchrun(words, folder, memory))
 
 
-def _refuse_several() -> None:
+def refuse_several() -> None:
+    """Refuse processes of mpirun or srun without RANK: each would start workers of its own.
+
+    Raises:
+        GptparError: this is one of several.
+    """
     if problem := several_without_rank(os.environ):
         raise GptparError(f"{problem}.")
 

@@ -101,10 +101,7 @@ class Supervisor:
                 self._report_restart(failure)
                 before = failure
                 self._restart = replace(
-                    self._restart,
-                    number=self._restart.number + 1,
-                    noticed_s=noticed - self._alive,
-                    ended_s=ended,
+                    self._restart, number=self._restart.number + 1, noticed_s=noticed - self._alive, ended_s=ended
                 )
 
     def living(self) -> set[int]:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 from gptpar.adapter.deferred import deferred_init
@@ -34,10 +35,6 @@ from gptpar.system.files import atomic_output
 from gptpar.system.quantities import count, positive_gib
 
 WRITTEN = "Chosen by gptpar plan. gptpar pretrain --config takes this file; other flags beside it count."
-
-
-def _extra_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "plan", gpus=tuple(GPUS), positive_gib=positive_gib, count=count)
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
@@ -86,7 +83,8 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     Raises:
         ConfigError: the command line has mistakes.
     """
-    parsed = parse_flags(argv, prog="gptpar plan", description=FACTS["plan"]["description"], extra=_extra_flags)
+    extra = partial(add_flags, verb="plan", gpus=tuple(GPUS), positive_gib=positive_gib, count=count)
+    parsed = parse_flags(argv, prog="gptpar plan", description=FACTS["plan"]["description"], extra=extra)
     if folder := parsed.flags.checkpoint.load_hf:
         take_shape_of_hf(parsed, folder)
     parsed = with_checkpoint_args(parsed)

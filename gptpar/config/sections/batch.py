@@ -280,8 +280,8 @@ def _has_own_lengths(flags: Flags) -> bool:
 
 def check_first_step(flags: Flags) -> Iterator[str]:
     """Whether there is anything to train; the batches and the length must be in order."""
-    if flags.logging.skip_train:
-        return
+    if flags.logging.skip_train or (flags.batch.train_samples is None and flags.batch.sample_limit is None):
+        return  # --train-iters is a step or more
     b = completed(BatchConfig, flags.batch)
     samples, first = run_samples(b), BatchSizes.of(b).at(0)
     if samples < first:

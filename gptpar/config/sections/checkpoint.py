@@ -76,8 +76,7 @@ class CheckpointConfig:
         None, "load this iteration instead of the newest; saving in that folder moves later ones to a branch", least=0
     )
     use_checkpoint_args: bool = flag(
-        False,
-        "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused",
+        False, "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused"
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")
 
@@ -118,7 +117,7 @@ def check_checkpoint(flags: Flags) -> Iterator[str]:
     c = flags.checkpoint
     yield from _saves(c)
     yield from _exports(c)
-    yield from _folders(c, flags.logging.csv_dir)
+    yield from _folders(c)
     yield from _loads(c)
     asked = {"--max-restarts": flags.recovery.max_restarts, "--mirror-interval": flags.recovery.mirror_interval}
     for name, value in asked.items():
@@ -142,10 +141,10 @@ def _saves(c: CheckpointConfig) -> Iterator[str]:
         yield f"--save-local {c.save_local} is --save itself: choose another folder, on a disk of this machine."
 
 
-def _folders(c: CheckpointConfig, csv_dir: str | None) -> Iterator[str]:
+def _folders(c: CheckpointConfig) -> Iterator[str]:
     if c.load and not Path(c.load).exists() and c.load != c.save:
         yield f"--load {c.load}: there is no such folder."
-    for name, folder in (("--save", c.save), ("--save-local", c.save_local), ("--csv-dir", csv_dir)):
+    for name, folder in (("--save", c.save), ("--save-local", c.save_local)):
         if folder and Path(folder).exists() and not Path(folder).is_dir():
             yield f"{name} {folder} is a file; a folder is needed."
 

@@ -168,6 +168,9 @@ def _tasks(flags: Flags) -> Iterator[str]:
 def check_files(flags: Flags) -> Iterator[str]:
     """Whether the files that must be there are there."""
     yield from _corpora(flags.data)
+    csv_dir = flags.logging.csv_dir
+    if csv_dir and Path(csv_dir).exists() and not Path(csv_dir).is_dir():
+        yield f"--csv-dir {csv_dir} is a file; a folder is needed."
     switch = flags.batch.kill_switch_path
     if switch is not None and Path(switch).exists():
         yield f"--kill-switch-path {switch} is there already, so the run would stop at once: remove it."

@@ -96,8 +96,7 @@ class HealthConfig:
     )
     skip_step_window: int = flag(128, "number of steps in that mean; no step is skipped before half of them", least=2)
     spike_bundle: bool = on_unless(
-        "--no-spike-bundle",
-        "do not write the batch and the norms of the first 10 skipped outliers to SAVE/spikes",
+        "--no-spike-bundle", "do not write the batch and the norms of the first 10 skipped outliers to SAVE/spikes"
     )
     check_replicas_interval: int | None = flag(
         None,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-from gptpar.config.fields import Derived, Missing, Notes, Open, flag, flag_name, on_unless
+from gptpar.config.fields import Derived, Missing, Notes, Open, completed, flag, flag_name, on_unless
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
 from gptpar.config.presets import PRESETS
-from gptpar.config.sections.experts import ExpertOptions, check_experts
-from gptpar.config.sections.mlp import GATES, MLPOptions, check_mlp, derive_mlp
+from gptpar.config.sections.mlp import GATES, ExpertOptions, MLPOptions, check_experts, check_mlp, derive_mlp
 from gptpar.config.sections.positions import PositionOptions, check_rotation, check_scaling, derive_positions
 
 if TYPE_CHECKING:
-    from gptpar.config import Flags
+    from gptpar.config import Flags, TokenizerConfig
 
 MAX_TOKEN_IDS = 2**31 - 1
 """Corpora hold token ids in 32 bits."""
@@ -358,3 +358,31 @@ def _derive_layer_lists(notes: Notes) -> None:
         if (text := getattr(notes.flags.model, name)) is not None:
             with contextlib.suppress(ValueError):  # the checks report it
                 notes.fill("model", pattern, layer_pattern(text, letters, most), f"{flag_name(name)} {text}")
+
+
+def padded_vocab(vocab_size: int, multiple: int, rows: int | None = None) -> int:
+    """Rows of the embedding: as given, else the vocabulary rounded up to a multiple; never a function of the layout."""
+    return -(-vocab_size // multiple) * multiple if rows is None else rows
+
+
+def softmax_vocab(vocab_size: int, rows: int, *, over_padding: bool) -> int:
+    """Rows over which the softmax runs."""
+    return rows if over_padding else vocab_size
+
+
+def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig:
+    """The model; its vocabulary is that of a checkpoint, or of ``--vocab-size``.
+
+    A checkpoint that says its rows alone has all of them in the softmax: one of another program, or an older one.
+    """
+    size, stored = tokenizer.vocab_size or 0, flags.padded_vocab_size
+    rows = stored or padded_vocab(size, flags.make_vocab_size_divisible_by, flags.pad_vocab_size_to)
+    over_padding = flags.softmax_over_padding or stored is not None
+    filled = dataclasses.replace(
+        flags,
+        max_position_embeddings=flags.max_position_embeddings or flags.seq_length,
+        padded_vocab_size=rows,
+        softmax_vocab_size=flags.softmax_vocab_size or softmax_vocab(size, rows, over_padding=over_padding),
+        softmax_over_padding=flags.softmax_over_padding if flags.softmax_vocab_size else over_padding,
+    )
+    return completed(ModelConfig, filled)

@@ -162,6 +162,9 @@ def check_schedule(flags: Flags) -> Iterator[str]:
     yield from _learning_rates(flags)
     yield from _units(flags)
     yield from _warmup(o)
+    decay = "lr_decay_samples" if flags.batch.train_iters is None else "lr_decay_iters"
+    if o.lr_decay_tokens is not None and (length := getattr(o, decay)) is not None:
+        yield f"{flag_name(decay)} {length} and --lr-decay-tokens {o.lr_decay_tokens} are one length: keep one of them."
     if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
         yield Missing(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
@@ -307,8 +310,17 @@ def _muon(o: OptimizerFlags) -> Iterator[str]:
 def check_schedule_lengths(flags: Flags) -> Iterator[str]:
     """Whether warm-up, decay and WSD's tail fit into each other; the batches and the length must be in order."""
     o, seq_length = flags.optimizer, flags.model.seq_length
-    if flags.logging.skip_train or not seq_length or o.scheduler is not None:
-        return
+    warmup_given = _given(o, ("lr_warmup_tokens", "lr_warmup_samples", "lr_warmup_iters"))
+    tail_given = _given(o, ("lr_wsd_decay_samples", "lr_wsd_decay_iters")) if o.lr_decay_style == "WSD" else None
+    if not flags.logging.skip_train and seq_length and o.scheduler is None and (warmup_given or tail_given):
+        yield from _lengths(flags, seq_length, warmup_given, tail_given)
+
+
+def _lengths(
+    flags: Flags, seq_length: int, warmup_given: tuple[str, int] | None, tail_given: tuple[str, int] | None
+) -> Iterator[str]:
+    """Problems of a warm-up, or of a tail, with the field that gives it."""
+    o = flags.optimizer
     batch = completed(BatchConfig, flags.batch)
     lengths = schedule_lengths(completed(OptimizerConfig, o), batch, seq_length, run_samples(batch))
     warmup, decay = lengths.warmup, lengths.decay
@@ -320,14 +332,12 @@ def check_schedule_lengths(flags: Flags) -> Iterator[str]:
         samples = int(length) // seq_length if lengths.in_tokens else int(length)
         return BatchSizes.of(batch).steps_within(samples) if name.endswith("iters") else samples
 
-    given = _given(o, ("lr_warmup_tokens", "lr_warmup_samples", "lr_warmup_iters"))
-    if given and warmup >= decay:
-        name, value = given
+    if warmup_given and warmup >= decay:
+        name, value = warmup_given
         whole = in_unit_of(name, decay)
         yield f"{flag_name(name)} {value} must be less than the decay's {whole}, or --lr is never reached."
-    given = _given(o, ("lr_wsd_decay_samples", "lr_wsd_decay_iters"))
-    if o.lr_decay_style == "WSD" and given and warmup < decay and lengths.tail > decay - warmup:
-        name, value = given
+    if tail_given and warmup < decay and lengths.tail > decay - warmup:
+        name, value = tail_given
         ends = (in_unit_of(name, end) for end in (decay, warmup))
         yield (
             f"{flag_name(name)} {value} must be at most what the warm-up leaves of the decay, "

@@ -147,9 +147,7 @@ class ParallelFlags(ParallelConfig[None]):
     no_pipeline_parallel: bool = flag(False, "never split the stack of layers", before="zero_stage")
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
     use_megatron_fsdp: bool = flag(
-        False,
-        "the ZeRO stage of --data-parallel-sharding-strategy",
-        names=("--use-torch-fsdp2", "--use-custom-fsdp"),
+        False, "the ZeRO stage of --data-parallel-sharding-strategy", names=("--use-torch-fsdp2", "--use-custom-fsdp")
     )
     data_parallel_sharding_strategy: str | None = flag(
         None,

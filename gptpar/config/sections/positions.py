@@ -27,10 +27,7 @@ STRETCHING = frozenset({"rotary_base", "rope_scaling_type", *SCALED_BY})
 """Fields of rotary positions that a new run with a trained model's weights may set otherwise, for longer samples."""
 
 
-NO_START = {
-    "alibi": "ALiBi's distances do not depend on where positions start",
-    "none": "there are no positions",
-}
+NO_START = {"alibi": "ALiBi's distances do not depend on where positions start", "none": "there are no positions"}
 """Kinds of positions that are the same wherever they start, and why."""
 
 
@@ -90,8 +87,7 @@ class PositionOptions:
         None, "with yarn: factor of queries and of keys (default: 0.1 ln(factor) + 1)", above=0
     )
     yarn_correction_range_round_to_int: bool = on_unless(
-        "--no-yarn-correction-range-round-to-int",
-        "do not round the channels between YaRN's two limits to whole pairs",
+        "--no-yarn-correction-range-round-to-int", "do not round the channels between YaRN's two limits to whole pairs"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gptpar.config.fields import Notes, flag, on_unless
-from gptpar.config.sections.experts import SENT_TO_ALL, share_of_tokens
+from gptpar.config.sections.mlp import SENT_TO_ALL, share_of_tokens
 
 if TYPE_CHECKING:
     from gptpar.config import Config, Flags

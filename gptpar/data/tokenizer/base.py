@@ -152,12 +152,7 @@ class Tokenizer:
 
     def identity(self) -> dict[str, Any]:
         """A JSON object that is equal for two tokenizers if and only if they have the same type, sizes and files."""
-        return {
-            "type": self.name,
-            "vocab_size": self.vocab_size,
-            "eod": self.eod,
-            "sha256": dict(self._sha256),
-        }
+        return {"type": self.name, "vocab_size": self.vocab_size, "eod": self.eod, "sha256": dict(self._sha256)}
 
 
 def file_at(path: str | Path, in_folder: str) -> Path:

@@ -129,11 +129,7 @@ class GPT2BPETokenizer(Tokenizer):
 
 def byte_alphabet() -> dict[str, int]:
     """Character of the files -> byte: a byte that is printable in Latin-1 is itself, the others are 256, 257, ..."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
@@ -141,12 +137,16 @@ def byte_alphabet() -> dict[str, int]:
 def _parse_vocab(content: bytes, path: str) -> dict[str, int]:
     try:
         vocab = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"--vocab-file {path} is not JSON: {error}") from error
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise TokenizerError(
             f'--vocab-file {path} must be a JSON object {{"token": id, ...}} like GPT-2\'s encoder.json'
         )
+    try:
+        "".join(vocab).encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(f"--vocab-file {path} has a token without a UTF-8 form: {error}") from error
     if max(vocab.values()) >= MAX_IDS:
         raise TokenizerError(f"--vocab-file {path} has the id {max(vocab.values()):,}; ids must be below {MAX_IDS:,}")
     if len(set(vocab.values())) < len(vocab):

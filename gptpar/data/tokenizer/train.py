@@ -22,11 +22,7 @@ MODEL_TYPES = ("bpe", "unigram")
 
 
 def train(
-    texts: Iterable[str],
-    vocab_size: int,
-    *,
-    model_type: str = "bpe",
-    character_coverage: float = 0.9995,
+    texts: Iterable[str], vocab_size: int, *, model_type: str = "bpe", character_coverage: float = 0.9995
 ) -> bytes:
     """Train a SentencePiece model; returns it serialized. The same input gives the same model.
 

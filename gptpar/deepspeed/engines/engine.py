@@ -110,12 +110,7 @@ class ModuleEngine(TrainingEngine):
             self._no_sync = before
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        *,
-        retain_graph: bool = False,
-        scale_wrt_gas: bool = True,
-        create_graph: bool = False,
+        self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
     ) -> torch.Tensor:
         """Add the gradient of a micro-batch's loss to the step's.
 

@@ -15,8 +15,7 @@ from gptpar.adapter.pipeline_module import PipelineModule
 from gptpar.deepspeed.engines.batches import cast_inputs, described, evaluating, mean_of
 from gptpar.deepspeed.engines.step_work import StepResult
 from gptpar.deepspeed.engines.training_engine import TrainingEngine
-from gptpar.engine.engine import Engine
-from gptpar.engine.training_step import PipelinePasses
+from gptpar.engine.engine import Engine, PipelinePasses
 from gptpar.errors import GptparError
 from gptpar.pipeline.runtime import MicroBatch
 from gptpar.system.activity import Activity

@@ -34,7 +34,7 @@ from gptpar.deepspeed.engines.step_settings import StepSettings
 from gptpar.deepspeed.engines.step_work import StepResult, Work
 from gptpar.deepspeed.engines.whole_tensors import WholeTensors
 from gptpar.engine.readings import Readings
-from gptpar.engine.training_step import StepUpdate
+from gptpar.engine.step_update import StepUpdate
 from gptpar.errors import GptparError
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step
 
@@ -72,12 +72,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        work: Work,
-        parts: EngineParts,
-        groups: list[dict[str, Any]],
-        options: EngineOptions,
+        self, module: nn.Module, work: Work, parts: EngineParts, groups: list[dict[str, Any]], options: EngineOptions
     ):
         super().__init__()
         self.module, self.options = module, options

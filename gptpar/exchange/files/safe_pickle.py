@@ -26,11 +26,7 @@ import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
 from gptpar.errors import CheckpointError, first_line, printable
-from gptpar.exchange.files.bounded_pickle import (
-    BoundedUnpickler,
-    require_bounded_archive,
-    require_bounded_pickles,
-)
+from gptpar.exchange.files.bounded_pickle import BoundedUnpickler, require_bounded_archive, require_bounded_pickles
 from gptpar.system.files import open_regular, read_regular
 
 LEFT_UNREAD = (

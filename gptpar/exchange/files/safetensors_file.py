@@ -29,12 +29,7 @@ from gptpar.system.files import open_regular
 MAX_HEADER_BYTES = 100_000_000
 """Limit of a header, that of the format's own library."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Number formats of weights. Tensors of other formats are not plain weights; quantised ones are an example."""
 
 OTHER_SIZES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}

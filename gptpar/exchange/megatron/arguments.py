@@ -11,12 +11,12 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig, complete_model
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.elsewhere import elsewhere
 from gptpar.config.fields import flag_name, hints_of
 from gptpar.config.layer_patterns import LAYER_LISTS, layer_pattern
-from gptpar.config.sections.experts import ExpertOptions
-from gptpar.config.sections.model import check_model
+from gptpar.config.sections.mlp import ExpertOptions
+from gptpar.config.sections.model import check_model, complete_model
 from gptpar.config.sections.positions import SCALED_BY
 from gptpar.config.stored import stored_config
 from gptpar.errors import CheckpointError, ConfigError, printable

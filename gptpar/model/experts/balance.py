@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gptpar.config import ModelConfig
-from gptpar.config.sections.experts import LOAD
+from gptpar.config.sections.mlp import LOAD
 from gptpar.errors import CheckpointError
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.routing import counts_of, no_choice

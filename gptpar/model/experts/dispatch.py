@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gptpar.config.sections.experts import SENT_TO_ALL, share_of_tokens
+from gptpar.config.sections.mlp import SENT_TO_ALL, share_of_tokens
 from gptpar.model.core_attention import not_compiled
 from gptpar.model.experts.exchange import Exchange, Messages, arrived, sending, sent_back
 from gptpar.model.experts.products import Places, added, places_of, scattered
@@ -186,11 +186,7 @@ def _arrive(
 
 @not_compiled
 def _arrive_from_all(
-    tokens: Tokens,
-    axis: ExpertAxis,
-    num_experts: int,
-    chosen_NK: torch.Tensor,
-    weights_NK: torch.Tensor,
+    tokens: Tokens, axis: ExpertAxis, num_experts: int, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Places]:
     """As :func:`_arrive`, of all tokens of all ranks. The host waits for the number of rows while the device sorts."""
     messages, exchange, x_AD = tokens

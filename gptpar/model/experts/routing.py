@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gptpar.config import ModelConfig
-from gptpar.config.sections.experts import OF_SEQUENCE, OF_STEP
+from gptpar.config.sections.mlp import OF_SEQUENCE, OF_STEP
 from gptpar.model.core_attention import not_compiled
 from gptpar.model.mup import router_std
 from gptpar.tensor_parallel import TensorAxis

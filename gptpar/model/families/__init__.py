@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig, complete_model
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.sections.model import complete_model
 from gptpar.config.sections.positions import SCALED_BY
 from gptpar.errors import ConfigError
 from gptpar.model.families.fields import HfConfig, rotary_layers, windows_of
@@ -65,7 +66,7 @@ FAMILIES: dict[str, Family] = {
 """``model_type`` -> family."""
 
 LACKING = {
-    "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head",
+    "deepseek_v2": "attention over latent keys and values (kv_lora_rank), and its rotary positions on a part of a head"
 }
 LACKING["deepseek_v3"] = f"{LACKING['deepseek_v2']}, and the prediction of several tokens"
 """``model_type`` of mixtures that are not known -> what gptpar lacks for them."""

@@ -158,12 +158,7 @@ class HfConfig:
         scaled = self._scaled(kind, {**scaling, **together})
         if base != int(base):
             self.problems.append(f"rope_theta is {base}, and --rotary-base is a whole number.")
-        return {
-            "position_embedding_type": "rope",
-            "rotary_base": int(base),
-            "rotary_percent": float(share),
-            **scaled,
-        }
+        return {"position_embedding_type": "rope", "rotary_base": int(base), "rotary_percent": float(share), **scaled}
 
     def _scaled(self, kind: object, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The flags for scaled rotary frequencies; what transformers derives from the length of samples, too."""

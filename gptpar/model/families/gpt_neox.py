@@ -76,11 +76,7 @@ def _block(block: Block) -> Mapping[str, Mapping[str, Within]]:
 
 GPT_NEOX_NAMES = WeightNames(
     base="gpt_neox.",
-    outer={
-        "embedding": "gpt_neox.embed_in",
-        "final_norm": "gpt_neox.final_layer_norm",
-        "output": "embed_out",
-    },
+    outer={"embedding": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
     blocks="layers",
     block=_block,
 )

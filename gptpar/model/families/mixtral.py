@@ -19,10 +19,7 @@ def mixtral(config: HfConfig) -> ModelFlags:
     """The flags of a ``MixtralForCausalLM``."""
     config.require("router_jitter_noise", 0.0, "the router reads what the experts read")
     experts = mixture(
-        config,
-        width=config["intermediate_size"],
-        normalised=True,
-        blocks=[True] * config["num_hidden_layers"],
+        config, width=config["intermediate_size"], normalised=True, blocks=[True] * config["num_hidden_layers"]
     )
     window = config.size("sliding_window", 0)
     return like_llama(config, rope_theta=1_000_000, norm_eps=1e-5, window_size=window or None, **experts)

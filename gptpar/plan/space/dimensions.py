@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,7 +141,10 @@ def layout_sizes(text: str) -> dict[str, int]:
     """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4ep2``, ``cp2``; returns the size of each axis that is named."""
     if not re.fullmatch(r"((dp|tp|pp|cp|ep)[1-9]\d*x?)+", text):
         raise argparse.ArgumentTypeError(f"{text} is not a layout such as dp4, tp2pp2 or dp2xtp2")
-    return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp|cp|ep)(\d+)", text)}
+    found = re.findall(r"(dp|tp|pp|cp|ep)(\d+)", text)
+    if twice := [axis for axis, count in Counter(axis for axis, _ in found).items() if count > 1]:
+        raise argparse.ArgumentTypeError(f"{text} names {twice[0]} more than once")
+    return {axis: int(size) for axis, size in found}
 
 
 def cpu_ratio(text: str) -> float | str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gptpar.config.sections.experts import LOAD
+from gptpar.config.sections.mlp import LOAD
 from gptpar.reporting.banner import format_count
 from gptpar.reporting.curves import RunCurves, Values, smooth
 from gptpar.reporting.figures import style

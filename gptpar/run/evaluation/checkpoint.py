@@ -89,8 +89,6 @@ def layout_problems(model: ModelConfig, tensor: int, pipeline: int, expert: int,
     """The reasons why a model cannot be split over the ranks of axes of these sizes, a sentence each."""
     known: dict[str, Any] = {spec.name: getattr(model, spec.name, None) for spec in dataclasses.fields(ModelFlags)}
     parallel = ParallelFlags(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=expert,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert
     )
     return list(check_parallel(Flags(model=ModelFlags(**known), parallel=parallel), world_size))

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def read_items(path: Path) -> tuple[list[Item], list[str]]:
         return [], [f"--eval-tasks {path} cannot be read: {reason}; give a .jsonl file of UTF-8 text."]
     items: list[Item] = []
     problems: list[str] = []
-    form: _Form | None = None
+    form, label = None, _labels_beside(path)
     # JSON's texts may hold other characters that str.splitlines takes for the end of a line, such as U+2028.
     lines = text.split("\n")
     for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
@@ -76,7 +77,7 @@ def read_items(path: Path) -> tuple[list[Item], list[str]]:
         try:
             values = _object(line)
             form = form or _form_of(values)
-            items.append(form.item(values, where, _label_beside(path, number)))
+            items.append(form.item(values, where, partial(label, number)))
         except ValueError as error:
             problems.append(f"--eval-tasks {where}: {error}.")
     if not items and not problems:
@@ -210,17 +211,18 @@ _FORMS = (
 )
 
 
-def _label_beside(path: Path, line: int) -> Callable[[], str]:
-    """Reads the label of a line from the file of labels, as PIQA is published."""
+def _labels_beside(path: Path) -> Callable[[int], str]:
+    """A function that returns the label of a line (1, 2, ...) from the file of labels, as PIQA is published."""
+    file = path.with_name(f"{path.stem}-labels.lst")
+    lines = cache(lambda: read_regular(file).decode().splitlines())
 
-    def read() -> str:
-        file = path.with_name(f"{path.stem}-labels.lst")
+    def label(line: int) -> str:
         try:
-            return read_regular(file).decode().splitlines()[line - 1]
+            return lines()[line - 1]
         except (OSError, IndexError):
             raise ValueError(f"'label' is missing, and {file} has no line {line}") from None
 
-    return read
+    return label
 
 
 def all_problems(paths: Sequence[str]) -> Iterator[str]:

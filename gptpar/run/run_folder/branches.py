@@ -205,7 +205,7 @@ def _finish(root: Path, branch: Path, journal: Journal, say: Callable[[str], Non
         if source.exists() and not target.exists():
             os.rename(source, target)
             proofs.move(source, target)
-    history, hint = root / metrics_file.FILE_NAME, root / folders.HINT_NAME
+    history = root / metrics_file.FILE_NAME
     if journal.iteration > 0 and history.is_file():
         metrics_file.cut_after(history, journal.iteration, say)
     else:  # all of it is the branch's
@@ -217,7 +217,7 @@ def _finish(root: Path, branch: Path, journal: Journal, say: Callable[[str], Non
         if newest is not None:
             folders.write_hint(place, newest)
         else:
-            hint.unlink(missing_ok=True)
+            (place / folders.HINT_NAME).unlink(missing_ok=True)
         sync_directory(place)
     _write(branch, replace(journal, complete=True))
 

@@ -73,11 +73,11 @@ def test_processes_of_mpirun_or_srun_without_ranks_do_not_each_train_by_themselv
     for name, value in {**others, size: "1"}.items():
         monkeypatch.setenv(name, value)
     if "SLURM_NTASKS" not in others:
-        assert launch.workers_wanted(3) == 3 and world_from_environment() == (0, 0, 1)
+        assert world_from_environment() == (0, 0, 1)
     monkeypatch.setenv(size, "8")
     monkeypatch.setattr("torch.distributed.run.run", lambda words: None)
     assert launch.main(["--rdzv-endpoint", "node1:29500", *SEVERAL]) == 0  # one launcher on each machine
-    refusing: list[Callable[[], object]] = [lambda: launch.workers_wanted(3), world_from_environment]
+    refusing: list[Callable[[], object]] = [lambda: launch.start_workers(3, ["pretrain"]), world_from_environment]
     for words in (["--standalone"], ["--nnodes", "1:1", "--rdzv-backend", "c10d"], ["--num-gpus", "2"]):
         refusing.append(partial(launch.main, [*words, "x.py"]))
     for refuses in refusing:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gptpar.cli import check_layouts
 from gptpar.cli.check_layouts.compare import Comparison, round_off
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 
@@ -46,3 +47,11 @@ def test_the_verdict_names_a_resume_only_if_there_was_one(capsys: pytest.Capture
     verdict = "all 2 combinations compute the same as one process: largest relative difference 0.0e+00 over 1 steps"
     resume = ", a save and a resume in another layout"
     assert capsys.readouterr().out.splitlines()[-1] == f"{verdict}{resume} (tolerance 1e-10)"
+
+
+def test_workers_get_the_words_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, list[str]]] = []
+    monkeypatch.setattr(check_layouts, "start_workers", lambda count, argv: started.append((count, argv)) or 0)
+    words = ["--nproc-per-node", "2", "--only", "CPU optimizer 0.6"]
+    assert check_layouts.main(words) == 0
+    assert started == [(2, ["check-layouts", *words])]

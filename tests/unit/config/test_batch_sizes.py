@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from gptpar.config import BatchConfig, Config, complete
+from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.flags import parse_flags
 from gptpar.config.stored import stored_config
-from gptpar.config.validate import resolve
+from gptpar.config.validate import complete, resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
 from gptpar.run.batch_plan import BatchPlan
@@ -151,3 +151,11 @@ def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(
     assert (plan.num_iterations(), sizes_of(plan), plan.train_samples) == (steps, [2] * steps, samples)
     assert make_schedule(config, plan.train_samples).decay == samples
     assert resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[0] == config
+
+
+@pytest.mark.parametrize("length", ["--train-iters 9 --lr-decay-iters 8", "--train-samples 99 --lr-decay-samples 88"])
+def test_the_decay_has_one_length(length: str) -> None:
+    flag, value = length.split()[2:]
+    assert problems(f"{length} --lr-decay-tokens 64") == [
+        f"{flag} {value} and --lr-decay-tokens 64 are one length: keep one of them."
+    ]

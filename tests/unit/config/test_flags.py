@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from gptpar.config import complete
 from gptpar.config.flags import parse_flags
 from gptpar.config.stored import stored_config
-from gptpar.config.validate import resolve
+from gptpar.config.validate import complete, resolve
 from gptpar.model.gpt import gpt_model
-from tests.helpers import every_field
+from tests.helpers import TINY, every_field
 from tests.unit.config.flag_problems import GOOD, problems
 
 
@@ -99,3 +98,8 @@ def test_a_command_line_leaves_nothing_to_the_next_one() -> None:
     second = parse_flags(["--lr", "0.5", "--mine", "3"])
     assert len(second.problems) == 1 and "--mine" in second.problems[0]
     assert (second.flags.optimizer.lr, second.typed) == (0.5, {"optimizer.lr": 0.5})
+
+
+def test_words_without_a_flag_are_one_problem() -> None:
+    (problem,) = parse_flags([*TINY.split(), "--lr", "1e-3", "foo", "a=b"]).problems
+    assert problem == "unexpected words 'foo', 'a=b'; values follow a flag."

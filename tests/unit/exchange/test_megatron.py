@@ -241,6 +241,8 @@ def test_weights_and_numbers_that_cannot_be_are_told(tmp_path: Path) -> None:
         vars(content["args"]).update(norm_epsilon=0.0, rotary_base=0, hidden_dropout=float("nan"))
         path.unlink()  # its tensors are mapped
         torch.save(content, path)
-    told = "(?s)rotary_base is 0, where more than 0.*norm_epsilon is 0.0, where more than 0.*hidden_dropout is nan"
+    told = (
+        "(?s)rotary_base is 0; it must be more than 0.*norm_epsilon is 0; it must be more than 0.*hidden_drop.* is nan"
+    )
     with pytest.raises(CheckpointError, match=told):
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])

@@ -169,3 +169,8 @@ def test_a_longer_sequence_than_the_folders_is_told_with_a_remedy_that_works(
     else:
         offered = "--rope-scaling-type" + remedy.split("--rope-scaling-type")[1].split(",")[0]
         assert problems(64, offered) == problems(64, "--rotary-base 500000") == []
+
+
+def test_flags_of_an_export_are_refused_for_a_foreign_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--dtype, --no-tokenizer: for checkpoints of gptpar only"):
+        convert([str(tmp_path), str(tmp_path / "run"), "--dtype", "bf16", "--no-tokenizer"])

@@ -12,9 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptpar.config import complete
 from gptpar.config.flags import parse_flags
-from gptpar.config.validate import resolve
+from gptpar.config.validate import complete, resolve
 from gptpar.model.block import Block
 from gptpar.model.experts.dispatch import ALL_EXPERTS, LIMIT, ExpertAxis
 from gptpar.model.gpt import gpt_model

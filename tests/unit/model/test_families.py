@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.config import ModelConfig, TokenizerConfig, complete_model
+from gptpar.config import ModelConfig, TokenizerConfig
+from gptpar.config.sections.model import complete_model
 from gptpar.errors import ConfigError
 from gptpar.model.families import FAMILIES, flags_of
 from gptpar.model.gpt import gpt_model

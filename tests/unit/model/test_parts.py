@@ -197,12 +197,13 @@ def test_seeds_are_stable() -> None:
     assert seed_of(1234, "dropout", 0, 1) != seed_of(1234, "dropout", 1, 0)
 
 
-def test_a_norm_without_a_kernel_for_heads_normalises_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", ["", "--attention-output-gate", "--attention-output-gate --add-qkv-bias"])
+def test_a_norm_without_a_kernel_for_heads_normalises_them(monkeypatch: pytest.MonkeyPatch, gate: str) -> None:
     tokens = random_tokens(2, 16, 32)[:, :-1]
     fields = {"labels": tokens, "loss_mask": torch.ones(tokens.shape, dtype=torch.float64), "seq_length": 16}
 
     def computed() -> list[torch.Tensor]:
-        stage = build(OPTIONS["head norms, rotary"])
+        stage = build(f"{OPTIONS['head norms, rotary']} {gate}")
         loss = stage(tokens, fields)
         return [loss, *torch.autograd.grad(loss.sum(), list(stage.global_parameters().values()))]
 

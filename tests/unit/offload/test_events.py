@@ -99,7 +99,7 @@ def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[t
 def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 110)  # three a unit, which runs and open ranges cut anywhere
-    monkeypatch.setattr(SharedState, "note_foresight", lambda *_: None)  # never backs off
+    monkeypatch.setattr(SharedState, "note_expectation", lambda *_: None)  # never backs off
     log = EventLog()
     (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3, seed, log)
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
             patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
-            patch.setattr(SharedState, "note_foresight", lambda *_: None)  # it tries again after a step that is clipped
+            patch.setattr(SharedState, "note_expectation", lambda *_: None)  # it tries again after a clipped step
             if not early:
                 patch.setattr(gpt, "tied_unit", lambda *_: None)
             elif is_patient:

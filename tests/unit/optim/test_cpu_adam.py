@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from gptpar.offload.buckets import ranges_of_rows
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.index_ranges import ranges_of_rows
 from tests.unit.optim.cpu_adam_runs import GRADS, HOW, LONG, make, run, same, with_isa
 
 LOWS = (None, torch.bfloat16, torch.float16, torch.float32)

@@ -25,7 +25,7 @@ def test_some_cores_are_left_to_others(monkeypatch, cores, threads):
 FORK = """
 import os, signal, torch
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
-from gptpar.optim.index_ranges import ranges_of_rows
+from gptpar.offload.buckets import ranges_of_rows
 def step():
     p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
     how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 1))]

@@ -1,6 +1,6 @@
 """The space of layouts: what is enumerated, how a candidate is applied and printed, and what stays as it was typed."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 import pytest
 
@@ -137,3 +137,8 @@ def test_one_gpu_may_recompute_parts_and_leave_the_rest_to_the_host() -> None:
 def test_a_module_is_proved_with_every_stage_and_offload() -> None:
     assert [len(list(to_prove_of_a_module(n))) for n in (1, 2)] == [4, 16]
     assert list(to_prove_of_a_module(2))[-1].name == "2 processes, ZeRO-3, all on the CPU"
+
+
+def test_a_layout_names_each_axis_once() -> None:
+    with pytest.raises(ArgumentTypeError, match="dp2dp4 names dp more than once"):
+        d.layout_sizes("dp2dp4")

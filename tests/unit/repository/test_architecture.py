@@ -25,7 +25,6 @@ PURE = [
     "config",
     "topology/mesh.py",
     "topology/placement.py",
-    "optim/index_ranges.py",
     "optim/schedule.py",
     "engine/ranges.py",
     "engine/table.py",

@@ -65,6 +65,12 @@ def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> No
     assert len(train(tmp_path)) == 5 + FITS  # ten more steps are timed, and 14 fit after them
 
 
+def test_the_minutes_left_are_those_that_have_not_passed() -> None:
+    clock = iter([100.0, 130.0, 161.0])
+    length = FittedLength(1.0, 500, now=lambda: next(clock))
+    assert [length.seconds_left(), length.seconds_left()] == [30.0, 0.0]
+
+
 @pytest.mark.slow
 def test_before_the_decision_no_more_time_is_left_than_the_minutes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ from gptpar.run import resume, same_run
 from gptpar.run.generation import load_model
 from gptpar.run.progress import Progress
 from gptpar.run.resume import progress_to_resume
-from gptpar.run.same_run import FREE_SECTIONS, RULES, Rule
+from gptpar.run.same_run import RULES, Rule
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.run.saved_runs import DONE, initial, inputs_of, save, saved, with_fields
 
@@ -123,6 +123,10 @@ NEEDS = {  # where a field has an effect
 }
 
 
+FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "recovery", "logging", "health")
+"""Sections that are free as a whole."""
+
+
 def test_every_field_has_a_rule() -> None:
     """A new flag must be classified before it can be forgotten when a run goes on."""
     sections = typing.get_type_hints(Config)
@@ -222,7 +226,7 @@ def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "progress is missing or null": lambda m: m.clear(),
     "config is 3": lambda m: m.update(config=3),
-    "config.model.num_layers is 10000000, where at most": lambda m: m["config"]["model"].update(num_layers=10**7),
+    "config.model.num_layers is 10000000; it must be at most": lambda m: m["config"]["model"].update(num_layers=10**7),
     "config.model.normalization is 'New', where one of": lambda m: m["config"]["model"].update(normalization="New"),
     "config.model holds 'qk_norm' = True": lambda m: m["config"]["model"].update(qk_norm=True),
     "optimizer_steps is 'x', where a whole number": lambda m: m.update(optimizer_steps="x"),

@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gptpar.checkpoint import find_checkpoints, load_meta, read_tensors, save_checkpoint, verify_checkpoint
+from gptpar.checkpoint.folders import HINT_NAME
 from gptpar.cli import main
 from gptpar.config.sections.logging import LoggingConfig
 from gptpar.reporting.metrics_file import read_metrics
@@ -231,3 +232,14 @@ def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Ru
     assert said.count("no older checkpoint is deleted while steps are skipped") == 1
     pretrain(f"--train-iters 8 {same} --ckpt-step 4")
     assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]
+
+
+def test_a_branch_whose_checkpoints_are_gone_leaves_the_hint_of_the_run(folder: Path) -> None:
+    before = (folder / HINT_NAME).read_text()
+    branch = folder / "branches" / "1-from-0000008"
+    branch.mkdir(parents=True)
+    journal = {"iteration": 8, "consumed_samples": 16, "checkpoints": [10], "complete": False}
+    (branch / "branch.json").write_text(json.dumps(journal))
+    finish_branches(folder, print)
+    assert (folder / HINT_NAME).read_text() == before and not (branch / HINT_NAME).exists()
+    assert json.loads((branch / "branch.json").read_text())["complete"]

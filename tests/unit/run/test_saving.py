@@ -83,10 +83,10 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Ev
 def back_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a wrong speculation, all further steps of these tests are in place."""
 
-    def note_foresight(self: SharedState, expected: object, taken: object) -> None:
+    def note_expectation(self: SharedState, expected: object, taken: object) -> None:
         self.backs_off |= taken != expected
 
-    monkeypatch.setattr(SharedState, "note_foresight", note_foresight)
+    monkeypatch.setattr(SharedState, "note_expectation", note_expectation)
 
 
 def done(iteration: int) -> Progress:

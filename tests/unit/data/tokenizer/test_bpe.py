@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
+from gptpar.errors import TokenizerError
 from tests.unit.data.tokenizer.vocabularies import GPT2, SAMPLE, build, join, small_vocabulary, words_of, write_files
 
 CHARACTERS = "abcdeABé日本😀ß 0123٣½ \t\n\r\u2028\u00a0\x00'.,!?_<|>-\u0301"
@@ -51,3 +53,13 @@ def test_equals_gpt2():
     merges = [(left, right) for left, right in (line.split() for line in lines)]
     for text in [Path(__file__).read_text(encoding="utf-8"), " " * 37, "a" * 50, *random_texts(200)]:
         assert tokenizer.encode(text) == reference_encode(text, vocab, merges)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [('{"\\ud800": 0}', "a token without a UTF-8 form"), ('{"a": ' + "[" * 100_000, "is not JSON")]
+)
+def test_a_vocabulary_that_cannot_be_is_a_sentence(content: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(content)
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(TokenizerError, match=rf"--vocab-file .*vocab.json .*{told}"):
+        GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))

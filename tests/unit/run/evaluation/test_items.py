@@ -1,11 +1,13 @@
 """Published forms of questions, malformed lines, and how choices become tokens."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from gptpar.data.tokenizer import build_tokenizer
 from gptpar.errors import ConfigError
+from gptpar.run.evaluation import items
 from gptpar.run.evaluation.items import Document, Question, all_problems, read_items
 from gptpar.run.evaluation.tasks import TokenRow, continuation_rows, document_rows, read_tasks
 from tests.unit.run.evaluation.task_files import write_lines
@@ -116,3 +118,19 @@ def test_each_token_of_a_document_is_scored_once(length: int) -> None:
     assert "".join(scored for _, scored in texts_of(rows)) == text
     assert all(len(row) == 4 for row in rows[1:])  # as much context as there is
     assert rows[0].tokens[0] == TOKENIZER.eod
+
+
+def test_labels_beside_a_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, reads = Path(write_lines(tmp_path / "piqa.jsonl", [PIQA] * 3)), Counter()
+    (tmp_path / "piqa-labels.lst").write_text("1\n0\n")
+
+    def read(path: Path) -> bytes:
+        reads[path.name] += 1
+        return path.read_bytes()
+
+    monkeypatch.setattr(items, "read_regular", read)
+    found, problems = read_items(file)
+    assert [item.gold for item in found] == [1, 0] and reads == {"piqa.jsonl": 1, "piqa-labels.lst": 1}
+    assert problems == [
+        f"--eval-tasks {file}, line 3: 'label' is missing, and {tmp_path / 'piqa-labels.lst'} has no line 3."
+    ]

@@ -1,4 +1,4 @@
-"""Runs a training step of a GPT or of any module: passes of a pipeline, update, numbers for the host."""
+"""Takes a step of a GPT or of any module: gradient norm, clipping, outliers, update, numbers for the host."""
 
 from __future__ import annotations
 
@@ -10,56 +10,12 @@ from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.optim.skip_step import SkipStep, step_unless_outlier
 from gptpar.optim.update import Hyperparameters
-from gptpar.pipeline.runtime import MicroBatch, Observer, Pipeline
 
 Numbers = Sequence[torch.Tensor]
 """Scalars on the device."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
 MakeReadings = Callable[[Numbers], Readings]
 Judge = Callable[[torch.Tensor, Numbers], tuple[torch.Tensor, Numbers]]
-
-
-class PipelinePasses(Observer):
-    """Runs the passes of a step by the pipeline's schedule, and reports each pass to the engine.
-
-    Args:
-        engine: has the layers' parameters.
-        pipeline: the layers.
-        note: called with a phrase for what this process begins to do.
-
-    Attributes:
-        step: begins each note, such as ``iteration 12, ``.
-        scale: the incoming gradient of each micro-batch's loss, on the device, so that a recorded step reads its
-            present value. fp16 may be too narrow for it.
-    """
-
-    def __init__(self, engine: Engine, pipeline: Pipeline, note: Callable[[str], None]):
-        self.engine, self.pipeline, self._note, self.step = engine, pipeline, note, ""
-        self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
-        self._last = 0
-
-    def run(self, inputs: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Accumulate the gradient of the step that :meth:`Engine.begin_gradients` has begun; it is final afterwards.
-
-        Returns:
-            The micro-batches' losses, if this process has the last layer; else nothing.
-        """
-        self._last = len(inputs) - 1
-        losses = self.pipeline.forward_backward(inputs, grad=self.scale, observer=self)
-        self._note(f"{self.step}gradient reduction")
-        self.engine.gradients.reducer.finish()
-        return losses
-
-    def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
-        self._note(f"{self.step}micro-batch {micro_batch + 1}, forward")
-        self.engine.gradients.in_last_forward = micro_batch == self._last
-
-    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
-        self._note(f"{self.step}micro-batch {micro_batch + 1}, backward")
-        self.engine.gradients.begin_backward(virtual_stage, last=micro_batch == self._last)
-
-    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
-        self.engine.gradients.end_backward()
 
 
 class StepUpdate:

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --disable-bias-linear --swiglu "
-    "--moe-z-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-router-enable-expert-bias"
+    "--moe-z-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
+    "--moe-router-enable-expert-bias"
 )
 MODELS = {
     "gpt": "--bf16",

@@ -22,7 +22,14 @@ from gptpar.offload.transfers import (
     StagingBuffer,
     WrittenInPlace,
 )
-from gptpar.system.pinned import PinnedMemory, as_device_memory, begin_copy, current_stream, let_follow, waitable_event
+from gptpar.system.pinned import (
+    PinnedMemory,
+    as_device_memory,
+    begin_copy,
+    current_stream,
+    let_follow,
+    waitable_event,
+)
 
 RING_BYTES = 1 << 30
 """Pinned memory for copies in flight, whatever the model's size; sums on the host may take more."""
